@@ -1,0 +1,127 @@
+"""Device descriptor: what the compiler and the planner must know of a device, as data (devices/*.toml).
+
+A descriptor says which memory path and transfer modes a device can do, the tiles its kernels want, its limits, and its
+rates. `measured` says whether the rates were measured or taken from published figures; `sources` says from where.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from flashmem.errors import MissingFileError, UserError
+from flashmem.program import MemoryPath
+
+TransferMode = Literal["map", "alias", "dma", "interleave"]
+TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Outputs one work-item computes: up to `rows` rows of `columns` channels, held in vectors of `vector` floats.
+
+    `columns` is also the width of a packed panel; `local_size` the work-group (columns first), `lanes` the work-items that
+    share one row of a reduction (1 on CPUs, where a work-item is a thread's vector loop).
+    """
+
+    rows: int = 8
+    columns: int = 32
+    vector: int = 16
+    local_size: tuple[int, int] = (1, 1)
+    lanes: int = 1
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds."""
+
+    gemm_flops: float = 100e9
+    memory_bandwidth: float = 10e9
+    copy_bandwidth: float = 5e9  # host memory -> texture, or populating mapped pages
+    disk_bandwidth: float = 1e9
+    launch_seconds: float = 20e-6
+
+
+@dataclass(frozen=True)
+class DeviceDescriptor:
+    name: str
+    kind: Literal["cpu", "gpu"] = "cpu"
+    memory_paths: tuple[MemoryPath, ...] = ("buffer", "texture")  # the first is the default
+    modes: dict[str, tuple[TransferMode, ...]] = field(  # per memory path; the first is the default
+        default_factory=lambda: {"buffer": ("map", "dma", "alias", "interleave"), "texture": ("dma", "interleave")}
+    )
+    image_max_width: int = 8192  # texels
+    image_max_height: int = 8192
+    image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
+    max_alloc_bytes: int = 1 << 30
+    tile: Tile = field(default_factory=Tile)
+    rates: Rates = field(default_factory=Rates)
+    measured: bool = False
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:
+        """The descriptor in `data` (as `to_dict` or a TOML file has it).
+
+        Raises:
+            UserError: an unknown key, so that a misspelt one is not silently ignored.
+        """
+
+        def build(kind: type, values: dict[str, Any]) -> Any:
+            unknown = sorted(set(values) - {f.name for f in fields(kind)})
+            if unknown:
+                raise UserError(f"{where}: unknown key {unknown[0]!r} for {kind.__name__}; remove it")
+            return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+        values = dict(data)
+        if "name" not in values:
+            raise UserError(f"{where}: the key 'name' is missing; add it")
+        values["tile"] = build(Tile, values.get("tile", {}))
+        values["rates"] = build(Rates, values.get("rates", {}))
+        if "modes" in values:
+            values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
+        descriptor: DeviceDescriptor = build(cls, values)
+        return descriptor
+
+    def on_path(self, path: MemoryPath) -> DeviceDescriptor:
+        """The same device with `path` as its default memory path.
+
+        Raises:
+            UserError: the device has no such path.
+        """
+        if path not in self.memory_paths:
+            raise UserError(f"device {self.name} has no memory path {path!r}; it has {', '.join(self.memory_paths)}")
+        return replace(self, memory_paths=(path, *(p for p in self.memory_paths if p != path)))
+
+
+def descriptor_names() -> tuple[str, ...]:
+    """Names of the descriptors that ship with flashmem."""
+    return tuple(sorted(Path(f.name).stem for f in resources.files("flashmem.devices").iterdir() if f.name.endswith(".toml")))
+
+
+def load_descriptor(name_or_path: str) -> DeviceDescriptor:
+    """A descriptor by the name it ships under, or from a TOML file.
+
+    Raises:
+        MissingFileError: neither a known name nor a file.
+        UserError: not a descriptor.
+    """
+    if name_or_path in descriptor_names():
+        text = (resources.files("flashmem.devices") / f"{name_or_path}.toml").read_text(encoding="utf-8")
+    else:
+        path = Path(name_or_path)
+        if not path.is_file():
+            known = ", ".join(descriptor_names())
+            raise MissingFileError(f"no device descriptor {name_or_path!r}; name a TOML file or one of: {known}")
+        text = path.read_text(encoding="utf-8")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{name_or_path} is not valid TOML: {error}") from error
+    return DeviceDescriptor.from_dict(data, where=name_or_path)

@@ -1,0 +1,49 @@
+"""The errors flashmem raises.
+
+Two kinds, because two people read them. `UserError` is for whoever can change something (a file, a flag, an input, a
+budget): one sentence that says what is wrong, where, and what to do; the command line prints it and exits with 2.
+`RunError` is for a run that failed although nothing was asked wrongly; the command line exits with 1.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something the user has to change: exit code 2, one sentence, no traceback."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file that was named does not exist."""
+
+
+class BudgetError(UserError):
+    """No plan fits the budget.
+
+    `smallest_bytes` is the smallest budget (same meaning as the one that was refused) that works; `binding` names what
+    binds it, for instance the layer whose weights must be resident together.
+    """
+
+    def __init__(self, message: str, *, smallest_bytes: int, binding: str) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        self.binding = binding
+
+
+class UnsupportedModelError(UserError):
+    """The model needs operators that flashmem lacks; `nodes` lists every one of them as (node name, reason)."""
+
+    def __init__(self, message: str, nodes: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+
+
+class BundleError(UserError):
+    """A bundle that is truncated, tampered with, or of another format version."""
+
+
+class NoDeviceError(UserError):
+    """No OpenCL device is here, or not the one that was named."""
+
+
+class RunError(RuntimeError):
+    """A run failed: short read, lost device, refused allocation. The session says whether it is still usable."""

@@ -1,0 +1,133 @@
+"""The graph: values, nodes and constants, after import.
+
+Node types and attributes are ONNX's. All shapes are static. Integer and boolean values are `int32` on the device whatever
+ONNX calls them; float16 and float64 values are `float32`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.program import DeviceDType
+
+
+class Constant(Protocol):
+    """Constant data that stays on disk until read. `array()` maps or copies it anew: hold the result briefly."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def array(self) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class ArrayConstant:
+    """A small constant held in memory (folded shapes, scalars, biases computed by the compiler)."""
+
+    data: NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.data.dtype
+
+    def array(self) -> NDArray[Any]:
+        return self.data
+
+
+@dataclass(frozen=True)
+class FileConstant:
+    """A constant in a file, read through a mapping that lives no longer than the array."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def array(self) -> NDArray[Any]:
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype)
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor of the graph. `constant` is set for weights; identity, not name, is what makes two values the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DeviceDType
+    constant: Constant | None = None
+    producer: Node | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(eq=False)
+class Node:
+    """One operator. `inputs` holds None where ONNX leaves an optional input out."""
+
+    op: str
+    name: str
+    inputs: list[Value | None]
+    outputs: list[Value]
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def input(self, index: int) -> Value:
+        """The input at `index`, which must be there."""
+        value = self.inputs[index]
+        assert value is not None, f"{self.op} {self.name} lacks input {index}"
+        return value
+
+    def optional(self, index: int) -> Value | None:
+        return self.inputs[index] if index < len(self.inputs) else None
+
+
+@dataclass(frozen=True)
+class GraphPort:
+    """An input or output of the model: the ONNX name and dtype beside the value."""
+
+    name: str
+    dtype: str
+    value: Value
+
+
+@dataclass
+class Graph:
+    """A model: nodes in topological order."""
+
+    name: str
+    inputs: list[GraphPort]
+    outputs: list[GraphPort]
+    nodes: list[Node]
+
+    def consumers(self) -> dict[Value, list[Node]]:
+        """The nodes that read each value, in execution order; a node that reads it twice is listed once."""
+        readers: dict[Value, list[Node]] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs):
+                if value is not None:
+                    readers.setdefault(value, []).append(node)
+        return readers
+
+    def constants(self) -> Iterator[Value]:
+        """Each constant value once, in order of first use."""
+        seen: dict[Value, None] = {}
+        for node in self.nodes:
+            for value in node.inputs:
+                if value is not None and value.constant is not None and value not in seen:
+                    seen[value] = None
+                    yield value

@@ -1,0 +1,178 @@
+"""The program: what the device executes, as plain data.
+
+`codegen` writes it, the bundle stores it, the runtime plays it; numpy and OpenCL have no part in it. Offsets and sizes are
+bytes unless a name says otherwise. A *layer* is one kernel launch; layers are numbered 1..N in execution order, as in the
+plan (`flashmem.planning.plan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+MemoryPath = Literal["buffer", "texture"]
+OperatorClass = Literal["elemental", "reusable", "hierarchical"]
+DeviceDType = Literal["float32", "int32"]
+
+TENSOR_ALIGNMENT = 256
+"""Arena and constant offsets: sub-buffer alignment of every known device (CL_DEVICE_MEM_BASE_ADDR_ALIGN <= 2048 bits)."""
+
+SLICE_ALIGNMENT = 4096
+"""Slices start on pages of the weight file, so that each can be mapped, populated and dropped on its own."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An activation in the arena. `nbytes` includes the slack that lets a vector load run past the last element."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DeviceDType
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of one weight that is one texture (or one buffer): the unit the plan streams.
+
+    `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of `SLICE_ALIGNMENT`. For the memory path `texture`
+    it is an image of `height` rows of `width` RGBA texels of `channel` type, each row padded in the file to `row_pitch`
+    bytes; `width == 0` marks a plain buffer on either path.
+    """
+
+    name: str
+    weight: str
+    offset: int
+    nbytes: int
+    width: int = 0
+    height: int = 0
+    row_pitch: int = 0
+    channel: Literal["float", "half"] = "float"
+
+    @property
+    def is_image(self) -> bool:
+        return self.width > 0
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One kernel argument: a tensor, a slice, a constant (byte `offset` in the constants region), or a number."""
+
+    kind: Literal["tensor", "slice", "constant", "int", "float"]
+    value: str | int | float
+    nbytes: int = 0  # of a constant
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Layer ℓ: one kernel launch. `macs` and `bytes` (activations read and written) describe its cost to the planner.
+
+    With transfer mode `interleave` the kernel named `kernel` in the *lane* source takes, after `args`, the stream lane's
+    arguments (see kernels/templates/lane.cl.j2).
+    """
+
+    name: str
+    kernel: str
+    global_size: tuple[int, ...]
+    local_size: tuple[int, ...] | None
+    args: tuple[Arg, ...]
+    operator_class: OperatorClass
+    operators: tuple[str, ...]  # the ONNX nodes fused into it, for plans a person reads
+    macs: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of the model, as the user sees it: ONNX name, shape and dtype; `tensor` is its device twin.
+
+    `tensor` is None for an input that only selects table rows on the host (see `RowGather`).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # numpy name of the ONNX type: float32, float16, int64, int32, bool ...
+    tensor: str | None
+
+
+@dataclass(frozen=True)
+class RowGather:
+    """Rows of a table picked on the host by the input `indices`: only the rows asked for are ever read.
+
+    The table lies in `weights.bin` at `offset`. `rows` x `columns` elements of `dtype`. Element (r, c) is at
+    r * row_stride + c * column_stride bytes if `panel` is 1; a table shared with a matmul is packed in panels of `panel`
+    rows, where it is at (r // panel) * row_stride + (r % panel) * itemsize + c * column_stride.
+    """
+
+    indices: str
+    tensor: str
+    offset: int
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+    dtype: Literal["float32", "float16"]
+    panel: int = 1
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything the runtime needs to execute, save the weights and the plan."""
+
+    memory_path: MemoryPath
+    precision: Literal["fp32", "fp16"]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    tensors: tuple[Tensor, ...]
+    slices: tuple[Slice, ...]
+    launches: tuple[Launch, ...]
+    row_gathers: tuple[RowGather, ...]
+    arena_bytes: int
+    constants_offset: int  # in weights.bin, page aligned
+    constants_bytes: int
+    weights_bytes: int  # size of weights.bin
+    build_options: tuple[str, ...] = ()
+
+    def uses(self) -> dict[str, tuple[int, int]]:
+        """First and last layer (1-based) that reads each slice."""
+        uses: dict[str, tuple[int, int]] = {}
+        for layer, launch in enumerate(self.launches, start=1):
+            for arg in launch.args:
+                if arg.kind == "slice":
+                    first, _ = uses.get(str(arg.value), (layer, layer))
+                    uses[str(arg.value)] = (first, layer)
+        return uses
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Program:
+        """The program that `to_json` wrote. Raises KeyError, TypeError or ValueError on anything else."""
+
+        def each(kind: type, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
+            return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
+
+        launches = [{**row, "args": each(Arg, row["args"])} for row in data["launches"]]
+        return cls(
+            **{
+                **data,
+                "inputs": each(Port, data["inputs"]),
+                "outputs": each(Port, data["outputs"]),
+                "tensors": each(Tensor, data["tensors"]),
+                "slices": each(Slice, data["slices"]),
+                "launches": each(Launch, launches),
+                "row_gathers": each(RowGather, data["row_gathers"]),
+                "build_options": tuple(data["build_options"]),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """OpenCL C of a program: `plain` for map, alias and dma; `lane` is the same kernels, each with a stream lane."""
+
+    plain: str
+    lane: str
+    kernels: tuple[str, ...] = field(default=())

@@ -1,0 +1,56 @@
+"""Sizes and shapes as people write them: `256MB`, `1MiB`, `input_ids=1x128`."""
+
+from __future__ import annotations
+
+import re
+
+from flashmem.errors import UserError
+
+_FACTORS = {
+    "": 1, "B": 1,
+    "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4,
+    "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int, *, what: str = "size") -> int:
+    """Bytes in `text`: a positive number with B, KB, MB, GB (powers of 1000) or KiB, MiB, GiB (powers of 1024).
+
+    Raises:
+        UserError: not a size, or not a positive one.
+    """
+    if isinstance(text, int):
+        if text <= 0:
+            raise UserError(f"{what} {text} is not a positive number of bytes")
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].upper() not in _FACTORS:
+        raise UserError(f"{what} {text!r} is not a size; write a positive number with a unit, for example 256MB or 64MiB")
+    size = int(float(match[1]) * _FACTORS[match[2].upper()])
+    if size <= 0:
+        raise UserError(f"{what} {text!r} must be more than 0 bytes, for example 256MB")
+    return size
+
+
+def format_size(size: int | float) -> str:
+    """`size` bytes for a reader, in powers of 1000 (as `--budget` reads them), rounded to three digits."""
+    value = float(size)
+    for unit in ("B", "KB", "MB"):
+        if abs(value) < 999.5:
+            return f"{value:.0f}{unit}" if unit == "B" else f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}GB" if value < 999.5 else f"{value:.0f}GB"
+
+
+def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """`input_ids=1x128` as `("input_ids", (1, 128))`; `x=` is a scalar.
+
+    Raises:
+        UserError: no name, or a dimension that is not a positive integer.
+    """
+    name, equals, dims = text.rpartition("=")
+    parts = dims.lower().split("x") if dims else []
+    if not equals or not name or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UserError(f"shape {text!r} is not understood; write name=1x3x224x224 with positive whole numbers")
+    return name, tuple(int(part) for part in parts)
