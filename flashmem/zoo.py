@@ -1,0 +1,378 @@
+"""The zoo: known architectures with random weights, exported to ONNX the two ways PyTorch exports.
+
+Nothing is downloaded: a model is built from its configuration and its weights are drawn from a seed. Stock initialisation
+makes useless references (outputs that hardly depend on the input), so weights are drawn to keep activations near unit
+variance: fan-in scaling for every matrix (He et al., ICCV 2015), query and key scaled down where attention is unscaled,
+batch normalisation statistics taken from one pass. No bias or scale is left at 0 or 1, where a kernel that forgets
+it would go unnoticed. Every export is checked: another input must move the output.
+
+PyTorch and transformers are imported only when a model is built; they come with the `zoo` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flashmem.errors import UserError
+
+Exporter = Literal["dynamo", "legacy"]
+
+IMAGE_INPUT = "pixel_values"
+TOKEN_INPUT = "input_ids"
+OUTPUT = "logits"
+
+OPSET = 18
+"""What both exporters write by themselves; `opset=` asks for another."""
+
+
+@dataclass(frozen=True)
+class ZooModel:
+    """One architecture. `size` is the side of the square image in pixels, or the length of the sequence in tokens."""
+
+    name: str
+    summary: str
+    default_size: int
+    build: Callable[[], Any]
+    input_name: str
+    vocabulary: int = 0
+    tiny: bool = False
+
+    @property
+    def size_means(self) -> str:
+        return "tokens" if self.vocabulary else "pixels"
+
+
+def _zoo_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"the zoo needs {name.partition('.')[0]}: install flashmem with its `zoo` extra ({error})") from error
+
+
+def _resnet(**config: Any) -> Any:
+    transformers = _zoo_module("transformers")
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**config))
+
+
+def _regnet(**config: Any) -> Any:
+    transformers = _zoo_module("transformers")
+    return transformers.RegNetForImageClassification(transformers.RegNetConfig(**config))
+
+
+def _mobilenet(**config: Any) -> Any:
+    transformers = _zoo_module("transformers")
+    return transformers.MobileNetV2ForImageClassification(transformers.MobileNetV2Config(**config))
+
+
+def _vit(**config: Any) -> Any:
+    transformers = _zoo_module("transformers")
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**config))
+
+
+def _gptneo(**config: Any) -> Any:
+    transformers = _zoo_module("transformers")
+    return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**config))
+
+
+def _gptneo_size(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """A GPT-Neo of the published family: global and local attention in turn, the head not tied to the table."""
+    return {
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "attention_types": [[["global", "local"], layers // 2]],
+        "tie_word_embeddings": False,
+    }
+
+
+_TINY_GPTNEO = _gptneo_size(2, 32, 4) | {"vocab_size": 211, "max_position_embeddings": 64, "window_size": 8}
+
+_MODELS = (
+    ZooModel("resnet50", "ResNet-50, 25.6 M weights", 224, lambda: _resnet(num_labels=1000), IMAGE_INPUT),
+    ZooModel("vit-b16", "ViT-B/16, 86.6 M weights", 224, lambda: _vit(num_labels=1000), IMAGE_INPUT),
+    ZooModel(
+        "gptneo-125m",
+        "GPT-Neo-125M, head not tied: 164 M weights",
+        128,
+        lambda: _gptneo(**_gptneo_size(12, 768, 12)),
+        TOKEN_INPUT,
+        vocabulary=50257,
+    ),
+    ZooModel(
+        "gptneo-1.3b",
+        "GPT-Neo-1.3B, head not tied: 1416 M weights; dynamo only, 6 GB of memory to export",
+        128,
+        lambda: _gptneo(**_gptneo_size(24, 2048, 16)),
+        TOKEN_INPUT,
+        vocabulary=50257,
+    ),
+    ZooModel(
+        "gptneo-2.7b",
+        "GPT-Neo-2.7B, head not tied: 2786 M weights; dynamo only, 11 GB of memory to export",
+        128,
+        lambda: _gptneo(**_gptneo_size(32, 2560, 20)),
+        TOKEN_INPUT,
+        vocabulary=50257,
+    ),
+    ZooModel(
+        "resnet-tiny",
+        "two narrow bottleneck stages",
+        32,
+        lambda: _resnet(
+            num_labels=10, embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="bottleneck", hidden_act="relu"
+        ),
+        IMAGE_INPUT,
+        tiny=True,
+    ),
+    ZooModel(
+        "regnet-tiny",
+        "two narrow stages of grouped convolution with squeeze and excitation",
+        32,
+        lambda: _regnet(num_labels=10, embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], groups_width=4, layer_type="y"),
+        IMAGE_INPUT,
+        tiny=True,
+    ),
+    ZooModel(
+        "mobilenet-tiny",
+        "MobileNetV2 with depthwise convolution, very narrow",
+        32,
+        lambda: _mobilenet(num_labels=10, image_size=32, depth_multiplier=0.1, finegrained_output=False),
+        IMAGE_INPUT,
+        tiny=True,
+    ),
+    ZooModel(
+        "vit-tiny",
+        "two narrow encoder layers",
+        32,
+        lambda: _vit(
+            num_labels=10,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            image_size=32,
+            patch_size=8,
+        ),
+        IMAGE_INPUT,
+        tiny=True,
+    ),
+    ZooModel(
+        "gptneo-tiny",
+        "two narrow layers, one global and one local",
+        16,
+        lambda: _gptneo(**_TINY_GPTNEO),
+        TOKEN_INPUT,
+        vocabulary=211,
+        tiny=True,
+    ),
+    ZooModel(
+        "gptneo-tiny-tied",
+        "the same with the head tied to the table",
+        16,
+        lambda: _gptneo(**(_TINY_GPTNEO | {"tie_word_embeddings": True})),
+        TOKEN_INPUT,
+        vocabulary=211,
+        tiny=True,
+    ),
+)
+
+MODELS = {model.name: model for model in _MODELS}
+
+
+def names() -> tuple[str, ...]:
+    """The full-size models, in the order they are listed to a person."""
+    return tuple(model.name for model in _MODELS if not model.tiny)
+
+
+def tiny_names() -> tuple[str, ...]:
+    """The narrow two-layer versions that the tests' data is exported from."""
+    return tuple(model.name for model in _MODELS if model.tiny)
+
+
+def find(name: str) -> ZooModel:
+    """The model called `name`; a UserError lists what there is."""
+    try:
+        return MODELS[name]
+    except KeyError:
+        raise UserError(f"no model {name!r} in the zoo: choose one of {', '.join(names() + tiny_names())}") from None
+
+
+def export(
+    name: str,
+    directory: str | Path,
+    *,
+    size: int | None = None,
+    exporter: Exporter = "dynamo",
+    external_data: bool | None = None,
+    dynamic: bool = False,
+    opset: int = OPSET,
+    seed: int = 0,
+    filename: str = "model.onnx",
+) -> Path:
+    """Build `name` with weights drawn from `seed` and write `directory/filename`; returns that path.
+
+    `size` is pixels a side or tokens (None: the model's own). `external_data` puts the weights into `filename.data`
+    (None: only where the file would pass 1 GB or so); the legacy exporter decides this by itself. With `dynamic`, the
+    batch, and the sequence of a language model, stay symbolic. Raises UserError for an unknown name or exporter, a size
+    the architecture cannot take, or a missing `zoo` extra.
+    """
+    model = find(name)
+    if exporter not in ("dynamo", "legacy"):
+        raise UserError(f"no exporter {exporter!r}: choose dynamo or legacy")
+    if exporter == "legacy" and external_data:
+        raise UserError("the legacy exporter decides by itself where weights go: leave external_data out, or use dynamo")
+    chosen = model.default_size if size is None else size
+    if chosen < 1:
+        raise UserError(f"the size of {name} is a positive number of {model.size_means}, not {chosen}")
+    torch = _zoo_module("torch")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        network = model.build()
+        first, second = (_example(torch, model, chosen) for _ in range(2))
+        _initialise(torch, network, None if model.vocabulary else first)
+        wrapped = _logits_only(torch, network.eval(), model.input_name)
+        _check_that_input_matters(torch, wrapped, name, chosen, first, second)
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    if external_data is None:
+        external_data = sum(p.numel() * p.element_size() for p in network.parameters()) > 10**9
+    with tempfile.TemporaryDirectory(dir=target, prefix=".export-") as scratch:
+        _write(torch, wrapped, first, model, Path(scratch) / filename, exporter, external_data, dynamic, opset)
+        # The model last: what it refers to is then already in place.
+        for file in sorted(Path(scratch).iterdir(), key=lambda path: path.name == filename):
+            os.replace(file, target / file.name)
+    return target / filename
+
+
+def _example(torch: Any, model: ZooModel, size: int) -> Any:
+    if model.vocabulary:
+        return torch.randint(0, model.vocabulary, (1, size))
+    # Smooth colour fields with grain: like a photograph, unlike white noise, no two have the same local averages.
+    fields = torch.nn.functional.interpolate(torch.randn(1, 3, 4, 4), size=(size, size), mode="bilinear")
+    return fields + 0.3 * torch.randn(1, 3, size, size)
+
+
+def _initialise(torch: Any, network: Any, calibration: Any) -> None:
+    """Draw every weight; with a `calibration` image, batch normalisation takes its statistics from images like it."""
+    nn = torch.nn
+    norms = (nn.LayerNorm, nn.BatchNorm2d)
+    for path, module in network.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            fan_in = module.weight[0].numel()
+            gain = math.sqrt(2.0) if isinstance(module, nn.Conv2d) else 1.0
+            if path.endswith(("q_proj", "k_proj")):  # GPT-Neo does not scale its scores
+                gain = (fan_in // network.config.num_heads) ** -0.25
+            nn.init.normal_(module.weight, std=gain / math.sqrt(fan_in))
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.5)
+        elif isinstance(module, norms):
+            nn.init.normal_(module.weight, mean=1.0, std=0.1)
+        if isinstance(getattr(module, "bias", None), nn.Parameter):  # GPT-Neo calls its causal mask `bias`
+            nn.init.normal_(module.bias, std=0.1)
+    for path, parameter in network.named_parameters():
+        if path.endswith(("cls_token", "position_embeddings")):
+            nn.init.normal_(parameter, std=0.5)
+    if calibration is not None:
+        _take_statistics(torch, network, calibration)
+
+
+def _take_statistics(torch: Any, network: Any, calibration: Any) -> None:
+    norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    if not norms:
+        return
+    for module in norms:
+        module.momentum = None  # None: the plain average of what is seen
+        module.reset_running_stats()
+    network.train()
+    gains = torch.linspace(0.5, 1.5, 4).reshape(4, 1, 1, 1)
+    network(calibration.roll(7, -1) * gains + torch.randn(4, 3, 1, 1))
+
+
+def _logits_only(torch: Any, network: Any, input_name: str) -> Any:
+    class Logits(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, tensor: Any) -> Any:
+            extra = {"use_cache": False} if input_name == TOKEN_INPUT else {}
+            return self.network(**{input_name: tensor}, **extra).logits
+
+    return Logits().eval()
+
+
+def _check_that_input_matters(torch: Any, network: Any, name: str, size: int, first: Any, second: Any) -> None:
+    """Refuse a model whose answer does not depend on what it is asked: it would verify anything."""
+    try:
+        one, two = network(first), network(second)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise UserError(f"{name} cannot take size {size}: {error}") from error
+    spread, moved = one.std().item(), (one - two).abs().max().item()
+    if not (math.isfinite(spread) and moved > 0.1 * spread > 0):
+        raise UserError(
+            f"{name} at size {size} hardly depends on its input (moved {moved:g}, spread {spread:g}): try another size"
+        )
+
+
+def _write(
+    torch: Any,
+    network: Any,
+    example: Any,
+    model: ZooModel,
+    path: Path,
+    exporter: Exporter,
+    external_data: bool,
+    dynamic: bool,
+    opset: int,
+) -> None:
+    _zoo_module("onnxscript")
+    symbolic = {0: "batch", 1: "sequence"} if model.vocabulary else {0: "batch"}
+    how: dict[str, Any]
+    if exporter == "dynamo":
+        how = {"dynamo": True, "external_data": external_data, "verbose": False}
+        if dynamic:
+            how["dynamic_shapes"] = ({axis: torch.export.Dim.DYNAMIC for axis in symbolic},)
+            example = torch.cat([example, example])  # a batch of one would be taken for a constant
+    else:
+        how = {"dynamo": False}
+        if dynamic:
+            how["dynamic_axes"] = {model.input_name: symbolic, OUTPUT: {0: "batch"}}
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            network, (example,), str(path), input_names=[model.input_name], output_names=[OUTPUT], opset_version=opset, **how
+        )
+
+
+def main() -> None:
+    """`python -m flashmem.zoo NAME DIRECTORY`: export one model."""
+    parser = argparse.ArgumentParser(prog="python -m flashmem.zoo", description="Export a model with random weights.")
+    parser.add_argument("name", choices=names() + tiny_names())
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--size", type=int, help="pixels a side, or tokens (default: the model's own)")
+    parser.add_argument("--exporter", choices=("dynamo", "legacy"), default="dynamo")
+    parser.add_argument("--external-data", action="store_true", default=None, help="weights in a file beside the model")
+    parser.add_argument("--dynamic", action="store_true", help="leave batch and sequence symbolic")
+    parser.add_argument("--opset", type=int, default=OPSET)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--filename", default="model.onnx")
+    arguments = vars(parser.parse_args())
+    try:
+        print(export(arguments.pop("name"), arguments.pop("directory"), **arguments))
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()
