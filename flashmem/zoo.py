@@ -15,7 +15,6 @@ import argparse
 import importlib
 import logging
 import math
-import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -49,6 +48,7 @@ class ZooModel:
 
     @property
     def size_means(self) -> str:
+        """What `size` counts."""
         return "tokens" if self.vocabulary else "pixels"
 
 
@@ -250,7 +250,7 @@ def export(
         _write(torch, wrapped, first, model, Path(scratch) / filename, exporter, external_data, dynamic, opset)
         # The model last: what it refers to is then already in place.
         for file in sorted(Path(scratch).iterdir(), key=lambda path: path.name == filename):
-            os.replace(file, target / file.name)
+            file.replace(target / file.name)
     return target / filename
 
 
@@ -287,19 +287,22 @@ def _initialise(torch: Any, network: Any, calibration: Any) -> None:
 
 
 def _take_statistics(torch: Any, network: Any, calibration: Any) -> None:
+    """Set normalisation statistics from four variations of one image, and centre the classifier on what they have in common."""
+    batch = calibration.roll(7, -1) * torch.linspace(0.5, 1.5, 4).reshape(4, 1, 1, 1) + torch.randn(4, 3, 1, 1)
     norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    if not norms:
-        return
     for module in norms:
         module.momentum = None  # None: the plain average of what is seen
         module.reset_running_stats()
-    network.train()
-    gains = torch.linspace(0.5, 1.5, 4).reshape(4, 1, 1, 1)
-    network(calibration.roll(7, -1) * gains + torch.randn(4, 3, 1, 1))
+    if norms:
+        network.train()
+        network(batch)
+        network.eval()
+    *_, classifier = (module for module in network.modules() if isinstance(module, torch.nn.Linear))
+    classifier.bias -= network(batch).logits.mean(0)
 
 
 def _logits_only(torch: Any, network: Any, input_name: str) -> Any:
-    class Logits(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class Logits(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.network = network
