@@ -287,8 +287,9 @@ def _initialise(torch: Any, network: Any, calibration: Any) -> None:
 
 
 def _take_statistics(torch: Any, network: Any, calibration: Any) -> None:
-    """Set normalisation statistics from four variations of one image, and centre the classifier on what they have in common."""
-    batch = calibration.roll(7, -1) * torch.linspace(0.5, 1.5, 4).reshape(4, 1, 1, 1) + torch.randn(4, 3, 1, 1)
+    """Set normalisation statistics from variations of an image and from noise, and centre the classifier on their mean."""
+    variations = calibration.roll(7, -1) * torch.linspace(0.5, 1.5, 4).reshape(4, 1, 1, 1) + torch.randn(4, 3, 1, 1)
+    batch = torch.cat([variations, torch.randn(4, *calibration.shape[1:])])
     norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     for module in norms:
         module.momentum = None  # None: the plain average of what is seen
