@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from flashmem.errors import MissingFileError, UserError
 from flashmem.program import MemoryPath
+from flashmem.resources import names, read_text
 
 TransferMode = Literal["map", "alias", "dma", "interleave"]
 TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
@@ -102,7 +102,7 @@ class DeviceDescriptor:
 
 def descriptor_names() -> tuple[str, ...]:
     """Names of the descriptors that ship with flashmem."""
-    return tuple(sorted(Path(f.name).stem for f in resources.files("flashmem.devices").iterdir() if f.name.endswith(".toml")))
+    return names("devices", ".toml")
 
 
 def load_descriptor(name_or_path: str) -> DeviceDescriptor:
@@ -113,7 +113,7 @@ def load_descriptor(name_or_path: str) -> DeviceDescriptor:
         UserError: not a descriptor.
     """
     if name_or_path in descriptor_names():
-        text = (resources.files("flashmem.devices") / f"{name_or_path}.toml").read_text(encoding="utf-8")
+        text = read_text("devices", f"{name_or_path}.toml")
     else:
         path = Path(name_or_path)
         if not path.is_file():

@@ -1,0 +1,54 @@
+"""flashmem runs neural networks larger than memory on OpenCL devices, streaming their weights on a plan solved ahead of time.
+
+    bundle = flashmem.compile("model.onnx", device="auto", budget="256MB")
+    with flashmem.Session(bundle) as session:
+        outputs = session.run(None, {"input": x})
+
+Names are imported when they are first used, so that running a bundle never imports the offline half (`flashmem.compile`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashmem.bundle import Bundle as Bundle
+    from flashmem.compile import compile as compile
+    from flashmem.runtime.session import RunReport as RunReport
+    from flashmem.runtime.session import Session as Session
+
+__version__ = "0.1.0"
+__all__ = ["Bundle", "RunReport", "Session", "__version__", "compile"]  # noqa: F822 - resolved by __getattr__
+
+_HOMES = {
+    "Bundle": "flashmem.bundle",
+    "RunReport": "flashmem.runtime.session",
+    "Session": "flashmem.runtime.session",
+    "compile": "flashmem.compile",
+}
+
+if not (Path(__file__).parent / "devices").is_dir():
+    # In a checkout, kernels/, profiler/ and devices/ stand beside this package; in a wheel they are inside it.
+    __path__.append(str(Path(__file__).parent.parent))
+
+
+class _Package(ModuleType):
+    """Keeps `flashmem.compile` the function: importing the module of that name would put itself there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "compile" and isinstance(value, ModuleType):
+            value = value.compile
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,27 @@
+"""Files that ship with flashmem but are not Python: kernel templates and device descriptors.
+
+In a checkout they stand beside the package, in a wheel inside it; `flashmem/__init__.py` makes both look the same.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import PurePosixPath
+from typing import Literal
+
+Folder = Literal["kernels", "devices"]
+
+
+def read_text(folder: Folder, path: str) -> str:
+    """The text of `path` inside `folder`, for instance `read_text("kernels", "templates/matmul.cl.j2")`.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    return resources.files(f"flashmem.{folder}").joinpath(*PurePosixPath(path).parts).read_text(encoding="utf-8")
+
+
+def names(folder: Folder, suffix: str) -> tuple[str, ...]:
+    """Names of the files directly inside `folder` that end in `suffix`, sorted and without it."""
+    files = resources.files(f"flashmem.{folder}").iterdir()
+    return tuple(sorted(file.name.removesuffix(suffix) for file in files if file.name.endswith(suffix)))
