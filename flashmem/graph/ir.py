@@ -113,6 +113,7 @@ class Graph:
     inputs: list[GraphPort]
     outputs: list[GraphPort]
     nodes: list[Node]
+    opset: int = 23
 
     def consumers(self) -> dict[Value, list[Node]]:
         """The nodes that read each value, in execution order; a node that reads it twice is listed once."""

@@ -1,0 +1,189 @@
+"""What the emitters of all operator families write to: tensors, constants, weight slices, launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.codegen.expression import Expression
+from flashmem.codegen.packing import PackedSlice, Packing
+from flashmem.codegen.templates import KernelLibrary
+from flashmem.device import DeviceDescriptor
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Value
+from flashmem.graph.operators.elementwise import VectorType
+from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, MemoryPath, OperatorClass, Slice
+
+RESIDENT_CONSTANT_BYTES = 1 << 20
+"""Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
+
+SLACK = 64
+"""Bytes after each tensor and constant: a vector load at the last element may run this far."""
+
+WORK_GROUP = 64
+"""Work-items of a work-group where a kernel has no tile of its own."""
+
+
+class WeightSink(Protocol):
+    """Where packed weights go: a bundle being written."""
+
+    def append(self, data: NDArray[Any], alignment: int = ...) -> int:
+        """Write `data` at the next multiple of `alignment` and return that offset."""
+        ...
+
+
+@dataclass
+class Emitter:
+    """Collects a program. Values become tensors by identity; a Reshape shares its source's tensor."""
+
+    descriptor: DeviceDescriptor
+    memory_path: MemoryPath
+    half: bool
+    slice_bytes: int
+    sink: WeightSink
+    kernels: KernelLibrary
+    launches: list[Launch] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    tensors: dict[str, Value] = field(default_factory=dict)
+    constants: bytearray = field(default_factory=bytearray)
+    packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
+    _names: dict[Value, str] = field(default_factory=dict)
+    _placed: dict[object, Arg] = field(default_factory=dict)
+    on_weight: Callable[[str, int], None] = lambda name, nbytes: None
+
+    # -- memory
+
+    def root(self, value: Value) -> Value:
+        """The value whose tensor holds `value`."""
+        while value.producer is not None and value.producer.op == "Reshape":
+            value = value.producer.input(0)
+        return value
+
+    def tensor(self, value: Value) -> Arg:
+        """The tensor of an activation."""
+        root = self.root(value)
+        if root not in self._names:
+            name = root.name if root.name not in self.tensors else f"{root.name}#{len(self.tensors)}"
+            self._names[root] = name
+            self.tensors[name] = root
+        return Arg("tensor", self._names[root])
+
+    def known(self, value: Value) -> str | None:
+        """The name of the tensor of `value` if any launch has asked for it."""
+        return self._names.get(self.root(value))
+
+    def operand(self, value: Value) -> Arg:
+        """A tensor or constant, wherever it lives."""
+        root = self.root(value)
+        return self.tensor(root) if root.constant is None else self.constant(root)
+
+    def constant(self, value: Value) -> Arg:
+        """A constant in its plain order: resident if it is small, else a slice of its own."""
+        if value not in self._placed:
+            assert value.constant is not None
+            dtype = np.float32 if value.dtype == "float32" else np.int32
+            data = value.constant.array()
+            if data.dtype.kind in "iu":
+                data = np.clip(data, -(2**31), 2**31 - 1)
+            self._placed[value] = self.data(value.name, np.ascontiguousarray(data, dtype))
+        return self._placed[value]
+
+    def data(self, name: str, array: NDArray[Any]) -> Arg:
+        """The array as a constant argument; equal small arrays are stored once."""
+        content = array.tobytes() if array.nbytes <= RESIDENT_CONSTANT_BYTES else None
+        if content is None:
+            padded = np.concatenate([array.reshape(-1).view(np.uint8), np.zeros(SLACK, np.uint8)])
+            offset = self.sink.append(padded, SLICE_ALIGNMENT)
+            self.slices.append(Slice(name, name, offset, padded.nbytes))
+            return Arg("slice", name)
+        if content not in self._placed:
+            offset = len(self.constants)
+            self.constants += content + bytes(SLACK)
+            self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
+            self._placed[content] = Arg("constant", offset, len(content) + SLACK)
+        return self._placed[content]
+
+    def zeros(self, count: int) -> Arg:
+        return self.data("zeros", np.zeros(count, np.float32))
+
+    # -- launches
+
+    def launch(
+        self,
+        layer: Layer,
+        kernel: str,
+        args: Sequence[Arg | int],
+        items: Sequence[int],
+        local: Sequence[int],
+        operator_class: OperatorClass,
+        *,
+        macs: int = 0,
+        nbytes: int = 0,
+        part: str = "",
+    ) -> None:
+        """One layer of the program: `items` work-items in each direction, rounded up to whole work-groups."""
+        self.launches.append(
+            Launch(
+                name=(layer.main.name or layer.output.name) + part,
+                kernel=kernel,
+                global_size=tuple(-(-n // size) * size for n, size in zip(items, local, strict=True)),
+                local_size=tuple(local),
+                args=tuple(Arg("int", arg) if isinstance(arg, int) else arg for arg in args),
+                operator_class=operator_class,
+                operators=tuple(node.name for node in layer.nodes),
+                macs=macs,
+                bytes=nbytes or sum(4 * v.size for v in (*layer.main.inputs, layer.output) if v is not None),
+            )
+        )
+
+    def attributes(self, local: Sequence[int]) -> str:
+        sizes = [*local, 1, 1][:3]
+        return f"__attribute__((reqd_work_group_size({sizes[0]}, {sizes[1]}, {sizes[2]})))"
+
+    def work_group(self, items: Sequence[int]) -> tuple[int, ...]:
+        """A work-group of up to WORK_GROUP items that fits `items`, first direction first."""
+        sizes, left = [], WORK_GROUP
+        for n in items:
+            size = min(left, 1 << (n - 1).bit_length())
+            sizes.append(size)
+            left //= size
+        return tuple(sizes)
+
+    def vector_for(self, columns: int) -> int:
+        """The widest vector that a row of `columns` fills at least once."""
+        return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
+
+    def tail(self, layer: Layer, split: int, vector: int) -> Expression:
+        """The elementwise end of `layer`, seeded by its main operator's output."""
+        seed = layer.main.outputs[0]
+        return Expression(tuple(layer.tail), seed, seed.shape, split, vector)
+
+    def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
+        """Template variables of an expression: its function, its parameters, and the call that finishes `seed`."""
+        names = ([seed] if expression.seed is not None else []) + ["row", "col", *expression.names()]
+        parameters = "".join(f", {parameter}" for parameter in expression.parameters())
+        if not expression.nodes:
+            return {"tail": "", "operands": "", "finish": ""}
+        return {
+            "tail": expression.function("KERNEL_NAME_tail"),
+            "operands": parameters,
+            "finish": f"KERNEL_NAME_tail({', '.join(names)})",
+        }
+
+    def vectors(self, vector: int) -> dict[str, Any]:
+        """Template variables that name the types of a vector."""
+        kinds = VectorType(vector)
+        return {"vector": vector, "vec": kinds.float_, "ivec": kinds.int_}
+
+    def operand_args(self, expression: Expression) -> list[Arg]:
+        return [self.operand(operand.value) for operand in expression.operands]
+
+
+def tensor_bytes(value: Value) -> int:
+    """Bytes of `value` in the arena, with slack, as a multiple of the alignment."""
+    return -(-(4 * math.prod(value.shape) + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT

@@ -1,0 +1,218 @@
+"""MatMul and convolutions: packed weights in slices, one launch for each; products of two activations as one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.expression import affine, broadcast_strides
+from flashmem.codegen.packing import Columns, PackedSlice, Packing, weight_columns
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Node
+from flashmem.program import SLICE_ALIGNMENT, Arg, Slice
+
+DEPTH_BLOCK = 64
+"""Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One work-item's tile, as the templates see it (`t`)."""
+
+    rows: int
+    columns: int
+    vector: int
+    texture: bool
+    storage: str
+    local: tuple[int, int]
+
+    @property
+    def vectors(self) -> int:
+        return self.columns // self.vector
+
+    @property
+    def vec(self) -> str:
+        return f"float{self.vector}" if self.vector > 1 else "float"
+
+
+def _tile(emitter: Emitter, rows: int, columns: int, *, packed: bool) -> _Tile:
+    """The device's tile, cut to the matrix: the number of rows that wastes least, panels no wider than the matrix."""
+    wanted = emitter.descriptor.tile
+    width = max(4, min(wanted.columns, 1 << (columns - 1).bit_length()))
+    most = min(wanted.rows, rows)
+    height = min(range(most, max(1, most // 2 + 1) - 1, -1), key=lambda r: -(-rows // r) * r)
+    texture = packed and emitter.memory_path == "texture"
+    storage = "half" if packed and emitter.half else "float"
+    return _Tile(height, width, min(wanted.vector, width), texture, storage, wanted.local_size)
+
+
+def emit_matmul(emitter: Emitter, layer: Layer) -> None:
+    weight = layer.main.input(1)
+    if weight.constant is None or math.prod(weight.shape[:-2]) != 1:
+        _emit_dynamic(emitter, layer)
+        return
+    shape = layer.main.outputs[0].shape
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    tile = _tile(emitter, rows, columns, packed=True)
+    depth = layer.main.input(0).shape[-1]
+    _emit_packed(emitter, layer, "matmul", tile, rows, 1, DEPTH_BLOCK, [rows, depth, columns], {"block": DEPTH_BLOCK})
+
+
+def emit_convolution(emitter: Emitter, layer: Layer) -> None:
+    node = layer.main
+    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    batch, height, width, channels = x.shape
+    out_height, out_width, columns = y.shape[1:]
+    group = int(node.attributes["group"])
+    kernel_h, kernel_w = weight.shape[2:]
+    (stride_h, stride_w), (dilation_h, dilation_w) = node.attributes["strides"], node.attributes["dilations"]
+    pad_top, pad_left = node.attributes["pads"][:2]
+    rows = batch * out_height * out_width
+    transposed = node.op == "ConvTranspose"
+    if group == channels == columns and not transposed and group > 1:
+        _emit_depthwise(emitter, layer)
+        return
+    pointwise = kernel_h == kernel_w == stride_h == stride_w == group == 1 and not any(node.attributes["pads"])
+    if pointwise and not transposed:
+        tile = _tile(emitter, rows, columns, packed=True)
+        dims = [rows, channels, columns]
+        _emit_packed(emitter, layer, "matmul", tile, rows, 1, DEPTH_BLOCK, dims, {"block": DEPTH_BLOCK})
+        return
+    tile = _tile(emitter, rows, columns // group, packed=True)
+    group_panels = -(-(columns // group) // tile.columns)
+    dims = [
+        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group, group_panels,
+        kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w, pad_top, pad_left,
+    ]  # fmt: skip
+    _emit_packed(emitter, layer, "conv", tile, rows, group, channels // group, dims, {"transposed": transposed})
+
+
+def _emit_packed(
+    emitter: Emitter,
+    layer: Layer,
+    template: str,
+    tile: _Tile,
+    rows: int,
+    groups: int,
+    fold_unit: int,
+    dims: list[int],
+    context: dict[str, Any],
+) -> None:
+    """Pack the weights and launch `template` once for each slice."""
+    depth, columns, reader = weight_columns(layer.main)
+    packing = Packing(
+        depth, columns // groups, groups, tile.columns, emitter.half, emitter.memory_path, fold_unit, emitter.descriptor
+    )
+    output = layer.main.outputs[0]
+    tail = emitter.tail(layer, len(output.shape) - 1, tile.vector)
+    kernel = emitter.kernels.kernel(
+        template, t=tile, attributes=emitter.attributes(tile.local), **context, **emitter.tail_context(tail)
+    )
+    x, y = emitter.operand(layer.main.input(0)), emitter.tensor(layer.output)
+    zeros = [emitter.zeros(dims[3])] if template == "conv" else []
+    sliced = _placed(emitter, layer.main, packing, reader)
+    for i, (name, part) in enumerate(sliced):
+        folds = [packing.fold_rows, part.panels * tile.columns // 4] if tile.texture else []
+        emitter.launch(
+            layer,
+            kernel,
+            [x, Arg("slice", name), y, *zeros, *emitter.operand_args(tail), *dims, part.first_panel, part.panels, *folds],
+            (-(-rows // tile.rows), part.panels),
+            tile.local,
+            "reusable",
+            macs=rows * depth * min(part.panels * tile.columns, columns),
+            nbytes=4 * (layer.main.input(0).size + rows * part.panels * tile.columns),
+            part=f"[{i}]" if len(sliced) > 1 else "",
+        )
+
+
+def _placed(emitter: Emitter, node: Node, packing: Packing, reader: Columns) -> list[tuple[str, PackedSlice]]:
+    """The slices of a weight, written once however many layers use it; the data itself is not kept."""
+    weight = node.input(1)
+    key = (weight, packing)
+    if key not in emitter.packed:
+        name = weight.name if all(w is not weight for w, _ in emitter.packed) else f"{weight.name}#{len(emitter.packed)}"
+        found: list[tuple[str, PackedSlice]] = []
+        for i, part in enumerate(packing.slices(reader, emitter.slice_bytes)):
+            offset = emitter.sink.append(part.data, SLICE_ALIGNMENT)
+            emitter.slices.append(
+                Slice(
+                    f"{name}[{i}]", weight.name, offset, part.data.nbytes, part.width, part.height, part.row_pitch,
+                    "half" if packing.half else "float",
+                )  # fmt: skip
+            )
+            emitter.on_weight(weight.name, part.data.nbytes)
+            found.append((f"{name}[{i}]", PackedSlice(part.first_panel, part.panels, np.empty(0, np.float32))))
+        emitter.packed[key] = found
+    return emitter.packed[key]
+
+
+def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
+    node = layer.main
+    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    assert weight.constant is not None
+    batch, height, width, columns = x.shape
+    out_height, out_width = y.shape[1:3]
+    rows = batch * out_height * out_width
+    vector = emitter.vector_for(columns)
+    tile = _Tile(1, vector, vector, False, "float", (1, 1))
+    tail = emitter.tail(layer, 3, vector)
+    items = (-(-columns // vector), rows)
+    local = emitter.work_group(items)
+    kernel = emitter.kernels.kernel(
+        "depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail)
+    )
+    taps = weight.constant.array().reshape(columns, -1).T
+    packed = emitter.data(weight.name, np.ascontiguousarray(taps, np.float32))
+    zeros = emitter.zeros(columns)
+    dims = [
+        rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
+        *node.attributes["dilations"], *node.attributes["pads"][:2],
+    ]  # fmt: skip
+    args = [emitter.operand(x), packed, emitter.tensor(layer.output), zeros, *emitter.operand_args(tail), *dims]
+    emitter.launch(layer, kernel, args, items, local, "reusable", macs=rows * weight.size)
+
+
+def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
+    """Both operands are tensors (or a stack of constant matrices): attention's two products."""
+    a, b, y = layer.main.input(0), layer.main.input(1), layer.main.outputs[0]
+    batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
+    batches = math.prod(batch)
+    transposed = bool(layer.main.attributes["transposed"])
+    tile = _tile(emitter, rows, columns, packed=False)
+    tail = emitter.tail(layer, len(y.shape) - 1, tile.vector)
+
+    local = tile.local if math.prod(tile.local) > 1 else (1, 1)
+    kernel = emitter.kernels.kernel(
+        "matmul_dynamic",
+        t=tile,
+        attributes=emitter.attributes(local),
+        a_batch=_batch_start(a.shape, batch),
+        b_batch=_batch_start(b.shape, batch),
+        a_row=depth,
+        a_col=1,
+        b_row=1 if transposed else columns,
+        b_col=depth if transposed else 1,
+        **emitter.tail_context(tail),
+    )
+    args = [emitter.operand(a), emitter.operand(b), emitter.tensor(layer.output), *emitter.operand_args(tail)]
+    emitter.launch(
+        layer,
+        kernel,
+        [*args, batches, rows, depth, columns],
+        (-(-rows // tile.rows), -(-columns // tile.columns), batches),
+        (*local, 1),
+        "reusable",
+        macs=batches * rows * columns * depth,
+    )
+
+
+def _batch_start(shape: tuple[int, ...], batch: tuple[int, ...]) -> str:
+    """Where matrix `batch` of a stack of `shape` starts, as an expression; broadcast dimensions count 0."""
+    size = shape[-2] * shape[-1]
+    strides = [stride * size for stride in broadcast_strides(shape[:-2], batch)]
+    return affine(batch, strides, "batch")

@@ -1,0 +1,32 @@
+"""Elementwise layers: the whole layer is one expression."""
+
+from __future__ import annotations
+
+from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.expression import Expression, best_split, matrix_of
+from flashmem.graph.fusion import Layer
+
+
+def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
+    domain = layer.output.shape or (1,)
+    inside = {node.outputs[0] for node in layer.nodes}
+    values = [v for node in layer.nodes for v in node.inputs if v is not None and v not in inside]
+    split = best_split(domain, values)
+    rows, columns = matrix_of(domain, split)
+    vector = emitter.vector_for(columns)
+    expression = Expression(layer.nodes, None, domain, split, vector)
+    items = (-(-columns // vector), rows)
+    local = emitter.work_group(items)
+    kind = "float" if layer.output.dtype == "float32" else "int"
+    kernel = emitter.kernels.kernel(
+        "elementwise",
+        attributes=emitter.attributes(local),
+        scalar=kind,
+        vector=vector,
+        vec=kind if vector == 1 else f"{kind}{vector}",
+        **emitter.tail_context(expression),
+    )
+    args = [emitter.tensor(layer.output), *emitter.operand_args(expression), rows, columns]
+    emitter.launch(
+        layer, kernel, args, items, local, "elemental", nbytes=4 * (layer.output.size + sum(value.size for value in values))
+    )

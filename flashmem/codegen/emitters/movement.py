@@ -1,0 +1,159 @@
+"""Data movement: every one is a region with an affine source and an affine target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.expression import affine, broadcast_strides
+from flashmem.graph.builder import constant
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.elementwise import VectorType
+from flashmem.program import Arg
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def _dot(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _inner_run(region: Sequence[int], strides: Sequence[int]) -> int:
+    """Length of the run of elements, innermost, that lie side by side."""
+    run = 1
+    for size, stride in zip(reversed(region), reversed(strides), strict=True):
+        if size != 1:
+            if stride != run:
+                break
+            run *= size
+    return run
+
+
+def _move(
+    emitter: Emitter,
+    layer: Layer,
+    source: Value | None,
+    target: Value,
+    region: Sequence[int],
+    source_strides: Sequence[int],
+    target_strides: Sequence[int],
+    *,
+    source_start: int = 0,
+    target_start: int = 0,
+    fill: str = "",
+    part: str = "",
+) -> None:
+    """Launch the copy of `region` (or its fill, if `source` is None). Strides and starts in elements."""
+    run = _inner_run(region, target_strides)
+    if source is not None:
+        run = math.gcd(run, _inner_run(region, source_strides))
+    vector = min(emitter.descriptor.tile.vector, run & -run) if source is not None else 1
+    count = math.prod(region) // vector
+    local = emitter.work_group((count,))
+    kernel = emitter.kernels.kernel(
+        "movement",
+        attributes=emitter.attributes(local),
+        scalar="float" if target.dtype == "float32" else "int",
+        vector=vector,
+        source=affine(region, source_strides, "i") if source is not None else "",
+        target=affine(region, target_strides, "i"),
+        fill=fill,
+    )
+    pointers: list[Arg | int] = [emitter.operand(source)] if source is not None else []
+    args = [*pointers, emitter.tensor(target), count, source_start, target_start]
+    emitter.launch(layer, kernel, args, (count,), local, "elemental", nbytes=8 * math.prod(region), part=part)
+
+
+def emit_transpose(emitter: Emitter, layer: Layer) -> None:
+    x, y, perm = layer.main.input(0), layer.output, layer.main.attributes["perm"]
+    strides = _strides(x.shape)
+    _move(emitter, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
+
+
+def emit_slice(emitter: Emitter, layer: Layer) -> None:
+    x, y = layer.main.input(0), layer.output
+    strides = _strides(x.shape)
+    start = _dot(strides, layer.main.attributes["starts"])
+    stepped = [stride * step for stride, step in zip(strides, layer.main.attributes["steps"], strict=True)]
+    _move(emitter, layer, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
+
+
+def emit_expand(emitter: Emitter, layer: Layer) -> None:
+    x, y = layer.main.input(0), layer.output
+    _move(emitter, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
+
+
+def emit_tile(emitter: Emitter, layer: Layer) -> None:
+    """Each dimension becomes (repeats, size), the first of which the source does not move along."""
+    x, y = layer.main.input(0), layer.output
+    region, source = [], []
+    for size, stride, repeat in zip(x.shape, _strides(x.shape), layer.main.attributes["repeats"], strict=True):
+        region += [repeat, size]
+        source += [0, stride]
+    _move(emitter, layer, x, y, region, source, _strides(region))
+
+
+def emit_concat(emitter: Emitter, layer: Layer) -> None:
+    y, axis = layer.output, layer.main.attributes["axis"]
+    target, start = _strides(y.shape), 0
+    for i, x in enumerate(value for value in layer.main.inputs if value is not None):
+        _move(emitter, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
+        start += x.shape[axis]
+
+
+def emit_pad(emitter: Emitter, layer: Layer) -> None:
+    x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
+    if layer.main.attributes["mode"] != "constant":
+        _emit_mirrored_pad(emitter, layer)
+        return
+    value = float(layer.main.attributes["value"])
+    fill = VectorType(1).float_literal(value) if y.dtype == "float32" else str(int(value))
+    _move(emitter, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
+    # A negative pad crops: the region starts inside the source.
+    firsts = [max(0, -b) for b in before]
+    starts = [max(0, b) for b in before]
+    region = [
+        min(size - first, out - start) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)
+    ]
+    source, target = _strides(x.shape), _strides(y.shape)
+    _move(
+        emitter, layer, x, y, region, source, target,
+        source_start=_dot(firsts, source), target_start=_dot(starts, target), part="[copy]",
+    )  # fmt: skip
+
+
+def _emit_mirrored_pad(emitter: Emitter, layer: Layer) -> None:
+    """`edge` and `reflect`, one axis after the other, as gathers with settled indices."""
+    value, y, mode = layer.main.input(0), layer.output, layer.main.attributes["mode"]
+    axes = [a for a in range(len(y.shape)) if value.shape[a] != y.shape[a]]
+    for axis in axes:
+        size, before = value.shape[axis], layer.main.attributes["before"][axis]
+        at = np.arange(y.shape[axis]) - before
+        if mode == "edge":
+            at = at.clip(0, size - 1)
+        else:
+            period = max(1, 2 * (size - 1))
+            at = np.abs((at + size - 1) % period - (size - 1))
+        shape = tuple(y.shape[a] if a <= axis else s for a, s in enumerate(value.shape))
+        result = y if axis == axes[-1] else Value(f"{y.name}.pad{axis}", shape, y.dtype)
+        indices = constant(f"{y.name}.at{axis}", at.astype(np.int32))
+        emit_gather(emitter, Layer(Node("Gather", f"{layer.main.name}[{axis}]", [value, indices], [result], {"axis": axis})))
+        value = result
+
+
+def emit_gather(emitter: Emitter, layer: Layer) -> None:
+    data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]
+    outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
+    items = (inner, outer * count)
+    local = emitter.work_group(items)
+    kind = "float" if data.dtype == "float32" else "int"
+    kernel = emitter.kernels.kernel("gather", attributes=emitter.attributes(local), scalar=kind, storage=kind)
+    args = [emitter.operand(data), emitter.operand(indices), emitter.tensor(layer.output)]
+    dims = [outer * count, count, data.shape[axis], inner]
+    emitter.launch(layer, kernel, [*args, *dims], items, local, "elemental", nbytes=8 * layer.output.size)

@@ -1,0 +1,116 @@
+"""From fused layers to a program: kernels, packed weights, launches, and the arena of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from flashmem.codegen.emitter import Emitter, WeightSink, tensor_bytes
+from flashmem.codegen.emitters import EMITTERS
+from flashmem.codegen.row_gather import host_indices, place_rows
+from flashmem.codegen.templates import KernelLibrary
+from flashmem.device import DeviceDescriptor
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.planning.memory_layout import Interval, lay_out
+from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Port, Program, RowGather, Source, Tensor
+
+
+def generate(
+    graph: Graph,
+    layers: Sequence[Layer],
+    descriptor: DeviceDescriptor,
+    sink: WeightSink,
+    *,
+    precision: Literal["fp32", "fp16"] = "fp32",
+    slice_bytes: int = 4 << 20,
+    on_weight: Callable[[str, int], None] = lambda name, nbytes: None,
+) -> tuple[Program, Source]:
+    """The program that runs `layers` on `descriptor`'s default memory path; its weights go to `sink` as they are packed.
+
+    `on_weight(name, bytes)` is told of each slice, for progress.
+    """
+    path = descriptor.memory_paths[0]
+    half = precision == "fp16"
+    lane = "buffer" if path == "buffer" else "half" if half else "float"
+    emitter = Emitter(descriptor, path, half, slice_bytes, sink, KernelLibrary(lane), on_weight=on_weight)
+    layers = [*layers, *_output_copies(graph, emitter)]
+    gathered: dict[Value, tuple[Node, str]] = {}
+    for layer in layers:
+        indices = host_indices(layer.main, graph)
+        if indices is not None:
+            gathered[layer.main.outputs[0]] = (layer.main, indices)
+            emitter.tensor(layer.main.outputs[0])
+            continue
+        EMITTERS[layer.main.op](emitter, layer)
+    gathers = [
+        place_rows(emitter, node, indices, str(emitter.tensor(value).value)) for value, (node, indices) in gathered.items()
+    ]
+    # An input that no kernel reads (it only picks rows, or nothing) has no tensor.
+    inputs = [Port(port.name, port.value.shape, port.dtype, emitter.known(port.value)) for port in graph.inputs]
+    outputs = [
+        Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value)) for port in graph.outputs
+    ]
+    tensors, arena_bytes = _arena(emitter, inputs, outputs, gathers)
+    constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
+    constants_offset = sink.append(constants, SLICE_ALIGNMENT)
+    program = Program(
+        memory_path=path,
+        precision=precision,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        tensors=tensors,
+        slices=tuple(emitter.slices),
+        launches=tuple(emitter.launches),
+        row_gathers=tuple(gathers),
+        arena_bytes=arena_bytes,
+        constants_offset=constants_offset,
+        constants_bytes=constants.nbytes,
+        weights_bytes=constants_offset + constants.nbytes,
+    )
+    return program, emitter.kernels.source()
+
+
+def _output_copies(graph: Graph, emitter: Emitter) -> list[Layer]:
+    """An output that is an input or a constant as it stands is copied, so that every output has a tensor of its own."""
+    copies, seen = [], set()
+    inputs = {port.value for port in graph.inputs}
+    for i, port in enumerate(graph.outputs):
+        root = emitter.root(port.value)
+        if root in inputs or root.constant is not None or root in seen:
+            copy = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
+            copies.append(Layer(Node("Identity", f"{port.name}.copy", [port.value], [copy])))
+            graph.outputs[i] = type(port)(port.name, port.dtype, copy)
+        seen.add(root)
+    return copies
+
+
+def _arena(
+    emitter: Emitter, inputs: Sequence[Port], outputs: Sequence[Port], gathers: Sequence[RowGather]
+) -> tuple[tuple[Tensor, ...], int]:
+    """Activations laid out by lifetime: from the layer that writes them first to the last that reads them."""
+    last = len(emitter.launches) + 1
+    lifetimes: dict[str, tuple[int, int]] = {}
+    for layer, launch in enumerate(emitter.launches, start=1):
+        for arg in launch.args:
+            if arg.kind == "tensor":
+                first, _ = lifetimes.get(str(arg.value), (layer, layer))
+                lifetimes[str(arg.value)] = (first, layer)
+    early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers)]
+    for name in early:
+        if name is not None:
+            lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
+    for port in outputs:
+        if port.tensor is not None:
+            lifetimes[port.tensor] = (lifetimes.get(port.tensor, (0, 0))[0], last)
+    intervals = [
+        Interval(name, tensor_bytes(emitter.tensors[name]), first, end) for name, (first, end) in lifetimes.items()
+    ]
+    offsets, total = lay_out(intervals, TENSOR_ALIGNMENT)
+    tensors = tuple(
+        Tensor(name, emitter.tensors[name].shape, emitter.tensors[name].dtype, offsets[name], tensor_bytes(emitter.tensors[name]))
+        for name in lifetimes
+    )
+    return tensors, total

@@ -1,0 +1,86 @@
+"""Rewriting a graph: passes read nodes and emit others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.graph.ir import ArrayConstant, Constant, Graph, Node, Value
+from flashmem.program import DeviceDType
+
+
+@dataclass(frozen=True)
+class DerivedConstant:
+    """A constant computed from others when it is read, so that a permuted or reshaped weight costs no memory until then."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    compute: Callable[[], NDArray[Any]]
+
+    def array(self) -> NDArray[Any]:
+        return self.compute()
+
+
+def constant(name: str, data: NDArray[Any]) -> Value:
+    """A value that holds `data`: float32, or int32 for integers and booleans."""
+    dtype: DeviceDType = "float32" if data.dtype.kind == "f" else "int32"
+    return Value(name, data.shape, dtype, ArrayConstant(data))
+
+
+def derived(value: Value, name: str, shape: Sequence[int], function: Callable[[NDArray[Any]], NDArray[Any]]) -> Value:
+    """The constant `function(value)` of `shape`, computed when read."""
+    source: Constant | None = value.constant
+    assert source is not None, f"{value.name} is not a constant"
+    read = source.array
+    return Value(name, tuple(shape), value.dtype, DerivedConstant(tuple(shape), source.dtype, lambda: function(read())))
+
+
+@dataclass
+class Rewriter:
+    """Collects the nodes of the new graph.
+
+    `replaced` maps a value of the old graph to its place in the new one; `transposed` a transposed constant matrix to the
+    matrix as it is stored, so that a tied table is streamed once however it is used.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    replaced: dict[Value, Value] = field(default_factory=dict)
+    transposed: dict[Value, Value] = field(default_factory=dict)
+
+    def now(self, value: Value | None) -> Value | None:
+        return None if value is None else self.replaced.get(value, value)
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[Value | None],
+        output: Value,
+        name: str = "",
+        **attributes: Any,
+    ) -> Value:
+        """Append a node that computes `output` and return `output`."""
+        node = Node(op, name or output.name, list(inputs), [output], attributes)
+        output.producer = node
+        self.nodes.append(node)
+        return output
+
+    def emit(
+        self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], dtype: DeviceDType, name: str, **attributes: Any
+    ) -> Value:
+        """Append a node that computes a new value of `shape` and return that value."""
+        return self.add(op, inputs, Value(name, tuple(shape), dtype), name, **attributes)
+
+    def graph(self, old: Graph) -> Graph:
+        """The new graph, with `old`'s inputs and outputs, and without nodes that nobody reads."""
+        outputs = [replace(port, value=self.replaced.get(port.value, port.value)) for port in old.outputs]
+        live = {port.value for port in outputs}
+        kept: list[Node] = []
+        for node in reversed(self.nodes):
+            if any(output in live for output in node.outputs):
+                kept.append(node)
+                live.update(value for value in node.inputs if value is not None)
+        return replace(old, nodes=kept[::-1], outputs=outputs)

@@ -1,0 +1,103 @@
+"""Fusion: each layer is one main operator and the elementwise operators that finish it.
+
+The *tail* of a layer is any acyclic piece of elementwise operators that hangs on the main operator's output, works at its
+shape, and leaves only one value behind: so bias, activation (GELU and SiLU with their several uses of one value) and
+residual sums run in registers, in the producer's epilogue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.operators import is_elementwise
+
+MAX_TAIL = 24
+"""Operators in one tail: beyond this a kernel's registers, not its memory traffic, are what runs out."""
+
+MAX_OPERANDS = 8
+"""Tensors a tail reads beside the main operator's own."""
+
+WITH_TAIL = {"MatMul", "Conv", "ConvTranspose", "Softmax", "LogSoftmax", "Normalize"}
+"""Main operators, beside elementwise ones, whose kernels have an epilogue."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """One main operator and its tail; `output` is the single value it leaves in memory."""
+
+    main: Node
+    tail: list[Node] = field(default_factory=list)
+
+    @property
+    def output(self) -> Value:
+        return (self.tail[-1] if self.tail else self.main).outputs[0]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.main, *self.tail)
+
+    def operands(self) -> list[Value]:
+        """Values from outside that the tail reads, each once."""
+        inside = {node.outputs[0] for node in self.nodes}
+        found: dict[Value, None] = {}
+        for node in self.tail:
+            for value in node.inputs:
+                if value is not None and value not in inside:
+                    found[value] = None
+        return list(found)
+
+
+def fuse(graph: Graph) -> list[Layer]:
+    """The layers of `graph` in execution order. Reshapes are no layers: they move no data."""
+    consumers = graph.consumers()
+    outputs = {port.value for port in graph.outputs}
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    taken: set[Node] = set()
+    layers: list[Layer] = []
+    # From the last to the first, so that a sum of two branches ends the one that is computed later.
+    for node in reversed(graph.nodes):
+        if node in taken or node.op == "Reshape" or is_elementwise(node):
+            continue
+        layers.append(_grow(Layer(node), position, consumers, outputs, taken))
+    for node in graph.nodes:
+        if is_elementwise(node) and node not in taken:
+            layers.append(_grow(Layer(node), position, consumers, outputs, taken))
+    return sorted(layers, key=lambda layer: position[layer.nodes[-1]])
+
+
+def _grow(
+    layer: Layer, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
+) -> Layer:
+    """The longest tail after which one value is all that the rest of the graph sees."""
+    taken.add(layer.main)
+    if not (layer.main.op in WITH_TAIL or is_elementwise(layer.main)):
+        return layer
+    domain = layer.main.outputs[0]
+    inside: dict[Value, None] = {domain: None}
+    trial: list[Node] = []
+    best: list[Node] = []
+    frontier = list(consumers.get(domain, ()))
+    while frontier and len(trial) < MAX_TAIL:
+        frontier.sort(key=position.__getitem__)
+        node = frontier.pop(0)
+        if node in trial or node in taken or not _joins(node, domain):
+            continue
+        trial.append(node)
+        inside[node.outputs[0]] = None
+        frontier += consumers.get(node.outputs[0], ())
+        escaping = [
+            value
+            for value in inside
+            if value in outputs or not consumers.get(value) or any(user not in trial for user in consumers[value])
+        ]
+        if escaping == [node.outputs[0]] and len(Layer(layer.main, trial).operands()) <= MAX_OPERANDS:
+            best = list(trial)
+    layer.tail = best
+    taken.update(best)
+    return layer
+
+
+def _joins(node: Node, domain: Value) -> bool:
+    """Elementwise over the same shape, all in float: the registers of an epilogue have one type."""
+    return is_elementwise(node) and node.outputs[0].shape == domain.shape and node.outputs[0].dtype == domain.dtype == "float32"
