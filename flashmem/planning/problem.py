@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmem.program import OperatorClass
+from flashmem.capacity.classes import load_capacity, predict_seconds
+from flashmem.device import DeviceDescriptor
+from flashmem.program import OperatorClass, Program
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Layer ℓ. `capacity` is C_ℓ in chunks; `seconds` its predicted latency with nothing streamed beside it."""
+    """Layer l. `capacity` is C_l in chunks; `seconds` its predicted latency with nothing streamed beside it."""
 
     name: str
     operator_class: OperatorClass
@@ -40,3 +42,19 @@ class Problem:
     def chunks(self, weight: WeightSpec) -> int:
         """T(w) = ceil(bytes(w) / S)."""
         return -(-weight.nbytes // self.chunk_bytes)
+
+
+def build_problem(program: Program, descriptor: DeviceDescriptor, *, chunk_bytes: int, m_peak: int) -> Problem:
+    """The problem that `program` poses on a device: one layer a launch, one weight a slice that some launch reads.
+
+    `chunk_bytes` (S) and `m_peak` are bytes. Loads run at the slower of the device's disk and copy rates.
+    """
+    sizes = {s.name: s.nbytes for s in program.slices}
+    layers = []
+    for launch in program.launches:
+        read = sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice")
+        capacity = load_capacity(launch, descriptor, chunk_bytes, read)
+        layers.append(LayerSpec(launch.name, launch.operator_class, capacity, predict_seconds(launch, descriptor, read)))
+    weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
+    bandwidth = min(descriptor.rates.disk_bandwidth, descriptor.rates.copy_bandwidth)
+    return Problem(tuple(layers), tuple(weights), chunk_bytes, m_peak, bandwidth)

@@ -1,0 +1,69 @@
+"""C4 without CP-SAT: the fallback tiers that always come to an end (FlashMem section 3.2).
+
+Soft threshold: capacities may be exceeded a little. Incremental preload: where a layer still holds too much, the heaviest
+offender goes to W. Greedy: capacities no longer bind, every weight is moved as late as it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashmem.planning.latency import require_m_peak
+from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.planning.srpt import SrptPlan, srpt
+
+
+def soft_ceiling(problem: Problem) -> tuple[int, ...]:
+    """How far the soft threshold lets C_l go: twice its value and one chunk more; not at all beside hierarchical operators."""
+    return tuple(spec.capacity if spec.operator_class == "hierarchical" else 2 * spec.capacity + 1 for spec in problem.layers)
+
+
+def incremental_preload(
+    problem: Problem, preload: frozenset[str], ceiling: Sequence[int] | None, preload_limit: int | None
+) -> tuple[frozenset[str], SrptPlan] | None:
+    """W grown from `preload`, heaviest offender first, until SRPT (with `ceiling`) fits M_peak; None if W may not grow enough.
+
+    `preload_limit`: most bytes W may take.
+    """
+    sizes = {w.name: w.nbytes for w in problem.weights}
+    spent = sum(sizes[name] for name in preload)
+    while True:
+        plan = srpt(problem, preload, ceiling)
+        if plan.feasible:
+            return preload, plan
+        missing, chosen = plan.excess_bytes, set(preload)
+        for w in _offenders(problem, preload, plan):
+            if missing <= 0:
+                break
+            if preload_limit is None or spent + w.nbytes <= preload_limit:
+                chosen.add(w.name)
+                spent += w.nbytes
+                missing -= w.nbytes
+        if len(chosen) == len(preload):
+            return None
+        preload = frozenset(chosen)
+
+
+def _offenders(problem: Problem, preload: frozenset[str], plan: SrptPlan) -> list[WeightSpec]:
+    """Weights in flight at the layer where `plan` failed, heaviest first."""
+    layer = plan.failed_layer
+
+    def in_flight(w: WeightSpec) -> bool:
+        if w.first_use > layer:
+            return sum(chunks for _, chunks in plan.moves[w.name]) < problem.chunks(w)
+        return w.last_use >= layer
+
+    waiting = [w for w in problem.weights if w.name not in preload and in_flight(w)]
+    return sorted(waiting, key=lambda w: (-w.nbytes, w.first_use, w.name))
+
+
+def greedy(problem: Problem, preload: frozenset[str]) -> SrptPlan:
+    """W = `preload`, and any C_l raised as far as M_peak demands: the plan of last resort.
+
+    Raises:
+        BudgetError: M_peak is below `smallest_m_peak`, so no capacities would do.
+    """
+    require_m_peak(problem, preload)
+    plan = srpt(problem, preload, ceiling=(sum(problem.chunks(w) for w in problem.weights),) * len(problem.layers))
+    assert plan.feasible, "moving every weight at the layer before its use keeps to the smallest M_peak"
+    return plan

@@ -1,0 +1,183 @@
+"""The exact plan for a given W: shortest remaining processing time, walking the layers backwards (DESIGN section 4).
+
+Seen from the last layer, weight w is released at i_w, needs T(w) chunks, layer l serves C_l of them, and i_w - z_w is its flow
+time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights unfinished at every
+layer, so it minimises both the sum of loading distances and the chunks in flight at every layer. Its answer to "does W fit
+M_peak?" is exact up to the last, partly filled chunk of a weight.
+
+The same walk serves the soft threshold of C4: where a layer holds more than M_peak, chunks are moved to later layers above
+their capacity, up to a ceiling, where that costs least.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from flashmem.planning.problem import Problem, WeightSpec
+
+_SENSITIVITY = {"elemental": 1.0, "reusable": 1.0, "hierarchical": 8.0}
+"""How much dearer a chunk above capacity is beside an operator of that class (FlashMem Figure 4: hierarchical ones suffer)."""
+
+_SCAN = 128
+"""Layers looked at when a chunk is moved above capacity: those nearest to its use."""
+
+
+@dataclass(frozen=True)
+class SrptPlan:
+    """Decisions for one W. `load_layers` and `moves` hold the streamed weights; `capacities` are C_l after relaxation.
+
+    `resident_bytes[l - 1]` is in flight at layer l. A plan that is not `feasible` stopped at `failed_layer` with
+    `excess_bytes` too many in flight there, or at layer 0 with so many bytes that no layer was left to move.
+    """
+
+    load_layers: dict[str, int]
+    moves: dict[str, tuple[tuple[int, int], ...]]
+    capacities: tuple[int, ...]
+    resident_bytes: tuple[int, ...]
+    feasible: bool
+    failed_layer: int = 0
+    excess_bytes: int = 0
+
+    def distance(self, problem: Problem) -> int:
+        """Sum of i_w - z_w over the streamed weights."""
+        return sum(w.first_use - self.load_layers[w.name] for w in problem.weights if w.name in self.load_layers)
+
+
+def srpt(problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None = None) -> SrptPlan:
+    """Plan all weights outside `preload`. `ceiling[l - 1]` is the most C_l may be raised to; without it no C_l is raised."""
+    walk = _Walk(problem, preload, ceiling)
+    failed_layer, excess = walk.run()
+    moves = {w.name: tuple(sorted(walk.moved[w.name].items())) for w in walk.streamed}
+    used = [0] * len(problem.layers)
+    for parts in moves.values():
+        for layer, chunks in parts:
+            used[layer - 1] += chunks
+    return SrptPlan(
+        load_layers={name: parts[0][0] for name, parts in moves.items() if parts},
+        moves=moves,
+        capacities=tuple(max(spec.capacity, n) for spec, n in zip(problem.layers, used, strict=True)),
+        resident_bytes=_resident(problem, walk.streamed, moves),
+        feasible=excess == 0,
+        failed_layer=failed_layer,
+        excess_bytes=excess,
+    )
+
+
+def _resident(
+    problem: Problem, streamed: Sequence[WeightSpec], moves: dict[str, tuple[tuple[int, int], ...]]
+) -> tuple[int, ...]:
+    change = [0] * (len(problem.layers) + 2)
+    for w in streamed:
+        count = 0
+        for layer, chunks in moves[w.name]:
+            before, count = min(w.nbytes, count * problem.chunk_bytes), count + chunks
+            change[layer] += min(w.nbytes, count * problem.chunk_bytes) - before
+        change[w.last_use + 1] -= min(w.nbytes, count * problem.chunk_bytes)
+    return tuple(accumulate(change))[1:-1]
+
+
+class _Walk:
+    """State of the backward walk. A heap entry is (remaining chunks, untouched, -bytes, index into `streamed`)."""
+
+    def __init__(self, problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None) -> None:
+        self.layers = problem.layers
+        self.chunk = problem.chunk_bytes
+        self.m_peak = problem.m_peak
+        self.ceiling = ceiling
+        self.streamed = [w for w in problem.weights if w.name not in preload]
+        self.chunks = [problem.chunks(w) for w in self.streamed]
+        self.moved: dict[str, dict[int, int]] = {w.name: {} for w in self.streamed}
+        self.used = [0] * (len(problem.layers) + 1)
+        self.pending: list[tuple[int, bool, int, int]] = []
+        self.pending_bytes = 0
+
+    def run(self) -> tuple[int, int]:
+        """(0, 0), or where it failed and by how many bytes."""
+        arrivals: defaultdict[int, list[int]] = defaultdict(list)
+        whole = [0] * (len(self.layers) + 3)  # change of the bytes held by weights already used, by layer
+        for index, w in enumerate(self.streamed):
+            arrivals[w.first_use].append(index)
+            whole[w.last_use] += w.nbytes
+            whole[w.first_use - 1] -= w.nbytes
+        held = 0
+        for layer in range(len(self.layers), 0, -1):
+            held += whole[layer]
+            new = arrivals[layer + 1]
+            fixed = held + sum(self.streamed[index].nbytes for index in new)
+            excess = fixed + self.pending_bytes - self.m_peak
+            if excess > 0 and self.ceiling is not None:
+                excess = self._move_above_capacity(layer + 1, excess)
+            if excess > 0:
+                return layer, excess
+            for index in new:
+                self._release(index)
+            self._serve(layer)
+        if self.pending and self.ceiling is not None:
+            self._move_above_capacity(1, self.pending_bytes)
+        at_start = self.pending_bytes + sum(self.streamed[index].nbytes for index in arrivals[1])
+        return 0, at_start
+
+    def _release(self, index: int) -> None:
+        nbytes = self.streamed[index].nbytes
+        heapq.heappush(self.pending, (self.chunks[index], True, -nbytes, index))
+        self.pending_bytes += nbytes
+
+    def _serve(self, layer: int) -> None:
+        left = self.layers[layer - 1].capacity - self.used[layer]
+        while left > 0 and self.pending:
+            remaining, _, _, index = heapq.heappop(self.pending)
+            taken = min(left, remaining)
+            left -= taken
+            self._take(index, remaining, taken, layer)
+            if taken < remaining:
+                heapq.heappush(self.pending, (remaining - taken, False, -self.streamed[index].nbytes, index))
+
+    def _take(self, index: int, remaining: int, taken: int, layer: int) -> None:
+        w = self.streamed[index]
+        parts = self.moved[w.name]
+        parts[layer] = parts.get(layer, 0) + taken
+        self.used[layer] += taken
+        self.pending_bytes -= min(w.nbytes, remaining * self.chunk) - min(w.nbytes, (remaining - taken) * self.chunk)
+
+    def _move_above_capacity(self, earliest: int, excess: int) -> int:
+        """Move pending chunks, fewest remaining first, to layers from `earliest` on until `excess` bytes are gone.
+
+        A weight that still waits here found every layer up to its use full, so whatever is moved there is above capacity.
+        """
+        target = self.pending_bytes - excess
+        waiting = sorted(self.pending)
+        self.pending = []
+        for remaining, untouched, size, index in waiting:
+            left = remaining
+            last = self.streamed[index].first_use - 1
+            while left and self.pending_bytes > target:
+                layer = self._cheapest(earliest, last)
+                if layer is None:
+                    break
+                wanted = -(-(self.pending_bytes - target) // self.chunk)
+                taken = min(left, wanted, max(1, left // 16), self._room(layer))
+                self._take(index, left, taken, layer)
+                left -= taken
+            if left:
+                self.pending.append((left, untouched and left == remaining, size, index))
+        heapq.heapify(self.pending)
+        return max(0, self.pending_bytes - target)
+
+    def _room(self, layer: int) -> int:
+        assert self.ceiling is not None
+        return self.ceiling[layer - 1] - self.used[layer]
+
+    def _cheapest(self, first: int, last: int) -> int | None:
+        """The layer where one more chunk above capacity weighs least against the layer's own latency; the latest of equals."""
+
+        def cost(layer: int) -> float:
+            spec = self.layers[layer - 1]
+            above = max(0, self.used[layer] + 1 - spec.capacity)
+            return above * _SENSITIVITY[spec.operator_class] / max(spec.seconds, 1e-9)
+
+        candidates = [layer for layer in range(last, max(first, last - _SCAN + 1) - 1, -1) if self._room(layer) > 0]
+        return min(candidates, key=cost, default=None)
