@@ -95,7 +95,7 @@ def _gptneo_size(layers: int, hidden: int, heads: int) -> dict[str, Any]:
     }
 
 
-_TINY_GPTNEO = _gptneo_size(2, 32, 4) | {"vocab_size": 211, "max_position_embeddings": 64, "window_size": 8}
+_TINY_GPTNEO = _gptneo_size(2, 32, 4) | {"vocab_size": 307, "max_position_embeddings": 64, "window_size": 8}
 
 _MODELS = (
     ZooModel("resnet50", "ResNet-50, 25.6 M weights", 224, lambda: _resnet(num_labels=1000), IMAGE_INPUT),
@@ -146,7 +146,7 @@ _MODELS = (
         "mobilenet-tiny",
         "MobileNetV2 with depthwise convolution, very narrow",
         32,
-        lambda: _mobilenet(num_labels=10, image_size=32, depth_multiplier=0.1, finegrained_output=False),
+        lambda: _mobilenet(num_labels=10, image_size=32, depth_multiplier=0.1, expand_ratio=2, finegrained_output=False),
         IMAGE_INPUT,
         tiny=True,
     ),
@@ -172,7 +172,7 @@ _MODELS = (
         16,
         lambda: _gptneo(**_TINY_GPTNEO),
         TOKEN_INPUT,
-        vocabulary=211,
+        vocabulary=307,
         tiny=True,
     ),
     ZooModel(
@@ -181,7 +181,7 @@ _MODELS = (
         16,
         lambda: _gptneo(**(_TINY_GPTNEO | {"tie_word_embeddings": True})),
         TOKEN_INPUT,
-        vocabulary=211,
+        vocabulary=307,
         tiny=True,
     ),
 )

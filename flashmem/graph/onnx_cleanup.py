@@ -1,0 +1,134 @@
+"""Cleaning a model up, with onnx-ir and onnxscript's optimiser: functions inlined, constants folded, shapes inferred.
+
+What is folded is decided here, by one rule: a result is computed now if keeping it is cheap. Masks and shape arithmetic
+disappear, a slice of a large table shrinks to the part that is used; but no transposed or converted copy of a weight is ever
+made, since a weight must stay where it can be streamed from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnxscript import optimizer, rewriter
+from onnxscript.rewriter.rules import common as rules
+
+CHEAP = 1 << 20
+"""A folded result of at most this many bytes is kept, whatever it was computed from."""
+
+COMPUTED_LIMIT = 64 << 20
+"""A folded result of at most this many bytes is kept if nothing it was computed from lies in a file: masks, position tables."""
+
+_ROUNDS = 8
+
+# Rules that move no weight: fusing normalisation or padding into a convolution would copy its weights, and is done
+# where they are packed. None of them changes a value, NaN included.
+_REWRITES = rewriter.RewriteRuleSet(
+    [
+        rules.no_op_cast_rule,
+        rules.no_op_expand_rule,
+        rules.no_op_transpose_rule,
+        rules.transpose_transpose_rule,
+        rules.reshape_reshape_rule,
+        rules.unsqueeze_unsqueeze_rule,
+        rules.squeeze_reshape_1d_rule,
+        rules.collapse_slice_rule,
+        rules.collapse_slice2_rule,
+        rules.dropout_inference_rule,
+        rules.dropout_zero_rule,
+        rules.no_op_static_scatter_nd_rule,
+        rules.one_reshape_matmul_reshape_rule,
+        rules.two_reshapes_matmul_reshape_rule,
+    ]
+)
+
+
+def clean_up(model: ir.Model, is_native: Callable[[str], bool]) -> ir.Model:
+    """`model`, whose inputs have static shapes, in its simplest form; constants all initializers.
+
+    Operators that ONNX defines by other operators (Attention, RotaryEmbedding, ...) are replaced by their definition unless
+    `is_native`. May change `model` in place.
+    """
+    with _quiet():
+        passes.InlinePass()(model)
+        _simplify(model)
+        wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
+        defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
+        if defined:
+            proto = ir.to_proto(model)
+            proto = onnx.inliner.inline_selected_functions(proto, [("", op) for op in defined], inline_schema_functions=True)
+            model = ir.from_proto(proto)
+            _simplify(model)
+        for last in (passes.CommonSubexpressionEliminationPass(), passes.DeduplicateInitializersPass(), passes.OutputFixPass()):
+            last(model)
+        passes.RemoveUnusedNodesPass()(model)
+        passes.TopologicalSortPass()(model)
+        passes.NameFixPass()(model)
+        if any(value.shape is None or not value.shape.is_static() for node in model.graph for value in node.outputs):
+            passes.ShapeInferencePass(strict_mode=False)(model)
+    return model
+
+
+def _simplify(model: ir.Model) -> None:
+    for _ in range(_ROUNDS):
+        passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        changed = optimizer.fold_constants_ir(
+            model, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=COMPUTED_LIMIT
+        ).modified
+        changed |= rewriter.RewritePass(_REWRITES)(model).modified
+        changed |= passes.IdentityEliminationPass()(model).modified
+        passes.RemoveUnusedNodesPass()(model)
+        if not changed:
+            return
+
+
+def _should_fold(node: ir.Node) -> bool:
+    """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
+    if node.op_type.startswith(("Quantize", "Dequantize")):
+        return False
+    made = sum(_nbytes(value) for value in node.outputs)
+    if made <= CHEAP:
+        return True
+    from_file = any(isinstance(value.const_value, ir.ExternalTensor) for value in node.inputs if value is not None)
+    return made <= COMPUTED_LIMIT and not from_file
+
+
+def _nbytes(value: ir.Value) -> int:
+    if value.shape is None or value.dtype is None or not value.shape.is_static():
+        # Unknown before it is computed (Range, NonZero): such results are index lists, and small.
+        return 0
+    size = value.dtype.itemsize
+    for dim in value.shape:
+        size *= int(dim)
+    return int(size)
+
+
+def _is_onnx(node: ir.Node) -> bool:
+    return node.domain in ("", "ai.onnx")
+
+
+def _has_definition(op: str, opset: int) -> bool:
+    try:
+        schema = onnx.defs.get_schema(op, opset)
+    except onnx.defs.SchemaError:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The optimiser warns of everything it leaves alone; what matters is reported by the importer."""
+    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,97 @@
+"""Where the bytes of external tensors lie: every location checked before anything is read.
+
+A model is a stranger's file. Its external data may name only regular files inside the model's own folder (links followed), and
+only bytes that those files have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnx_ir
+
+from flashmem.errors import MissingFileError, UserError
+
+
+def resolve_external_data(model: onnx.ModelProto, path: Path) -> None:
+    """Make the location of every external tensor of `model`, loaded from `path`, an absolute checked file, in place.
+
+    Afterwards each has offset and length as well, and the length is what its shape and type need. Raises UserError for
+    a location that leaves the folder or bytes outside the file, MissingFileError for a file that is not there.
+    """
+    sizes: dict[str, tuple[Path, int]] = {}
+    for tensor in tensors(model):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        if location not in sizes:
+            file = _inside(path, location, tensor.name)
+            sizes[location] = file, file.stat().st_size
+        file, size = sizes[location]
+        needed = _bytes_needed(tensor, path)
+        try:
+            offset = int(entries.get("offset") or 0)
+            length = int(entries["length"]) if entries.get("length") else needed
+        except ValueError:
+            raise UserError(f"{path}: weight {tensor.name!r} has an external offset or length that is no number") from None
+        if length != needed:
+            raise UserError(f"{path}: weight {tensor.name!r} needs {needed} bytes, but the model gives it {length}")
+        if offset < 0 or offset + length > size:
+            raise UserError(
+                f"{path}: weight {tensor.name!r} lies at bytes {offset} to {offset + length} of {file.name}, "
+                f"which has {size}: the file is truncated or belongs to another model"
+            )
+        del tensor.external_data[:]
+        for key, value in (("location", str(file)), ("offset", str(offset)), ("length", str(length))):
+            tensor.external_data.add(key=key, value=value)
+
+
+def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor in `model`: initializers and attributes, in subgraphs and functions too."""
+    yield from _in_graph(model.graph)
+    for function in model.functions:
+        yield from _in_nodes(function.node)
+
+
+def _in_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    yield from _in_nodes(graph.node)
+
+
+def _in_nodes(nodes: object) -> Iterator[onnx.TensorProto]:
+    for node in nodes:  # type: ignore[attr-defined]
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _in_graph(graph)
+
+
+def _inside(model_path: Path, location: str, tensor: str) -> Path:
+    """The file `location` names, which must lie in the folder of the model."""
+    folder = model_path.parent.resolve()
+    if location == model_path.name:  # the model's own bytes, also where the model itself is a link
+        return model_path.resolve()
+    if not location or "\0" in location:
+        raise UserError(f"{model_path}: weight {tensor!r} is external but names no file")
+    file = (folder / location).resolve()
+    if Path(location).is_absolute() or not file.is_relative_to(folder):
+        raise UserError(f"{model_path}: weight {tensor!r} is in {location!r}, outside the model's folder: only files in it are read")
+    if not file.is_file():
+        raise MissingFileError(f"{model_path}: the external data file {location!r} (weight {tensor!r}) is not beside the model")
+    return file
+
+
+def _bytes_needed(tensor: onnx.TensorProto, path: Path) -> int:
+    if any(dim < 0 for dim in tensor.dims):
+        raise UserError(f"{path}: weight {tensor.name!r} has a negative dimension: {list(tensor.dims)}")
+    try:
+        bits = onnx_ir.DataType(tensor.data_type).bitwidth
+    except (TypeError, ValueError):
+        raise UserError(f"{path}: weight {tensor.name!r} has element type {tensor.data_type}, which cannot lie in a file") from None
+    return (math.prod(tensor.dims) * bits + 7) // 8

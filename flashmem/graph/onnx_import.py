@@ -1,0 +1,266 @@
+"""From an ONNX file to a `Graph`: opened without reading weights, shapes bound, constants folded, types made the device's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from flashmem.errors import UnsupportedModelError, UserError
+from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
+from flashmem.graph.onnx_cleanup import clean_up
+from flashmem.graph.onnx_external import resolve_external_data
+from flashmem.graph.onnx_mapped import LARGE, load_mapped
+from flashmem.graph.onnx_shapes import bind_shapes
+from flashmem.graph.operators import ELEMENTWISE, RULES
+from flashmem.program import DeviceDType
+
+OPSETS = range(11, 24)
+"""Versions of the ONNX operator set that are understood."""
+
+Supported = Callable[[Node], str | None]
+"""Tells why a node cannot run, or None if it can."""
+
+_DTYPES: dict[ir.DataType, DeviceDType] = {
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float32",
+    ir.DataType.DOUBLE: "float32",
+    ir.DataType.BOOL: "int32",
+    ir.DataType.UINT8: "int32",
+    ir.DataType.INT16: "int32",
+    ir.DataType.UINT16: "int32",
+    ir.DataType.INT32: "int32",
+    ir.DataType.INT64: "int32",
+}
+
+# Integers that only say "to the end" there; their readers clamp them.
+_CLAMPED = {"Slice", "Clip"}
+
+
+def import_model(
+    path: str | Path, shapes: Mapping[str, tuple[int, ...]] | None = None, supported: Supported | None = None
+) -> Graph:
+    """The model at `path` with every shape static, in execution order; weights stay in their files.
+
+    `shapes` gives sizes to open dimensions: input name to shape. Where a model cannot be imported because of its
+    operators, `supported` is asked about the others, so that one error lists them all. Raises MissingFileError for a missing
+    model or data file, UnsupportedModelError for operators, UserError for everything else that is wrong with the file or
+    the shapes.
+    """
+    path = Path(path)
+    proto = load_mapped(path)
+    _check_opset(proto, path)
+    if proto.graph.sparse_initializer:
+        raise UserError(f"{path} has sparse weights, which are not supported: export it with dense ones")
+    resolve_external_data(proto, path)
+    bind_shapes(proto, shapes or {}, path)
+    try:
+        model = clean_up(ir.from_proto(proto), is_native)
+    except (ValueError, TypeError, KeyError, RuntimeError, ir.passes.PassError) as error:
+        raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
+    return _Importer(model, path, supported).graph()
+
+
+def is_native(op: str) -> bool:
+    """Whether `op` is kept as it is, rather than replaced by ONNX's definition of it in simpler operators."""
+    return op in ELEMENTWISE or op in RULES
+
+
+def collect_unsupported(graph: Graph, supported: Supported) -> None:
+    """Raise one UnsupportedModelError that lists all nodes of `graph` for which `supported` gives a reason."""
+    _refuse([(node.name, reason) for node in graph.nodes if (reason := supported(node)) is not None])
+
+
+def _refuse(offenders: list[tuple[str, str]]) -> None:
+    if not offenders:
+        return
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in offenders:
+        by_reason.setdefault(reason, []).append(name)
+    listed = "; ".join(f"{reason} ({', '.join(names)})" for reason, names in by_reason.items())
+    count = "1 node" if len(offenders) == 1 else f"{len(offenders)} nodes"
+    raise UnsupportedModelError(f"the model has {count} that flashmem cannot run: {listed}", tuple(offenders))
+
+
+def _check_opset(model: onnx.ModelProto, path: Path) -> None:
+    versions = {opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")}
+    if not versions:
+        raise UserError(f"{path} does not say which version of the ONNX operator set it uses")
+    for version in versions:
+        if version not in OPSETS:
+            raise UserError(
+                f"{path} uses ONNX operator set {version}, but {OPSETS[0]} to {OPSETS[-1]} are supported: "
+                f"export it again, or convert it with onnx.version_converter"
+            )
+
+
+def _innermost(error: BaseException) -> str:
+    """The first line of the error that started it all."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+class _Importer:
+    """Turns a cleaned-up onnx-ir model into a `Graph`."""
+
+    def __init__(self, model: ir.Model, path: Path, supported: Supported | None) -> None:
+        self.model = model
+        self.path = path
+        self.supported = supported
+        self.values: dict[ir.Value, Value] = {}
+        self.shapeless: set[ir.Value] = set()
+        self.names: Counter[str] = Counter()
+
+    def graph(self) -> Graph:
+        source = self.model.graph
+        inputs = [self._port(value) for value in source.inputs]
+        used = {value for node in source for value in node.inputs if value is not None} | set(source.outputs)
+        for value in source.initializers.values():
+            if value in used:
+                self._constant(value)
+        nodes: list[Node] = []
+        offenders: list[tuple[str, str]] = []
+        for node in source:
+            if node.op_type == "Constant" and not node.inputs:  # an output of the model
+                (output,) = node.outputs
+                output.const_value = node.attributes["value"].as_tensor()
+                self._constant(output)
+                continue
+            made, reason = self._node(node)
+            if reason is None and self.supported is not None:
+                reason = self.supported(made)
+            if reason is not None:
+                offenders.append((made.name, reason))
+            nodes.append(made)
+        if self.shapeless or any(_never(node) for node in source):
+            _refuse(offenders)
+        if self.shapeless:
+            names = ", ".join(sorted(str(value.name) for value in self.shapeless))
+            raise UserError(f"{self.path}: no static shape can be inferred for {names}")
+        self._check_integers(source)
+        outputs = [self._port(value) for value in source.outputs]
+        return Graph(source.name or self.path.stem, inputs, outputs, nodes, self.model.opset_imports.get("", OPSETS[-1]))
+
+    def _port(self, value: ir.Value) -> GraphPort:
+        made = self._value(value)
+        if value in self.shapeless:
+            raise UserError(f"{self.path}: no static shape can be inferred for {value.name}")
+        assert value.name is not None and value.dtype is not None
+        return GraphPort(value.name, np.dtype(value.dtype.numpy()).name, made)
+
+    def _value(self, value: ir.Value) -> Value:
+        known = self.values.get(value)
+        if known is not None:
+            return known
+        shape: tuple[int, ...] = ()
+        if value.shape is not None and value.shape.is_static():
+            shape = tuple(int(dim) for dim in value.shape)
+        elif value.name:  # without a name it is an optional output that nobody asked for
+            self.shapeless.add(value)
+        made = self.values[value] = Value(value.name or "", shape, self._dtype(value) if value.name else "float32")
+        return made
+
+    def _dtype(self, value: ir.Value) -> DeviceDType:
+        if value.dtype is None:
+            return "float32"  # shapeless as well, and refused for that
+        if value.dtype not in _DTYPES:
+            raise UserError(
+                f"{self.path}: {value.name!r} has element type {value.dtype.name.lower()}, which is not supported: "
+                f"export the model with float32 or float16 weights, not quantised"
+            )
+        return _DTYPES[value.dtype]
+
+    def _constant(self, value: ir.Value) -> None:
+        tensor = value.const_value
+        assert tensor is not None and value.name is not None
+        value.dtype = tensor.dtype
+        dtype = self._dtype(value)
+        shape = tuple(int(dim) for dim in tensor.shape.numpy())
+        self.values[value] = Value(value.name, shape, dtype, self._data(tensor, shape))
+
+    def _data(self, tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> Constant:
+        if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= LARGE:
+            return FileConstant(str(tensor.path), tensor.offset or 0, shape, np.dtype(tensor.dtype.numpy()).newbyteorder("<"))
+        # A copy: what was folded may be a view of a whole mapped table.
+        return ArrayConstant(np.array(tensor.numpy()))
+
+    def _node(self, node: ir.Node) -> tuple[Node, str | None]:
+        inputs = [None if value is None else self._value(value) for value in node.inputs]
+        blameless = all(value not in self.shapeless for value in node.inputs if value is not None)
+        named = list(node.outputs)
+        while len(named) > 1 and not named[-1].name:
+            named.pop()
+        reason = _never(node)
+        outputs = [self._value(value) if reason is None else self._unshaped(value) for value in named]
+        if reason is None and blameless and any(value in self.shapeless for value in named):
+            reason = f"{_op(node)}, whose output has a shape that depends on data, is not supported"
+        made = Node(_op(node), self._name(node), inputs, outputs, _attributes(node))
+        for output in outputs:
+            output.producer = made
+        if reason is None and not blameless:
+            return made, None
+        return made, reason
+
+    def _unshaped(self, value: ir.Value) -> Value:
+        """The output of a node that is refused anyway, of whatever type."""
+        self.shapeless.add(value)
+        return self.values.setdefault(value, Value(value.name or "", (), "float32"))
+
+    def _name(self, node: ir.Node) -> str:
+        name = node.name or f"{node.op_type}_{node.outputs[0].name}"
+        self.names[name] += 1
+        return name if self.names[name] == 1 else f"{name}#{self.names[name]}"
+
+    def _check_integers(self, source: ir.Graph) -> None:
+        """Integers are 32 bits wide on the device: refuse constants that are not, unless their reader clamps them."""
+        limits = np.iinfo(np.int32)
+        for value, made in self.values.items():
+            if made.constant is None or made.constant.dtype != np.int64 or 0 in made.shape:
+                continue
+            data = made.constant.array()
+            if limits.min <= data.min() and data.max() <= limits.max:
+                continue
+            for reader in value.consumers():
+                if reader.op_type not in _CLAMPED:
+                    raise UserError(
+                        f"{self.path}: constant {value.name!r}, read by {reader.op_type} node {reader.name!r}, "
+                        f"has integers beyond 32 bits, which devices do not compute with"
+                    )
+
+
+def _op(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+def _never(node: ir.Node) -> str | None:
+    """Why `node` is beyond what a `Graph` can say, if it is."""
+    if node.domain not in ("", "ai.onnx"):
+        return f"operator {_op(node)} is not an ONNX operator"
+    if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
+        return f"{node.op_type} (control flow that depends on data) is not supported"
+    if "Quantize" in node.op_type or node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):
+        return f"{node.op_type} (quantised arithmetic) is not supported"
+    types: Iterator[object] = (value.type for value in node.outputs if value.type is not None)
+    if not all(isinstance(kind, ir.TensorType) for kind in types):
+        return f"{node.op_type}, whose output is not a tensor, is not supported"
+    return None
+
+
+def _attributes(node: ir.Node) -> dict[str, Any]:
+    """ONNX attributes as numbers, strings, tuples of them, and arrays."""
+    kept: dict[str, Any] = {}
+    for name, attribute in node.attributes.items():
+        match attribute.type:
+            case ir.AttributeType.INT | ir.AttributeType.FLOAT | ir.AttributeType.STRING:
+                kept[name] = attribute.value
+            case ir.AttributeType.INTS | ir.AttributeType.FLOATS | ir.AttributeType.STRINGS:
+                kept[name] = tuple(attribute.value)
+            case ir.AttributeType.TENSOR:
+                kept[name] = attribute.as_tensor().numpy()
+    return kept

@@ -1,0 +1,180 @@
+"""Opens an ONNX file without reading its weights: a walk over the protobuf wire format.
+
+An ONNX file is one protobuf message, weights and all; to parse it is to copy every weight into memory. This module maps the
+file instead, walks it, and hands protobuf a copy in which each large tensor is an *external* one (as ONNX's external data)
+that points back into the same file.
+
+The wire format (protobuf.dev/programming-guides/encoding), as far as it is needed: a message is a sequence of fields; a field
+is a key, a varint `number << 3 | type`, and a payload. Type 0 is a varint (7 bits a byte, low first, high bit set on all but
+the last), 1 eight bytes, 5 four bytes, 2 a varint length and that many bytes: a string, packed numbers or a message. Types 3
+and 4 do not occur in ONNX. Only the numbers of the fields on the way to tensors matter (onnx.proto, all versions):
+
+    ModelProto      7 graph, 25 functions          NodeProto       5 attribute
+    GraphProto      1 node, 5 initializer          AttributeProto  5 t, 6 g, 10 tensors, 11 graphs
+    FunctionProto   7 node                         TensorProto     2 data_type, 4 float_data, 9 raw_data, 10 double_data,
+                                                                   13 external_data, 14 data_location
+
+All other fields, and every submessage too small to hold a large tensor, are copied as they are. `float_data` and `double_data`
+in one packed run are the same bytes as `raw_data`; split or unpacked, and the varints of integer data, they are left alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from flashmem.errors import MissingFileError, UserError
+
+LARGE = 4096
+"""Tensors of at least this many bytes stay in the file."""
+
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_DEEPEST = 100  # protobuf's own limit
+
+_DATA_TYPE, _FLOAT_DATA, _RAW_DATA, _DOUBLE_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 2, 4, 9, 10, 13, 14
+
+# Message type -> the fields to descend into -> their message type.
+_INWARD: dict[str, dict[int, str]] = {
+    "ModelProto": {7: "GraphProto", 25: "FunctionProto"},
+    "GraphProto": {1: "NodeProto", 5: "TensorProto"},
+    "FunctionProto": {7: "NodeProto"},
+    "NodeProto": {5: "AttributeProto"},
+    "AttributeProto": {5: "TensorProto", 6: "GraphProto", 10: "TensorProto", 11: "GraphProto"},
+}
+
+
+def load_mapped(path: Path) -> onnx.ModelProto:
+    """The model at `path`; its tensors of `LARGE` bytes and more point into the file, by its name, as external data.
+
+    Raises MissingFileError, and UserError for a file that is empty, truncated or not ONNX.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, 2) == 0:
+                raise UserError(f"{path} is empty: an ONNX model is needed")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as view:
+                light = _Walk(view, path.name).message("ModelProto", 0, len(view), 0)
+    except FileNotFoundError:
+        raise MissingFileError(f"no model at {path}") from None
+    except (OSError, _MalformedError) as error:
+        raise UserError(f"{path} cannot be read as an ONNX model: {error}") from None
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(light)
+    except DecodeError:
+        raise UserError(f"{path} is not an ONNX model, or is damaged: it does not parse") from None
+    if not model.HasField("graph") or not (model.opset_import or model.functions):
+        raise UserError(f"{path} is not an ONNX model, or is truncated: it has no graph or no operator set")
+    return model
+
+
+class _MalformedError(ValueError):
+    """The bytes are not a protobuf message."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One field: bytes `start` to `end` with its key, the payload from `payload`."""
+
+    number: int
+    type: int
+    start: int
+    payload: int
+    end: int
+    value: int = 0
+
+
+@dataclass(frozen=True)
+class _Walk:
+    view: memoryview
+    location: str
+
+    def message(self, kind: str, start: int, end: int, depth: int) -> bytes:
+        """The message of type `kind` at `start`..`end`, rewritten."""
+        if depth > _DEEPEST:
+            raise _MalformedError("its messages are nested too deeply")
+        if kind == "TensorProto":
+            return self._tensor(start, end)
+        inward = _INWARD[kind]
+        pieces: list[bytes | memoryview] = []
+        for field in self._fields(start, end):
+            inner = inward.get(field.number)
+            if inner is None or field.type != _BYTES or field.end - field.payload < LARGE:
+                pieces.append(self.view[field.start : field.end])
+            else:
+                pieces.append(_bytes_field(field.number, self.message(inner, field.payload, field.end, depth + 1)))
+        return b"".join(pieces)
+
+    def _tensor(self, start: int, end: int) -> bytes:
+        fields = list(self._fields(start, end))
+        data = self._data(fields)
+        pieces: list[bytes | memoryview] = [self.view[field.start : field.end] for field in fields if field is not data]
+        if data is not None:
+            entries = {"location": self.location, "offset": str(data.payload), "length": str(data.end - data.payload)}
+            for key, value in entries.items():
+                pieces.append(_bytes_field(_EXTERNAL_DATA, _bytes_field(1, key.encode()) + _bytes_field(2, value.encode())))
+            pieces.append(_varint(_DATA_LOCATION << 3 | _VARINT) + _varint(onnx.TensorProto.EXTERNAL))
+        return b"".join(pieces)
+
+    def _data(self, fields: list[_Field]) -> _Field | None:
+        """The field that holds the tensor's bytes, if they are large, in one piece and not external already."""
+        data_type = next((field.value for field in fields if field.number == _DATA_TYPE), 0)
+        holders = {_RAW_DATA}
+        if data_type == onnx.TensorProto.FLOAT:
+            holders.add(_FLOAT_DATA)
+        elif data_type == onnx.TensorProto.DOUBLE:
+            holders.add(_DOUBLE_DATA)
+        found = [field for field in fields if field.number in holders and field.end > field.payload]
+        if len(found) != 1 or found[0].type != _BYTES or found[0].end - found[0].payload < LARGE:
+            return None
+        return None if any(field.number in (_EXTERNAL_DATA, _DATA_LOCATION) for field in fields) else found[0]
+
+    def _fields(self, start: int, end: int) -> Iterator[_Field]:
+        at = start
+        while at < end:
+            key, payload = self._read_varint(at, end)
+            number, kind, value = key >> 3, key & 7, 0
+            if kind == _VARINT:
+                value, stop = self._read_varint(payload, end)
+            elif kind == _BYTES:
+                length, payload = self._read_varint(payload, end)
+                stop = payload + length
+            elif kind in (_EIGHT, _FOUR):
+                stop = payload + (8 if kind == _EIGHT else 4)
+            else:
+                raise _MalformedError(f"there is no protobuf message at byte {at}")
+            if number == 0 or stop > end:
+                raise _MalformedError(f"the file is truncated or damaged (field at byte {at} ends at {stop}, past {end})")
+            yield _Field(number, kind, at, payload, stop, value)
+            at = stop
+
+    def _read_varint(self, at: int, end: int) -> tuple[int, int]:
+        """The varint at `at`, and the position after it."""
+        value = 0
+        for shift in range(0, 70, 7):
+            if at >= end:
+                raise _MalformedError(f"the file is truncated or damaged (at byte {at})")
+            byte = self.view[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, at
+        raise _MalformedError(f"there is no protobuf message at byte {at}")
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _bytes_field(number: int, payload: bytes) -> bytes:
+    return _varint(number << 3 | _BYTES) + _varint(len(payload)) + payload

@@ -1,0 +1,92 @@
+"""Binding the model's open dimensions to sizes.
+
+A dimension is open when the file gives it a name, or nothing, or (PaddlePaddle's way) the number -1. Nothing is guessed,
+not even the batch: every open dimension needs a size from the caller. A name stands for one size wherever it appears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+
+from flashmem.errors import UserError
+
+
+def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Give every input of `model` a static shape, in place; other shapes are forgotten, to be inferred anew.
+
+    Raises UserError for an input that does not exist, a rank or a size that contradicts the file, and dimensions left open.
+    """
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    # Before IR version 4 weights were listed as inputs too. They are constants here.
+    inputs = [value for value in graph.input if value.name not in weights]
+    del graph.input[:]
+    graph.input.extend(inputs)
+    by_name = {value.name: value for value in graph.input}
+    for name in shapes:
+        if name not in by_name:
+            raise UserError(f"{path} has no input {name!r} to give a shape to: its inputs are {', '.join(by_name) or 'none'}")
+    symbols: dict[str, tuple[int, str]] = {}
+    for name, shape in shapes.items():
+        _bind(by_name[name], shape, symbols, path)
+    _bind_symbols(graph, symbols, path)
+    del graph.value_info[:]
+    for output in graph.output:
+        output.type.tensor_type.ClearField("shape")
+
+
+def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str, tuple[int, str]], path: Path) -> None:
+    name, tensor = value.name, value.type.tensor_type
+    given = "x".join(map(str, shape))
+    if any(size < 1 for size in shape):
+        raise UserError(f"the shape {given} given for input {name!r} has a size below 1")
+    if not tensor.HasField("shape"):
+        for size in shape:
+            tensor.shape.dim.add(dim_value=size)
+        return
+    if len(shape) != len(tensor.shape.dim):
+        raise UserError(f"the shape {given} given for input {name!r} has rank {len(shape)}, but {path} wants {_written(value)}")
+    for dim, size in zip(tensor.shape.dim, shape, strict=True):
+        if dim.dim_param:
+            bound, by = symbols.setdefault(dim.dim_param, (size, name))
+            if bound != size:
+                raise UserError(f"dimension {dim.dim_param!r} cannot be {bound} in input {by!r} and {size} in input {name!r}")
+        elif dim.HasField("dim_value") and dim.dim_value >= 0 and dim.dim_value != size:
+            raise UserError(f"the shape {given} given for input {name!r} contradicts {path}, which wants {_written(value)}")
+        dim.Clear()
+        dim.dim_value = size
+
+
+def _bind_symbols(graph: onnx.GraphProto, symbols: Mapping[str, tuple[int, str]], path: Path) -> None:
+    """Spread sizes bound in one input to the others, then insist that nothing is left open."""
+    missing: list[str] = []
+    for value in graph.input:
+        if not value.type.HasField("tensor_type"):
+            continue  # a sequence or a map: refused later, by type
+        tensor = value.type.tensor_type
+        if not tensor.HasField("shape"):
+            missing.append(f"input {value.name!r} has no declared shape (--shape {value.name}=1x...)")
+            continue
+        template = _written(value)
+        unbound: list[str] = []
+        for index, dim in enumerate(tensor.shape.dim):
+            if dim.dim_param in symbols:
+                size = symbols[dim.dim_param][0]
+                dim.Clear()
+                dim.dim_value = size
+            elif not dim.HasField("dim_value") or dim.dim_value < 0:
+                unbound.append(f"{index} ({dim.dim_param})" if dim.dim_param else str(index))
+        if unbound:
+            word = "dimension" if len(unbound) == 1 else "dimensions"
+            missing.append(f"input {value.name!r} leaves {word} {', '.join(unbound)} open (--shape {value.name}={template})")
+    if missing:
+        raise UserError(f"{path}: {'; '.join(missing)}: give each a size")
+
+
+def _written(value: onnx.ValueInfoProto) -> str:
+    """The declared shape as a person would type it, open dimensions as letters to replace: batchx3x224x224."""
+    dims = value.type.tensor_type.shape.dim
+    return "x".join(str(d.dim_value) if d.HasField("dim_value") and d.dim_value >= 0 else f"<{d.dim_param or '?'}>" for d in dims)

@@ -1,0 +1,55 @@
+"""Writes the tiny models beside this file anew: `python tests/data/regenerate.py` (needs the `zoo` extra).
+
+What the exporters write, less the stack traces they attach to every node, which would be most of each file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from flashmem import zoo
+
+HERE = Path(__file__).parent
+
+EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet-tiny": ("resnet-tiny", {}),
+    "resnet-tiny-legacy": ("resnet-tiny", {"exporter": "legacy"}),
+    "regnet-tiny": ("regnet-tiny", {}),
+    "mobilenet-tiny": ("mobilenet-tiny", {}),
+    "vit-tiny": ("vit-tiny", {}),
+    "vit-tiny-legacy": ("vit-tiny", {"exporter": "legacy"}),
+    "vit-tiny-opset23": ("vit-tiny", {"opset": 23}),
+    "gptneo-tiny": ("gptneo-tiny", {}),
+    "gptneo-tiny-legacy": ("gptneo-tiny", {"exporter": "legacy"}),
+    "gptneo-tiny-tied": ("gptneo-tiny-tied", {}),
+    "gptneo-tiny-dynamic": ("gptneo-tiny", {"dynamic": True}),
+    "gptneo-tiny-dynamic-legacy": ("gptneo-tiny", {"dynamic": True, "exporter": "legacy"}),
+    "gptneo-tiny-external": ("gptneo-tiny", {"external_data": True}),
+}
+
+
+def strip(path: Path) -> None:
+    """Remove metadata from every level of the model; external data stays where it is."""
+    model = onnx.load(path, load_external_data=False)
+    graph = model.graph
+    for message in (model, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        message.ClearField("metadata_props")
+        message.ClearField("doc_string")
+    path.write_bytes(model.SerializeToString())
+
+
+def main() -> None:
+    for target, (name, options) in EXPORTS.items():
+        with tempfile.TemporaryDirectory(dir=HERE) as scratch:
+            strip(zoo.export(name, scratch, filename=f"{target}.onnx", **options))
+            for file in Path(scratch).iterdir():
+                file.replace(HERE / file.name)
+        print(target)
+
+
+if __name__ == "__main__":
+    main()
