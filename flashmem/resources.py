@@ -18,7 +18,10 @@ def read_text(folder: Folder, path: str) -> str:
     Raises:
         FileNotFoundError: no such file.
     """
-    return resources.files(f"flashmem.{folder}").joinpath(*PurePosixPath(path).parts).read_text(encoding="utf-8")
+    file = resources.files(f"flashmem.{folder}")
+    for part in PurePosixPath(path).parts:
+        file = file / part  # one at a time: Python 3.11's namespace folders take no more
+    return file.read_text(encoding="utf-8")
 
 
 def names(folder: Folder, suffix: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ a texture k runs down and columns across, four to a texel, so that neighbours in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,7 @@ class Packing:
     half: bool
     path: MemoryPath
     fold_unit: int
-    descriptor: DeviceDescriptor
+    descriptor: DeviceDescriptor = field(compare=False)
 
     @property
     def group_panels(self) -> int:
