@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flashmem.runtime.session import Session as Session
 
 __version__ = "0.1.0"
-__all__ = ["Bundle", "RunReport", "Session", "__version__", "compile"]  # noqa: F822 - resolved by __getattr__
+__all__ = ["Bundle", "RunReport", "Session", "__version__", "compile"]
 
 _HOMES = {
     "Bundle": "flashmem.bundle",

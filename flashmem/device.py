@@ -47,6 +47,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class DeviceDescriptor:
+    """One device. The defaults are a plain CPU's, so that an unknown device still runs."""
+
     name: str
     kind: Literal["cpu", "gpu"] = "cpu"
     memory_paths: tuple[MemoryPath, ...] = ("buffer", "texture")  # the first is the default
@@ -63,6 +65,7 @@ class DeviceDescriptor:
     sources: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """The descriptor as plain data, for the bundle."""
         return asdict(self)
 
     @classmethod

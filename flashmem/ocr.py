@@ -1,7 +1,7 @@
 """Optical character recognition around two networks: what happens before, between and after them.
 
 The networks are PP-OCR's (PaddleOCR, Apache-2.0), as the `rapidocr` package ships them: a detector that marks text in an
-image (differentiable binarisation, Liao et al., AAAI 2020) and a recogniser that reads one line (SVTR with a CTC head). How a network
+image (differentiable binarisation, Liao et al., AAAI 2020) and a recogniser that reads one line (a CTC head). How a network
 is run is not this module's business: it takes a function from input array to output array, so the demo gives it flashmem's
 sessions and the tests compare with another engine. Needs the `demo` extra.
 """
@@ -29,6 +29,8 @@ _THRESHOLD = 0.3  # a pixel is text above it; this and the next two are the valu
 _BOX_THRESHOLD = 0.5  # mean over a box, below which it is dropped
 _UNCLIP = 1.6  # the network marks the core of a line: a box grows by area * _UNCLIP / perimeter
 _SMALLEST_SIDE = 3
+
+_INSTALL = "install flashmem with its `demo` extra, for instance: pip install '.[desktop,demo]'"
 
 
 @dataclass(frozen=True)

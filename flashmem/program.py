@@ -52,6 +52,7 @@ class Slice:
 
     @property
     def is_image(self) -> bool:
+        """Whether it is a texture on the memory path `texture`."""
         return self.width > 0
 
 
@@ -145,6 +146,7 @@ class Program:
         return uses
 
     def to_json(self) -> dict[str, Any]:
+        """The program as plain data, for the bundle."""
         return asdict(self)
 
     @classmethod

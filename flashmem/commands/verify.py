@@ -1,0 +1,74 @@
+"""`--verify`: the same inputs through ONNX Runtime on the original model, and how far the answers lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.errors import MissingFileError, UserError
+
+TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
+"""Largest error that passes, as a fraction of the range of the reference output."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """`relative_error` is the largest over the outputs of max abs error / range of the reference output."""
+
+    ok: bool
+    max_abs_error: float
+    relative_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The object under the key `verify`; an error that is not a number is null, which JSON can say."""
+        return {key: value if isinstance(value, bool) or np.isfinite(value) else None for key, value in asdict(self).items()}
+
+
+def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[Any]]:
+    """What ONNX Runtime computes on the CPU.
+
+    Raises:
+        MissingFileError: the model is not where it was when the bundle was written.
+        UserError: onnxruntime is not installed.
+    """
+    if not model.is_file():
+        raise MissingFileError(f"{model}: the original model is needed to verify, and is not there; name it with --model")
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UserError("--verify needs ONNX Runtime; install it with: pip install onnxruntime") from error
+    onnxruntime.set_default_logger_severity(3)
+    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    answers: list[NDArray[Any]] = session.run(list(outputs), dict(inputs))
+    return answers
+
+
+def compare(
+    answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: Literal["fp32", "fp16"]
+) -> Verification:
+    """Compares output by output. NaN or infinity in one is infinitely wrong unless the other has the same."""
+    errors = [_errors(answer, expected) for answer, expected in zip(answers, references, strict=True)]
+    absolute = max((error for error, _ in errors), default=0.0)
+    relative = max((error for _, error in errors), default=0.0)
+    return Verification(relative <= TOLERANCE[precision], absolute, relative)
+
+
+def _errors(answer: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
+    """Max abs error, and the same over the range of `expected` (over its magnitude where it is constant)."""
+    if answer.shape != expected.shape:
+        return np.inf, np.inf
+    got, want = answer.astype(np.float64), expected.astype(np.float64)
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    if same.all():
+        return 0.0, 0.0
+    if not np.isfinite(got[~same]).all() or not np.isfinite(want[~same]).all():
+        return np.inf, np.inf
+    error = float(np.abs(got[~same] - want[~same]).max())
+    finite = want[np.isfinite(want)]
+    span = float(np.ptp(finite)) or float(np.abs(finite).max()) or 1.0
+    return error, error / span

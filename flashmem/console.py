@@ -1,0 +1,90 @@
+"""What a person sees: messages and progress on stderr, answers on stdout, and the exit code for each kind of error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flashmem.errors import RunError, UserError
+
+EXIT_RUN_FAILED = 1
+EXIT_USER_ERROR = 2
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+ProgressCallback = Callable[[str, float], None]
+
+
+def say(message: str) -> None:
+    """A line for the person who waits."""
+    print(f"flashmem: {message}", file=sys.stderr)
+
+
+def emit_json(data: dict[str, Any]) -> None:
+    """Exactly one JSON object on stdout."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def out() -> Console:
+    """Where a report goes. Without a terminal it is as wide as it needs to be, so that a pipe gets whole lines."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[ProgressCallback]:
+    """Calls it with (stage, fraction) to draw one bar on stderr; without a terminal each stage is one line."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def note(stage: str, fraction: float) -> None:
+            if stage not in seen:
+                seen.add(stage)
+                say(f"{title}: {stage}")
+
+        yield note
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda stage, fraction: bar.update(task, description=f"{title}: {stage}", completed=fraction)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turns errors into one sentence on stderr and an exit code: 2 if the user has to change something, 1 if the run failed.
+
+    Anything else is a defect of flashmem and keeps its traceback.
+    """
+    try:
+        yield
+    except (UserError, FileNotFoundError) as error:
+        _fail(str(error), EXIT_USER_ERROR)
+    except RunError as error:
+        _fail(str(error), EXIT_RUN_FAILED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of stdout left (`flashmem plan … | head`): nothing more to say to it
+        sys.exit(EXIT_RUN_FAILED)
+    except OSError as error:
+        _fail(_describe(error), EXIT_USER_ERROR)
+    except MemoryError:
+        _fail("the process ran out of memory", EXIT_RUN_FAILED)
+    except KeyboardInterrupt:
+        _fail("interrupted", _EXIT_INTERRUPTED)
+
+
+def _describe(error: OSError) -> str:
+    what = error.strerror or str(error)
+    if error.errno == errno.ENOSPC:
+        what = "no space left on the disk; free some or write elsewhere"
+    return f"{error.filename}: {what}" if error.filename else what
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    say(" ".join(message.split()))
+    sys.exit(code)
