@@ -1,13 +1,14 @@
 """Cleaning a model up, with onnx-ir and onnxscript's optimiser: functions inlined, constants folded, shapes inferred.
 
 What is folded is decided here, by one rule: a result is computed now if keeping it is cheap. Masks and shape arithmetic
-disappear, a slice of a large table shrinks to the part that is used; but no transposed or converted copy of a weight is ever
-made, since a weight must stay where it can be streamed from.
+disappear, a slice of a large table shrinks to the part that is used; but no transposed, converted or otherwise plain copy of
+a weight is ever made, since a weight must stay where it can be streamed from.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,11 +19,13 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules import common as rules
 
-CHEAP = 1 << 20
-"""A folded result of at most this many bytes is kept, whatever it was computed from."""
+DERIVED_LIMIT = 16 << 20
+"""What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
 
 COMPUTED_LIMIT = 64 << 20
 """A folded result of at most this many bytes is kept if nothing it was computed from lies in a file: masks, position tables."""
+
+_COPIES = {"Cast", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 
 _ROUNDS = 8
 
@@ -92,20 +95,19 @@ def _should_fold(node: ir.Node) -> bool:
     if node.op_type.startswith(("Quantize", "Dequantize")):
         return False
     made = sum(_nbytes(value) for value in node.outputs)
-    if made <= CHEAP:
-        return True
-    from_file = any(isinstance(value.const_value, ir.ExternalTensor) for value in node.inputs if value is not None)
-    return made <= COMPUTED_LIMIT and not from_file
+    in_file = (v for v in node.inputs if v is not None and isinstance(v.const_value, ir.ExternalTensor))
+    largest = max((_nbytes(value) for value in in_file), default=0)
+    if largest == 0:
+        return made <= COMPUTED_LIMIT
+    is_copy = node.op_type in _COPIES and 2 * made > largest
+    return made <= DERIVED_LIMIT and not is_copy
 
 
 def _nbytes(value: ir.Value) -> int:
     if value.shape is None or value.dtype is None or not value.shape.is_static():
         # Unknown before it is computed (Range, NonZero): such results are index lists, and small.
         return 0
-    size = value.dtype.itemsize
-    for dim in value.shape:
-        size *= int(dim)
-    return int(size)
+    return int(math.prod(value.shape.numpy()) * value.dtype.itemsize)
 
 
 def _is_onnx(node: ir.Node) -> bool:
@@ -117,7 +119,7 @@ def _has_definition(op: str, opset: int) -> bool:
         schema = onnx.defs.get_schema(op, opset)
     except onnx.defs.SchemaError:
         return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
+    return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
 
 
 @contextmanager

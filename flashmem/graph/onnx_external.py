@@ -81,7 +81,9 @@ def _inside(model_path: Path, location: str, tensor: str) -> Path:
         raise UserError(f"{model_path}: weight {tensor!r} is external but names no file")
     file = (folder / location).resolve()
     if Path(location).is_absolute() or not file.is_relative_to(folder):
-        raise UserError(f"{model_path}: weight {tensor!r} is in {location!r}, outside the model's folder: only files in it are read")
+        raise UserError(
+            f"{model_path}: weight {tensor!r} is in {location!r}, outside the model's folder: only files in it are read"
+        )
     if not file.is_file():
         raise MissingFileError(f"{model_path}: the external data file {location!r} (weight {tensor!r}) is not beside the model")
     return file
@@ -93,5 +95,7 @@ def _bytes_needed(tensor: onnx.TensorProto, path: Path) -> int:
     try:
         bits = onnx_ir.DataType(tensor.data_type).bitwidth
     except (TypeError, ValueError):
-        raise UserError(f"{path}: weight {tensor.name!r} has element type {tensor.data_type}, which cannot lie in a file") from None
-    return (math.prod(tensor.dims) * bits + 7) // 8
+        raise UserError(
+            f"{path}: weight {tensor.name!r} has element type {tensor.data_type}, which cannot lie in a file"
+        ) from None
+    return int(math.prod(tensor.dims) * bits + 7) // 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_external import resolve_external_data
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
-from flashmem.graph.operators import ELEMENTWISE, RULES
+from flashmem.graph.operators.elementwise import ELEMENTWISE
+from flashmem.graph.operators.rules import RULES
 from flashmem.program import DeviceDType
 
 OPSETS = range(11, 24)
@@ -61,7 +63,7 @@ def import_model(
     bind_shapes(proto, shapes or {}, path)
     try:
         model = clean_up(ir.from_proto(proto), is_native)
-    except (ValueError, TypeError, KeyError, RuntimeError, ir.passes.PassError) as error:
+    except Exception as error:  # the libraries raise whatever an invalid model makes them trip over
         raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
     return _Importer(model, path, supported).graph()
 
@@ -115,6 +117,7 @@ class _Importer:
         self.supported = supported
         self.values: dict[ir.Value, Value] = {}
         self.shapeless: set[ir.Value] = set()
+        self.arrays: dict[tuple[str, tuple[int, ...], bytes], Value] = {}
         self.names: Counter[str] = Counter()
 
     def graph(self) -> Graph:
@@ -160,7 +163,7 @@ class _Importer:
             return known
         shape: tuple[int, ...] = ()
         if value.shape is not None and value.shape.is_static():
-            shape = tuple(int(dim) for dim in value.shape)
+            shape = tuple(value.shape.numpy())
         elif value.name:  # without a name it is an optional output that nobody asked for
             self.shapeless.add(value)
         made = self.values[value] = Value(value.name or "", shape, self._dtype(value) if value.name else "float32")
@@ -180,9 +183,12 @@ class _Importer:
         tensor = value.const_value
         assert tensor is not None and value.name is not None
         value.dtype = tensor.dtype
-        dtype = self._dtype(value)
-        shape = tuple(int(dim) for dim in tensor.shape.numpy())
-        self.values[value] = Value(value.name, shape, dtype, self._data(tensor, shape))
+        shape = tuple(tensor.shape.numpy())
+        made = Value(value.name, shape, self._dtype(value), self._data(tensor, shape))
+        if isinstance(made.constant, ArrayConstant):  # every layer of a transformer brings the same mask
+            data = made.constant.data
+            made = self.arrays.setdefault((data.dtype.str, shape, sha256(data.tobytes()).digest()), made)
+        self.values[value] = made
 
     def _data(self, tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> Constant:
         if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= LARGE:

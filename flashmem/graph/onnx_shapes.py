@@ -50,7 +50,7 @@ def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str,
     if len(shape) != len(tensor.shape.dim):
         raise UserError(f"the shape {given} given for input {name!r} has rank {len(shape)}, but {path} wants {_written(value)}")
     for dim, size in zip(tensor.shape.dim, shape, strict=True):
-        if dim.dim_param:
+        if _is_name(dim.dim_param):
             bound, by = symbols.setdefault(dim.dim_param, (size, name))
             if bound != size:
                 raise UserError(f"dimension {dim.dim_param!r} cannot be {bound} in input {by!r} and {size} in input {name!r}")
@@ -87,6 +87,15 @@ def _bind_symbols(graph: onnx.GraphProto, symbols: Mapping[str, tuple[int, str]]
 
 
 def _written(value: onnx.ValueInfoProto) -> str:
-    """The declared shape as a person would type it, open dimensions as letters to replace: batchx3x224x224."""
-    dims = value.type.tensor_type.shape.dim
-    return "x".join(str(d.dim_value) if d.HasField("dim_value") and d.dim_value >= 0 else f"<{d.dim_param or '?'}>" for d in dims)
+    """The declared shape as a person would type it, open dimensions in brackets to replace: <batch>x3x224x224."""
+    return "x".join(map(_size_or_name, value.type.tensor_type.shape.dim))
+
+
+def _size_or_name(dim: onnx.TensorShapeProto.Dimension) -> str:
+    closed = dim.HasField("dim_value") and dim.dim_value >= 0
+    return str(dim.dim_value) if closed else f"<{dim.dim_param or '?'}>"
+
+
+def _is_name(symbol: str) -> bool:
+    """Whether `symbol` stands for one size: some exporters write `?` or `None` into every open dimension."""
+    return any(letter.isalpha() for letter in symbol) and symbol.lower() not in ("none", "unknown")
