@@ -1,0 +1,273 @@
+"""The command line: `flashmem devices | compile | run | plan | zoo | demo`.
+
+Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
+command is chosen, and `run` of a bundle imports the online half only.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashmem import __version__
+from flashmem.commands.compiling import CompileOptions
+from flashmem.console import exit_codes
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+zoo = typer.Typer(help="Known models with random weights, exported to ONNX.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(zoo, name="zoo")
+
+
+class Precision(StrEnum):
+    """How weights are stored."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+
+
+class MemoryPath(StrEnum):
+    """What holds weights on the device."""
+
+    AUTO = "auto"
+    BUFFER = "buffer"
+    TEXTURE = "texture"
+
+
+class Mode(StrEnum):
+    """How weights reach the kernels."""
+
+    AUTO = "auto"
+    MAP = "map"
+    ALIAS = "alias"
+    DMA = "dma"
+    INTERLEAVE = "interleave"
+
+
+class Objective(StrEnum):
+    """What the planner minimises."""
+
+    AUTO = "auto"
+    PAPER = "paper"
+    LATENCY = "latency"
+
+
+class Strategy(StrEnum):
+    """When weights are loaded."""
+
+    STREAM = "stream"
+    PRELOAD = "preload"
+
+
+Size = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False)]
+ModelArgument = Annotated[Path, typer.Argument(help="An .onnx model, or a bundle.", show_default=False)]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default="auto")]
+Budget = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Limit on all memory: weights, activations and staging; for instance 256MB."),
+]
+MPeak = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as the paper has it.")]
+Lambda = Annotated[
+    float | None,
+    typer.Option("--lambda", min=0.0, max=1.0, help="Weight of preloading against loading early.", show_default="0.9"),
+]
+Chunk = Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer.", show_default="1MiB")]
+PrecisionOption = Annotated[Precision | None, typer.Option(help="How weights are stored.", show_default="fp32")]
+Shape = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=1x128", help="Binds an input's symbolic dimensions; repeatable.")
+]
+Preload = Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")]
+MemoryPathOption = Annotated[MemoryPath | None, typer.Option(help="What holds weights on the device.", show_default="auto")]
+ModeOption = Annotated[Mode | None, typer.Option(help="How weights reach the kernels.", show_default="auto")]
+ObjectiveOption = Annotated[
+    Objective | None, typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flashmem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_before_the_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run neural networks larger than memory on OpenCL devices."""
+
+
+@app.command()
+def devices(json: Json = False) -> None:
+    """Show which devices are here, the memory path and transfer mode each would use, and why not others."""
+    from flashmem.commands.devices import show_devices
+
+    show_devices(as_json=json)
+
+
+@app.command("compile")
+def compile_(
+    model: Annotated[Path, typer.Argument(help="An .onnx model.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; the user's cache without it.")
+    ] = None,
+    device: Device = None,
+    budget: Budget = None,
+    m_peak: MPeak = None,
+    lambda_: Lambda = None,
+    chunk: Chunk = None,
+    precision: PrecisionOption = None,
+    shape: Shape = None,
+    preload: Preload = None,
+    memory_path: MemoryPathOption = None,
+    mode: ModeOption = None,
+    objective: ObjectiveOption = None,
+) -> None:
+    """Compile a model into a bundle, and print the bundle's path."""
+    from flashmem.commands.compiling import compile_here
+
+    options = CompileOptions(
+        device,
+        budget,
+        m_peak,
+        lambda_,
+        chunk,
+        precision,
+        tuple(shape or ()),
+        tuple(preload or ()),
+        memory_path,
+        mode,
+        objective,
+    )
+    print(compile_here(model, output, options).path)
+
+
+@app.command()
+def run(
+    model: ModelArgument,
+    input: Annotated[Path | None, typer.Option(metavar="x.npz", help="Inputs by name; the rest is drawn from --seed.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="y.npz", help="Where to write the outputs.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs in one session; the first one is reported.")] = 1,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with ONNX Runtime; exit with 1 if they differ.")] = False,
+    reference: Annotated[
+        Path | None, typer.Option("--model", metavar="model.onnx", help="The original of a bundle, for --verify.")
+    ] = None,
+    json: Json = False,
+    strategy: Annotated[Strategy, typer.Option(help="When weights are loaded.")] = Strategy.STREAM,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
+    trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
+    device: Device = None,
+    budget: Budget = None,
+    m_peak: MPeak = None,
+    lambda_: Lambda = None,
+    chunk: Chunk = None,
+    precision: PrecisionOption = None,
+    shape: Shape = None,
+    preload: Preload = None,
+    memory_path: MemoryPathOption = None,
+    mode: ModeOption = None,
+    objective: ObjectiveOption = None,
+) -> None:
+    """Run a model once (or --repeat times) and report latency and memory."""
+    from flashmem.commands.run import RunOptions, run_model
+
+    options = CompileOptions(
+        device,
+        budget,
+        m_peak,
+        lambda_,
+        chunk,
+        precision,
+        tuple(shape or ()),
+        tuple(preload or ()),
+        memory_path,
+        mode,
+        objective,
+    )
+    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, strategy, seed, trace))
+
+
+@app.command()
+def plan(
+    model: ModelArgument,
+    json: Json = False,
+    device: Device = None,
+    budget: Budget = None,
+    m_peak: MPeak = None,
+    lambda_: Lambda = None,
+    chunk: Chunk = None,
+    precision: PrecisionOption = None,
+    shape: Shape = None,
+    preload: Preload = None,
+    memory_path: MemoryPathOption = None,
+    mode: ModeOption = None,
+    objective: ObjectiveOption = None,
+) -> None:
+    """Show the overlap plan of a bundle, or of a model compiled with these options, and check it."""
+    from flashmem.commands.plan import show_plan
+
+    options = CompileOptions(
+        device,
+        budget,
+        m_peak,
+        lambda_,
+        chunk,
+        precision,
+        tuple(shape or ()),
+        tuple(preload or ()),
+        memory_path,
+        mode,
+        objective,
+    )
+    show_plan(model, options, as_json=json)
+
+
+@zoo.command("list")
+def zoo_list() -> None:
+    """List the models and the input size each has by default."""
+    from flashmem.commands.zoo import list_models
+
+    list_models()
+
+
+@zoo.command("export")
+def zoo_export(
+    name: Annotated[str, typer.Argument(show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where model.onnx is written.", show_default=False)
+    ],
+    size: Annotated[int | None, typer.Option(min=1, help="Pixels a side, or tokens.", show_default="the model's own")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
+) -> None:
+    """Export one of the models with PyTorch (needs the zoo extra), and print the file's path."""
+    from flashmem.commands.zoo import export_model
+
+    print(export_model(name, output, size=size, seed=seed))
+
+
+@app.command()
+def demo(
+    image: Annotated[Path | None, typer.Argument(help="An image to read; a page drawn for it without one.")] = None,
+    budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit for each of the two networks.")] = "64MB",
+    device: Device = None,
+) -> None:
+    """Read the text in an image with two trained networks, inside a memory budget."""
+    from flashmem.demo import run_demo
+
+    run_demo(image, budget=budget, device=device or "auto")
+
+
+def main() -> None:
+    """The entry point: exits with 0, 1 (the run failed) or 2 (the user has to change something)."""
+    with exit_codes():
+        app()

@@ -1,0 +1,122 @@
+"""The options that shape a bundle, and compiling one: in this process for `compile`, in a child process for `run`.
+
+`run` compiles apart so that the process that answers never holds the offline half: what it reports as its memory is then
+the memory of running.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashmem.console import progress
+from flashmem.errors import MissingFileError, UserError
+from flashmem.units import parse_shape, parse_size
+
+if TYPE_CHECKING:
+    from flashmem.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """As typed on the command line; None or empty is left to `flashmem.compile`, which has the defaults."""
+
+    device: str | None = None
+    budget: str | None = None
+    m_peak: str | None = None
+    lambda_: float | None = None
+    chunk: str | None = None
+    precision: str | None = None
+    shape: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    memory_path: str | None = None
+    mode: str | None = None
+    objective: str | None = None
+
+    def check(self) -> None:
+        """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
+        for what in ("budget", "m_peak", "chunk"):
+            if (text := getattr(self, what)) is not None:
+                parse_size(text, what=f"--{what.replace('_', '-')}")
+        if self.budget is not None and self.m_peak is not None:
+            raise UserError("--budget and --m-peak cannot both be given: M_peak is derived from the budget; leave one out")
+        for text in self.shape:
+            parse_shape(text)
+
+    def given(self) -> tuple[str, ...]:
+        """The flags that were given, for instance `--chunk`."""
+        return tuple(f"--{_flag(field.name)}" for field in fields(self) if getattr(self, field.name) not in (None, ()))
+
+    def arguments(self) -> list[str]:
+        """The same options as command line arguments."""
+        written: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if item is not None:
+                    written.append(f"--{_flag(field.name)}={item}")
+        return written
+
+
+def compile_here(model: Path, output: Path | None, options: CompileOptions) -> Bundle:
+    """Compiles in this process, with a progress bar; without `output`, into the user's cache."""
+    options.check()
+    keywords = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
+    try:
+        from flashmem.compile import compile as compile_model
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flashmem"):
+            raise
+        raise UserError(f"compiling needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
+    with progress(f"compiling {model.name}") as report:
+        return compile_model(
+            model,
+            output,
+            shapes=dict(parse_shape(text) for text in options.shape),
+            preload=options.preload,
+            progress=report,
+            **keywords,
+        )
+
+
+def compile_apart(model: Path, options: CompileOptions) -> Path:
+    """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path.
+
+    The child shows its progress and its errors on the same stderr.
+
+    Raises:
+        SystemExit: the child failed and has said why; with its exit code.
+    """
+    options.check()
+    if not model.is_file():
+        raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
+    command = [sys.executable, "-m", "flashmem", "compile", str(model), *options.arguments()]
+    child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    if child.returncode:
+        sys.exit(child.returncode if child.returncode > 0 else 1)  # negative: ended by a signal
+    return Path(child.stdout.strip())
+
+
+def bundle_of(model: Path, options: CompileOptions) -> Path:
+    """The bundle to run: `model` itself if it is one (a folder), or else what it compiles to.
+
+    Raises:
+        UserError: an option that a bundle has already settled.
+    """
+    if not model.is_dir():
+        return compile_apart(model, options)
+    fixed = [flag for flag in options.given() if flag not in _RUN_TIME]
+    if fixed:
+        raise UserError(f"{fixed[0]} was settled when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
+    return model
+
+
+_PASSED_ON = ("device", "budget", "m_peak", "lambda_", "chunk", "precision", "memory_path", "mode", "objective")
+_RUN_TIME = ("--device", "--budget", "--mode")
+
+
+def _flag(name: str) -> str:
+    return name.rstrip("_").replace("_", "-")
