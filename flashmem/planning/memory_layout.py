@@ -1,0 +1,208 @@
+"""Static memory layout: where everything with a lifetime lives, settled before the first layer runs.
+
+`lay_out` places intervals of layers in one buffer (the activation arena, the weight pool, staging); two that are alive at once
+never overlap. `lay_out_pools` derives from an overlap plan what each transfer mode holds: see `PoolLayout`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from flashmem.device import TransferMode
+from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, TextureSlot
+from flashmem.program import SLICE_ALIGNMENT, Slice
+
+_TEXEL_BYTES = {"float": 16, "half": 8}  # RGBA
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`nbytes` that are in use during layers `first` to `last`, both included."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+
+def max_concurrent(intervals: Iterable[Interval], alignment: int = 1) -> int:
+    """Most bytes alive at one layer, sizes rounded up to `alignment`: no layout is smaller."""
+    change: dict[int, int] = {}
+    for i in intervals:
+        change[i.first] = change.get(i.first, 0) + _round_up(i.nbytes, alignment)
+        change[i.last + 1] = change.get(i.last + 1, 0) - _round_up(i.nbytes, alignment)
+    return max(accumulate(change[layer] for layer in sorted(change)), default=0)
+
+
+def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
+    """Offsets (multiples of `alignment`) by name, and the size of the buffer that holds them.
+
+    Placed one after the other where the smallest gap among those alive at the same time takes them, in a few orders; the
+    smallest result is kept, and the search ends when one meets `max_concurrent`.
+
+    Raises:
+        ValueError: two intervals of one name.
+    """
+    if len({i.name for i in intervals}) != len(intervals):
+        raise ValueError("two intervals have the same name")
+    bound = max_concurrent(intervals, alignment)
+    orders: tuple[Callable[[Interval], tuple[int, ...]], ...] = (
+        lambda i: (-i.nbytes, i.first),
+        lambda i: (i.first, -i.last, -i.nbytes),
+        lambda i: (-(i.last - i.first), -i.nbytes),
+        lambda i: (-i.nbytes * (i.last - i.first + 1), i.first),
+    )
+    best: tuple[dict[str, int], int] | None = None
+    for order in orders:
+        found = _place(sorted(intervals, key=order), alignment)
+        if best is None or found[1] < best[1]:
+            best = found
+        if best[1] <= bound:
+            break
+    assert best is not None
+    return best
+
+
+def _place(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
+    """Best fit in the given order. O(n * (n / vector width + alive log alive))."""
+    count = len(intervals)
+    first, last = (np.array([getattr(i, end) for i in intervals], np.int64) for end in ("first", "last"))
+    size = np.array([_round_up(i.nbytes, alignment) for i in intervals], np.int64)
+    start = np.zeros(count, np.int64)
+    for at in range(count):
+        alive = np.flatnonzero((first[:at] <= last[at]) & (last[:at] >= first[at]))
+        alive = alive[np.argsort(start[alive], kind="stable")]
+        tops = np.maximum.accumulate(np.concatenate(([0], start[alive] + size[alive])))  # where a gap may begin
+        gaps = start[alive] - tops[:-1]
+        fits = np.flatnonzero(gaps >= size[at])
+        start[at] = tops[fits[np.argmin(gaps[fits])]] if fits.size else tops[-1]
+    offsets = {i.name: int(offset) for i, offset in zip(intervals, start, strict=True)}
+    return offsets, int(np.max(start + size, initial=0))
+
+
+def lay_out_pools(
+    slices: Sequence[Slice], plan: OverlapPlan, modes: Sequence[TransferMode], *, loader_threads: int = 2
+) -> dict[str, PoolLayout]:
+    """The layout of each of `modes` for the planned slices, by mode.
+
+    Raises:
+        ValueError: the plan has a weight that is not among `slices`.
+    """
+    by_name = {s.name: s for s in slices}
+    missing = [w.name for w in plan.weights if w.name not in by_name]
+    if missing:
+        raise ValueError(f"the program has no slice {missing[0]!r}, which the plan streams")
+    pools = _Pools([(by_name[w.name], w) for w in plan.weights], len(plan.capacities))
+    lay: dict[TransferMode, Callable[[], PoolLayout]] = {
+        "map": pools.mapped,
+        "alias": pools.alias,
+        "dma": lambda: pools.dma(loader_threads),
+        "interleave": pools.interleave,
+    }
+    return {mode: lay[mode]() for mode in modes}
+
+
+class _Pools:
+    """The planned slices, and how each mode holds them."""
+
+    def __init__(self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int) -> None:
+        self.planned = planned
+        self.layers = layers
+
+    def mapped(self) -> PoolLayout:
+        """Nothing is allocated; pages of the file are resident from z_w to the last use."""
+        return PoolLayout(mapped_peak_bytes=max_concurrent(self._whole(part for part in self.planned), SLICE_ALIGNMENT))
+
+    def alias(self) -> PoolLayout:
+        """Every slice in one buffer; textures are views of it."""
+        offsets, total = lay_out(self._whole(self.planned), SLICE_ALIGNMENT)
+        return PoolLayout(pool_bytes=total, offsets=offsets)
+
+    def dma(self, loader_threads: int) -> PoolLayout:
+        """Slices are written from z_w on, through a ring of one part for each loader thread."""
+        largest = max((_round_up(_file_bytes(s), SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
+        return self._targets(lambda w: w.load_layer, loader_threads * largest, {})
+
+    def interleave(self) -> PoolLayout:
+        """Slices wait in staging from z_w to their last move; kernels move them from the first move on.
+
+        Preloaded slices pass through staging one after the other before layer 1, when the loads of layer 1 may already be
+        under way, so together they take one place, as large as the largest of them.
+        """
+        streamed = [Interval(w.name, _file_bytes(s), w.load_layer, w.moves[-1][0]) for s, w in self.planned if not w.preload]
+        preloaded = [_file_bytes(s) for s, w in self.planned if w.preload]
+        entrance = [Interval("", max(preloaded), 0, 1)] if preloaded else []
+        staging, total = lay_out([*entrance, *streamed], SLICE_ALIGNMENT)
+        at = staging.pop("", 0)
+        staging.update({w.name: at for _, w in self.planned if w.preload})
+        return self._targets(lambda w: w.moves[0][0], total, staging)
+
+    def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
+        return [Interval(w.name, _file_bytes(s), *self._lifetime(w, w.load_layer)) for s, w in planned]
+
+    def _lifetime(self, w: PlannedWeight, first: int) -> tuple[int, int]:
+        return (0, self.layers) if w.preload else (first, w.last_use)
+
+    def _targets(self, begins: Callable[[PlannedWeight], int], staging_bytes: int, staging: dict[str, int]) -> PoolLayout:
+        """Plain buffers in the pool, images in texture slots, each from `begins` (streamed slices) to its last use."""
+        lives = [(s, self._lifetime(w, 0 if w.preload else begins(w))) for s, w in self.planned]
+        buffers = [Interval(s.name, _file_bytes(s), *life) for s, life in lives if not s.is_image]
+        offsets, total = lay_out(buffers, SLICE_ALIGNMENT)
+        slots, slot_of = colour_slots([(s, *life) for s, life in lives if s.is_image])
+        return PoolLayout(
+            pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, staging_bytes=staging_bytes, staging=staging
+        )
+
+
+def colour_slots(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot, ...], dict[str, int]]:
+    """Texture slots that `images` (slice, first layer, last layer) take turns in, and the slot of each slice by name.
+
+    Two greedy orders, largest first and in order of time; the one with fewer bytes is kept. A slice takes the smallest slot
+    that is free and large enough in both directions, or a new one of its own size.
+    """
+    largest_first = sorted(images, key=lambda image: (-image[0].width * image[0].height, image[1]))
+    in_time = sorted(images, key=lambda image: (image[1], -image[0].width * image[0].height))
+    found = [_colour(order) for order in (largest_first, in_time)]
+    return min(found, key=lambda colouring: sum(slot.nbytes for slot in colouring[0]))
+
+
+def _colour(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot, ...], dict[str, int]]:
+    slots: list[TextureSlot] = []
+    taken: list[list[tuple[int, int]]] = []  # by slot: (first, last), sorted
+    slot_of: dict[str, int] = {}
+    for part, first, last in images:
+
+        def free(number: int, first: int = first, last: int = last) -> bool:
+            at = bisect_left(taken[number], (first, last))
+            before, after = taken[number][at - 1 : at] if at else [], taken[number][at : at + 1]
+            return all(turn[1] < first for turn in before) and all(last < turn[0] for turn in after)
+
+        large_enough = [
+            number
+            for number, slot in enumerate(slots)
+            if slot.channel == part.channel and slot.width >= part.width and slot.height >= part.height and free(number)
+        ]
+        if large_enough:
+            number = min(large_enough, key=lambda n: slots[n].nbytes)
+        else:
+            number = len(slots)
+            nbytes = part.width * part.height * _TEXEL_BYTES[part.channel]
+            slots.append(TextureSlot(part.width, part.height, part.channel, nbytes))
+            taken.append([])
+        insort(taken[number], (first, last))
+        slot_of[part.name] = number
+    return tuple(slots), slot_of
+
+
+def _file_bytes(part: Slice) -> int:
+    """Bytes of a slice in the weight file: an image's rows are padded to its row pitch."""
+    return part.row_pitch * part.height if part.is_image else part.nbytes
+
+
+def _round_up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
