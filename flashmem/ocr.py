@@ -9,7 +9,7 @@ sessions and the tests compare with another engine. Needs the `demo` extra.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,24 +79,28 @@ def read_alphabet(recogniser: Path) -> tuple[str, ...]:
     return ("", *characters.split("\n"), " ")
 
 
-def read_text(image: Image, detector: Network, recogniser: Network, alphabet: tuple[str, ...]) -> list[Line]:
-    """The lines of text in `image`, top to bottom, then left to right.
+def find_lines(image: Image, detector: Network) -> list[NDArray[np.float32]]:
+    """Corners of each line of text, in pixels of `image`, in reading order.
 
-    `detector` maps `DETECTOR_SHAPE` to a text probability for each pixel; `recogniser` maps `LINE_SHAPE` to class
-    probabilities for each step along the line.
+    `detector` maps `DETECTOR_SHAPE` to the probability that a pixel is text, (1, 1, height, width).
+    """
+    pixels, scale = detector_input(image)
+    return boxes(detector(pixels)[0, 0], scale)
+
+
+def read_lines(
+    image: Image, found: Sequence[NDArray[np.float32]], recogniser: Network, alphabet: tuple[str, ...]
+) -> list[Line]:
+    """What the lines between the corners in `found` say; those in which nothing is read are left out.
+
+    `recogniser` maps `LINE_SHAPE` to class probabilities (1, steps, classes) for steps along the line.
     """
     lines = []
-    for corners in find_lines(image, detector):
+    for corners in found:
         text, confidence = decode(recogniser(line_input(image, corners)), alphabet)
         if text:
             lines.append(Line(corners, text, confidence))
     return lines
-
-
-def find_lines(image: Image, detector: Network) -> list[NDArray[np.float32]]:
-    """Corners of each line of text, in pixels of `image`, in reading order."""
-    pixels, scale = detector_input(image)
-    return boxes(detector(pixels)[0, 0], scale)
 
 
 def detector_input(image: Image) -> tuple[NDArray[np.float32], float]:

@@ -1,0 +1,70 @@
+"""`flashmem devices`: what is here, how each device would be used, and why not otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashmem.console import emit_json, out
+from flashmem.errors import NoDeviceError
+from flashmem.runtime.devices import Device, choose, descriptor_for, why_not
+from flashmem.runtime.opencl import list_devices
+from flashmem.units import format_size
+
+
+def show_devices(*, as_json: bool) -> None:
+    """Prints the devices; the one that `auto` takes is marked.
+
+    Raises:
+        NoDeviceError: there is none.
+    """
+    found = list_devices()
+    if not found:
+        raise NoDeviceError("no OpenCL device is here; install a driver, for example: pip install intel-opencl-rt")
+    chosen = choose(found, "auto")
+    described = [_describe(index, device, device is chosen) for index, device in enumerate(found)]
+    if as_json:
+        emit_json({"devices": described})
+        return
+    for entry in described:
+        _print(entry)
+
+
+def _describe(index: int, device: Device, auto: bool) -> dict[str, Any]:
+    descriptor = descriptor_for(device)
+    reasons = why_not(device)
+    return {
+        "number": index,
+        "name": device.name,
+        "platform": device.platform,
+        "driver_version": device.driver_version,
+        "kind": device.kind,
+        "compute_units": device.compute_units,
+        "global_memory_bytes": device.global_memory_bytes,
+        "auto": auto,
+        "descriptor": device.descriptor_name,
+        "rates_measured": descriptor.measured,
+        "memory_path": descriptor.memory_paths[0],
+        "transfer_mode": descriptor.modes[descriptor.memory_paths[0]][0],
+        "modes": {path: list(descriptor.modes[path]) for path in descriptor.memory_paths},
+        "not_possible": {path: dict(modes) for path, modes in reasons.items()},
+    }
+
+
+def _print(entry: dict[str, Any]) -> None:
+    console = out()
+    memory = format_size(entry["global_memory_bytes"])
+    units = f"{entry['compute_units']} compute unit{'s' if entry['compute_units'] != 1 else ''}"
+    console.print(f"{entry['number']}  {entry['name']}{'  (auto)' if entry['auto'] else ''}", markup=False)
+    rates = "measured" if entry["rates_measured"] else "published or assumed"
+    for label, text in (
+        ("platform", f"{entry['platform']}, driver {entry['driver_version']}, {units}, {memory}"),
+        ("descriptor", f"{entry['descriptor']} (rates {rates})"),
+        ("uses", f"memory path {entry['memory_path']}, transfer mode {entry['transfer_mode']}"),
+        *((f"{path}", ", ".join(modes)) for path, modes in entry["modes"].items()),
+        *(
+            (f"not {path}", f"{mode}: {reason}")
+            for path, modes in entry["not_possible"].items()
+            for mode, reason in modes.items()
+        ),
+    ):
+        console.print(f"   {label:<12} {text}", markup=False)

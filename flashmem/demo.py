@@ -1,0 +1,170 @@
+"""The demo: text in an image, found and read by two trained networks whose weights are streamed inside a memory budget.
+
+Without an image it draws a page first, so that anyone can see whether what was read is what is written there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from flashmem import ocr
+from flashmem.commands.compiling import CompileOptions, compile_apart
+from flashmem.console import out, say
+from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.paths import cache_folder
+from flashmem.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from flashmem.runtime.session import RunReport, Session
+
+PAGE = (
+    (44, "The Analytical Engine"),
+    (26, "weaves algebraical patterns"),
+    (26, "just as the Jacquard-loom weaves"),
+    (34, "flowers and leaves."),
+    (18, "Ada Lovelace, Notes by the Translator, 1843"),
+    (15, "Taylor's Scientific Memoirs, volume 3, page 696"),
+)
+"""What the page says, line by line, each with its size in pixels."""
+
+_PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
+
+
+@dataclass
+class Counted:
+    """A session with the report of each of its runs; as a function it is what `flashmem.ocr` calls a network."""
+
+    session: Session
+    reports: list[RunReport] = field(default_factory=list)
+
+    def __call__(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Runs the network once."""
+        (answer,) = self.session.run(None, {self.session.inputs[0].name: pixels})
+        self.reports.append(self.session.last_run)
+        return answer
+
+
+def draw_page(lines: Sequence[tuple[int, str]] = PAGE) -> Image:
+    """An RGB image of `lines`, in the typeface that Pillow carries, as wide as the detector sees sharply."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    height = 2 * _MARGIN + sum(round(size * 1.6) for size, _ in lines)
+    page = Image.new("RGB", (ocr.DETECTOR_SHAPE[3], height), _PAPER)
+    draw, top = ImageDraw.Draw(page), _MARGIN
+    for size, text in lines:
+        draw.text((_MARGIN, top), text, font=ImageFont.load_default(size), fill=_INK)
+        top += round(size * 1.6)
+    return page
+
+
+def open_image(path: Path) -> Image:
+    """The image in a file, upright and in RGB.
+
+    Raises:
+        MissingFileError: no such file.
+        UserError: not an image.
+    """
+    from PIL import Image, ImageOps
+
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such image")
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} is not an image that can be read ({error}); give a PNG or JPEG file") from error
+
+
+def run_demo(image: Path | None, *, budget: str, device: str) -> None:
+    """Reads `image`, or a page drawn for it, and prints the words, the time and the memory that took.
+
+    Raises:
+        UserError: the `demo` extra is missing, `image` cannot be read, or `budget` is too small.
+        RunError: the page that was drawn was not read as it was written.
+    """
+    import flashmem
+
+    models = ocr.find_models()
+    parse_size(budget, what="--budget")
+    page = open_image(image) if image else _drawn_and_kept()
+    bundles = [
+        compile_apart(model, CompileOptions(device=device, budget=budget, shape=(f"x={'x'.join(map(str, shape))}",)))
+        for model, shape in ((models.detector, ocr.DETECTOR_SHAPE), (models.recogniser, ocr.LINE_SHAPE))
+    ]
+    alphabet = ocr.read_alphabet(models.recogniser)
+    started = time.perf_counter()
+    with flashmem.Session(bundles[0], device=device) as session:
+        detector = Counted(session)
+        found = ocr.find_lines(np.asarray(page), detector)
+    with flashmem.Session(bundles[1], device=device) as session:
+        recogniser = Counted(session)
+        lines = ocr.read_lines(np.asarray(page), found, recogniser, alphabet)
+    seconds = time.perf_counter() - started
+    _show(lines, None if image else [text for _, text in PAGE])
+    _account({"find the lines": detector, "read a line": recogniser}, seconds)
+    if image is None and [line.text for line in lines] != [text for _, text in PAGE]:
+        raise RunError("what was read is not what was drawn")
+
+
+def _drawn_and_kept() -> Image:
+    page = draw_page()
+    kept = cache_folder("demo") / "page.png"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    page.save(kept)
+    say(f"no image given: reading the page drawn in {kept}")
+    return page
+
+
+def _show(lines: Sequence[ocr.Line], drawn: Sequence[str] | None) -> None:
+    table = Table("read", "sure", *(["drawn"] if drawn else []), box=None)
+    expected = [*drawn, *[""] * len(lines)] if drawn else []
+    for index, line in enumerate(lines):
+        table.add_row(line.text, f"{line.confidence:.0%}", *expected[index : index + 1])
+    out().print(table if lines else "no text found")
+
+
+def _account(networks: dict[str, Counted], seconds: float) -> None:
+    table = Table("network", "runs", "first answer", "later ones", "memory", "budget", "device", box=None)
+    for name, network in networks.items():
+        if not network.reports:
+            continue
+        first, *later = network.reports
+        table.add_row(
+            name,
+            str(len(network.reports)),
+            _milliseconds(first.latency.integrated),
+            _milliseconds(float(np.median([report.latency.exec for report in later]))) if later else "",
+            format_size(max(report.memory.peak_bytes for report in network.reports)),
+            format_size(first.memory.budget_bytes),
+            f"{first.device}, {first.transfer_mode}",
+        )
+    out().print(table)
+    out().print(f"{seconds:.2f} s in all; memory is everything flashmem held on the device and in staging")
+
+
+def _milliseconds(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms"
+
+
+def main() -> None:
+    """`python -m flashmem.demo`: the command `flashmem demo`."""
+    import sys
+
+    from flashmem.cli import main as command
+
+    sys.argv.insert(1, "demo")
+    command()
+
+
+if __name__ == "__main__":
+    main()
