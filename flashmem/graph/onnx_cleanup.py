@@ -19,6 +19,8 @@ import onnx_ir.passes.common as passes
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules import common as rules
 
+from flashmem.graph.onnx_neutral import RemoveNeutralPass
+
 DERIVED_LIMIT = 16 << 20
 """What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
 
@@ -84,6 +86,7 @@ def _simplify(model: ir.Model) -> None:
             model, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=COMPUTED_LIMIT
         ).modified
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
+        changed |= RemoveNeutralPass()(model).modified
         changed |= passes.IdentityEliminationPass()(model).modified
         passes.RemoveUnusedNodesPass()(model)
         if not changed:
@@ -95,12 +98,17 @@ def _should_fold(node: ir.Node) -> bool:
     if node.op_type.startswith(("Quantize", "Dequantize")):
         return False
     made = sum(_nbytes(value) for value in node.outputs)
-    in_file = (v for v in node.inputs if v is not None and isinstance(v.const_value, ir.ExternalTensor))
-    largest = max((_nbytes(value) for value in in_file), default=0)
+    largest = max((_nbytes(value) for value in node.inputs if value is not None and _is_weight(value)), default=0)
     if largest == 0:
         return made <= COMPUTED_LIMIT
     is_copy = node.op_type in _COPIES and 2 * made > largest
     return made <= DERIVED_LIMIT and not is_copy
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether `value` is in a file and worth streaming; integers and booleans are indices and masks."""
+    tensor = value.const_value
+    return isinstance(tensor, ir.ExternalTensor) and tensor.dtype.is_floating_point()
 
 
 def _nbytes(value: ir.Value) -> int:

@@ -50,6 +50,15 @@ def resolve_external_data(model: onnx.ModelProto, path: Path) -> None:
             tensor.external_data.add(key=key, value=value)
 
 
+def model_files(model: onnx.ModelProto, path: Path) -> list[Path]:
+    """`path` and the data files of `model`, resolved as `resolve_external_data` leaves them; each once."""
+    resolve_external_data(model, path)
+    found = {path.resolve(): None}
+    for tensor in tensors(model):
+        found.update({Path(entry.value): None for entry in tensor.external_data if entry.key == "location"})
+    return list(found)
+
+
 def tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every tensor in `model`: initializers and attributes, in subgraphs and functions too."""
     yield from _in_graph(model.graph)

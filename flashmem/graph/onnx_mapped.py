@@ -1,8 +1,9 @@
 """Opens an ONNX file without reading its weights: a walk over the protobuf wire format.
 
-An ONNX file is one protobuf message, weights and all; to parse it is to copy every weight into memory. This module maps the
-file instead, walks it, and hands protobuf a copy in which each large tensor is an *external* one (as ONNX's external data)
-that points back into the same file.
+An ONNX file is one protobuf message, weights and all; to parse it is to copy every weight into memory. This module walks
+the file instead, and hands protobuf a copy in which each large tensor is an *external* one (ONNX's external data) that points
+back into the same file, from where it can be mapped. The walk reads small windows: to map the file here as well would bring in
+megabytes around every byte it looks at.
 
 The wire format (protobuf.dev/programming-guides/encoding), as far as it is needed: a message is a sequence of fields; a field
 is a key, a varint `number << 3 | type`, and a payload. Type 0 is a varint (7 bits a byte, low first, high bit set on all but
@@ -20,7 +21,7 @@ in one packed run are the same bytes as `raw_data`; split or unpacked, and the v
 
 from __future__ import annotations
 
-import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +56,10 @@ def load_mapped(path: Path) -> onnx.ModelProto:
     """
     try:
         with path.open("rb") as file:
-            if file.seek(0, 2) == 0:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
                 raise UserError(f"{path} is empty: an ONNX model is needed")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as view:
-                light = _Walk(view, path.name).message("ModelProto", 0, len(view), 0)
+            light = _Walk(_Window(file.fileno()), path.name).message("ModelProto", 0, size, 0)
     except FileNotFoundError:
         raise MissingFileError(f"no model at {path}") from None
     except (OSError, _MalformedError) as error:
@@ -71,6 +72,33 @@ def load_mapped(path: Path) -> onnx.ModelProto:
     if not model.HasField("graph") or not (model.opset_import or model.functions):
         raise UserError(f"{path} is not an ONNX model, or is truncated: it has no graph or no operator set")
     return model
+
+
+class _Window:
+    """Random access to a file through the last few KiB read."""
+
+    SIZE = 16 << 10
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.start = 0
+        self.data = b""
+
+    def __getitem__(self, at: int) -> int:
+        if not self.start <= at < self.start + len(self.data):
+            self.start, self.data = at, os.pread(self.descriptor, self.SIZE, at)
+            if not self.data:
+                raise _MalformedError(f"the file is truncated or damaged (at byte {at})")
+        return self.data[at - self.start]
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`, all of them."""
+        if self.start <= start and end <= self.start + len(self.data):
+            return self.data[start - self.start : end - self.start]
+        data = os.pread(self.descriptor, end - start, start)
+        if len(data) != end - start:
+            raise _MalformedError(f"the file is truncated or damaged (at byte {start + len(data)})")
+        return data
 
 
 class _MalformedError(ValueError):
@@ -91,7 +119,7 @@ class _Field:
 
 @dataclass(frozen=True)
 class _Walk:
-    view: memoryview
+    file: _Window
     location: str
 
     def message(self, kind: str, start: int, end: int, depth: int) -> bytes:
@@ -101,11 +129,11 @@ class _Walk:
         if kind == "TensorProto":
             return self._tensor(start, end)
         inward = _INWARD[kind]
-        pieces: list[bytes | memoryview] = []
+        pieces: list[bytes] = []
         for field in self._fields(start, end):
             inner = inward.get(field.number)
             if inner is None or field.type != _BYTES or field.end - field.payload < LARGE:
-                pieces.append(self.view[field.start : field.end])
+                pieces.append(self.file.read(field.start, field.end))
             else:
                 pieces.append(_bytes_field(field.number, self.message(inner, field.payload, field.end, depth + 1)))
         return b"".join(pieces)
@@ -113,7 +141,7 @@ class _Walk:
     def _tensor(self, start: int, end: int) -> bytes:
         fields = list(self._fields(start, end))
         data = self._data(fields)
-        pieces: list[bytes | memoryview] = [self.view[field.start : field.end] for field in fields if field is not data]
+        pieces = [self.file.read(field.start, field.end) for field in fields if field is not data]
         if data is not None:
             entries = {"location": self.location, "offset": str(data.payload), "length": str(data.end - data.payload)}
             for key, value in entries.items():
@@ -159,7 +187,7 @@ class _Walk:
         for shift in range(0, 70, 7):
             if at >= end:
                 raise _MalformedError(f"the file is truncated or damaged (at byte {at})")
-            byte = self.view[at]
+            byte = self.file[at]
             at += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:

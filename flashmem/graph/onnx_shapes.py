@@ -40,7 +40,7 @@ def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], p
 
 def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str, tuple[int, str]], path: Path) -> None:
     name, tensor = value.name, value.type.tensor_type
-    given = "x".join(map(str, shape))
+    given, wanted = "x".join(map(str, shape)), _written(value)
     if any(size < 1 for size in shape):
         raise UserError(f"the shape {given} given for input {name!r} has a size below 1")
     if not tensor.HasField("shape"):
@@ -48,14 +48,14 @@ def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str,
             tensor.shape.dim.add(dim_value=size)
         return
     if len(shape) != len(tensor.shape.dim):
-        raise UserError(f"the shape {given} given for input {name!r} has rank {len(shape)}, but {path} wants {_written(value)}")
+        raise UserError(f"the shape {given} given for input {name!r} has rank {len(shape)}, but {path} wants {wanted}")
     for dim, size in zip(tensor.shape.dim, shape, strict=True):
         if _is_name(dim.dim_param):
             bound, by = symbols.setdefault(dim.dim_param, (size, name))
             if bound != size:
                 raise UserError(f"dimension {dim.dim_param!r} cannot be {bound} in input {by!r} and {size} in input {name!r}")
         elif dim.HasField("dim_value") and dim.dim_value >= 0 and dim.dim_value != size:
-            raise UserError(f"the shape {given} given for input {name!r} contradicts {path}, which wants {_written(value)}")
+            raise UserError(f"the shape {given} given for input {name!r} contradicts {path}, which wants {wanted}")
         dim.Clear()
         dim.dim_value = size
 
