@@ -1,0 +1,122 @@
+"""What is known of the OpenCL devices that are here, and which descriptor each of them gets.
+
+Plain data and plain rules; `opencl.py` does the asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, load_descriptor
+from flashmem.errors import NoDeviceError
+from flashmem.program import MemoryPath
+
+IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
+
+
+@dataclass(frozen=True)
+class Device:
+    """An OpenCL device, as its driver describes it. Sizes in bytes, image limits in texels."""
+
+    platform: str
+    platform_version: str
+    name: str
+    vendor: str
+    version: str
+    driver_version: str
+    kind: Literal["cpu", "gpu", "other"]
+    extensions: frozenset[str]
+    has_images: bool
+    image_max_width: int
+    image_max_height: int
+    image_pitch_alignment: int  # 0: no image2d from buffer
+    image_base_alignment: int  # of such an image's first texel
+    base_address_alignment: int  # of a sub-buffer
+    max_alloc_bytes: int
+    global_memory_bytes: int
+    unified_memory: bool
+    compute_units: int
+    handle: Any = field(repr=False, compare=False)
+
+    @property
+    def key(self) -> str:
+        """Everything that may change what a compiled program looks like."""
+        return "\n".join((self.platform, self.platform_version, self.vendor, self.name, self.version, self.driver_version))
+
+    @property
+    def descriptor_name(self) -> str:
+        """The shipped descriptor that fits best."""
+        platform = self.platform.lower()
+        if self.kind == "gpu":
+            return "nvidia" if "nvidia" in platform else "generic-gpu"
+        if "portable computing language" in platform:
+            return "pocl"
+        return "intel-cpu" if "intel" in platform else "generic-cpu"
+
+    @property
+    def has_image_from_buffer(self) -> bool:
+        """Whether a texture can be a view over a buffer."""
+        return self.has_images and self.image_pitch_alignment > 0
+
+
+def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> Device:
+    """The device called `name`: a number in the list, a descriptor's name, or part of a platform's or device's name.
+
+    "auto" takes one with the descriptor `prefer` (the one a bundle was compiled for), else a GPU, then PoCL, then any other.
+
+    Raises:
+        NoDeviceError: there is none, or none of that name.
+    """
+    if not devices:
+        raise NoDeviceError("no OpenCL device is here; install a driver, for example: pip install intel-opencl-rt")
+    if name == "auto":
+        order = {"gpu": 0, "cpu": 1, "other": 2}
+        return min(devices, key=lambda d: (d.descriptor_name != prefer, order[d.kind], d.descriptor_name != "pocl"))
+    if name.isdecimal() and int(name) < len(devices):
+        return devices[int(name)]
+    wanted = name.lower()
+    for device in devices:
+        if wanted == device.descriptor_name:
+            return device
+    for device in devices:
+        if wanted and wanted in f"{device.platform} {device.name} {device.descriptor_name}".lower():
+            return device
+    here = ", ".join(f"{d.platform}: {d.name}" for d in devices)
+    raise NoDeviceError(f"no OpenCL device is called {name!r}; name one of these, or 'auto': {here}")
+
+
+def descriptor_for(device: Device) -> DeviceDescriptor:
+    """The shipped descriptor that fits `device`, its limits replaced by what the driver reports."""
+    base = load_descriptor(device.descriptor_name)
+    reasons = why_not(device)
+    paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
+    modes: dict[str, tuple[TransferMode, ...]] = {
+        path: tuple(mode for mode in TRANSFER_MODES if mode not in reasons[path]) for path in paths
+    }
+    return replace(
+        base,
+        memory_paths=paths,
+        modes=modes,
+        image_max_width=device.image_max_width or base.image_max_width,
+        image_max_height=device.image_max_height or base.image_max_height,
+        image_pitch_alignment=device.image_pitch_alignment,
+        max_alloc_bytes=device.max_alloc_bytes,
+    )
+
+
+def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:
+    """The transfer modes that `device` cannot do on each memory path, each with the reason."""
+    everywhere: dict[TransferMode, str] = {}
+    if device.kind != "cpu":
+        everywhere["map"] = "only a CPU reads the mapped file in place"
+    if not device.unified_memory:
+        everywhere["alias"] = "the device has memory of its own, into which the host cannot read a file"
+    if not device.has_images:
+        return {"buffer": everywhere, "texture": dict.fromkeys(TRANSFER_MODES, "the device has no images")}
+    views: dict[TransferMode, str] = {}
+    if not device.has_image_from_buffer:
+        reason = f"the driver cannot lay a texture over a buffer ({IMAGE_FROM_BUFFER})"
+        views = {"map": reason, "alias": reason}
+    return {"buffer": everywhere, "texture": {**views, **everywhere}}

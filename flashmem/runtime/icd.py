@@ -1,0 +1,75 @@
+"""Embedded OpenCL: finds the CPU runtime that pip installed and shows it to the OpenCL loader.
+
+`pip install intel-opencl-rt` brings a complete OpenCL driver for CPUs, yet no loader finds it: its `.icd` file names a path
+that does not exist. The loader inside pyopencl reads the folder named by OCL_ICD_VENDORS once, at the first OpenCL call,
+so that call is made inside `vendors_folder`: a temporary folder that lists the system's drivers and those of pip alike.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VARIABLE = "OCL_ICD_VENDORS"
+PIP_LIBRARIES = ("libintelocl.so",)
+
+
+def pip_runtimes() -> tuple[Path, ...]:
+    """OpenCL drivers installed by pip: they lie in the environment's `lib`, three folders above or beside site-packages."""
+    folders = [Path(sys.prefix, "lib"), Path(sys.exec_prefix, "lib")]
+    for entry in map(Path, sys.path):
+        if entry.name in ("site-packages", "dist-packages"):
+            folders += [entry, entry.parent.parent]
+    found = {}
+    for folder in dict.fromkeys(folders):
+        for name in PIP_LIBRARIES:
+            if name not in found and (folder / name).is_file():
+                found[name] = (folder / name).resolve()
+    return tuple(found.values())
+
+
+def system_icds() -> tuple[Path, ...]:
+    """The system's own `.icd` files: /etc/OpenCL/vendors, and $PREFIX/etc/OpenCL/vendors on Termux and in conda."""
+    folders = [Path("/etc/OpenCL/vendors"), Path(sys.prefix, "etc/OpenCL/vendors")]
+    for variable in ("PREFIX", "CONDA_PREFIX"):
+        if prefix := os.environ.get(variable):
+            folders.append(Path(prefix, "etc/OpenCL/vendors"))
+    files = [file for folder in dict.fromkeys(folders) if folder.is_dir() for file in sorted(folder.glob("*.icd"))]
+    return tuple(file for file in files if _leads_somewhere(file))
+
+
+def _leads_somewhere(icd: Path) -> bool:
+    """Whether the library that `icd` names can be there: a bare name is left to the dynamic linker."""
+    try:
+        library = icd.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(library) and ("/" not in library or Path(library).is_file())
+
+
+@contextmanager
+def vendors_folder() -> Iterator[Path | None]:
+    """While inside, the OpenCL loader sees the drivers of pip beside the system's.
+
+    Yields the folder, or None where nothing needs changing: no driver of pip is here, or the user named the drivers to use
+    by setting OCL_ICD_VENDORS.
+    """
+    runtimes = pip_runtimes()
+    if not runtimes or os.environ.get(VARIABLE):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="flashmem-icd-") as name:
+        folder = Path(name)
+        for index, icd in enumerate(system_icds()):
+            (folder / f"{index:02}-{icd.name}").write_text(icd.read_text(encoding="utf-8"), encoding="utf-8")
+        for runtime in runtimes:
+            (folder / f"pip-{runtime.stem}.icd").write_text(f"{runtime}\n", encoding="utf-8")
+        os.environ[VARIABLE] = name
+        try:
+            yield folder
+        finally:
+            del os.environ[VARIABLE]

@@ -1,0 +1,303 @@
+"""OpenCL, as flashmem uses it. The only file that calls pyopencl, so that the binding can be changed in one place.
+
+Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.ledger`), which counts them.
+Every OpenCL error becomes a `RunError` with the error's name and a hint.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.errors import NoDeviceError, RunError
+from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose
+from flashmem.runtime.devices import descriptor_for as descriptor_for
+from flashmem.runtime.devices import why_not as why_not
+from flashmem.runtime.icd import vendors_folder
+
+os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # flashmem keeps compiled programs itself (program_cache.py)
+try:
+    import pyopencl
+except ImportError as error:
+    raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
+
+cl: Any = pyopencl  # its type stubs lack what is needed here (enumerations that can be called, numpy scalar types)
+
+Bytes = NDArray[np.uint8]
+Memory = Any  # cl.Buffer | cl.Image: handles that the rest of the runtime only passes on
+Kernel = Any
+Event = Any
+Channel = Literal["float", "half"]
+
+TEXEL_BYTES: dict[Channel, int] = {"float": 16, "half": 8}
+
+_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # pyopencl's wheels lack these two
+_HINTS = {
+    "MEM_OBJECT_ALLOCATION_FAILURE": "the device is out of memory; free some or lower the budget",
+    "OUT_OF_HOST_MEMORY": "the host is out of memory; free some",
+    "OUT_OF_RESOURCES": "the device ran out of resources or was lost; try again, with fewer programs on it",
+    "DEVICE_NOT_AVAILABLE": "the device was lost; try again",
+    "BUILD_PROGRAM_FAILURE": "the driver refuses the kernels; please report this with the message above",
+    "INVALID_BUFFER_SIZE": "the buffer is larger than the device allows; compile for this device",
+    "INVALID_IMAGE_SIZE": "the texture is larger than the device allows; compile for this device",
+    "IMAGE_FORMAT_NOT_SUPPORTED": "the device lacks this texture format; compile with --memory-path buffer",
+    "MISALIGNED_SUB_BUFFER_OFFSET": "the bundle was laid out for another device; compile for this one",
+    "INVALID_KERNEL_NAME": "the bundle's program and its kernels do not belong together; compile again",
+    "INVALID_WORK_GROUP_SIZE": "the device does not take this work-group; compile for this device",
+}
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn an OpenCL error inside into a RunError that says what failed, its OpenCL name, and what to do."""
+    try:
+        yield
+    except (cl.Error, MemoryError) as error:
+        raise _run_error(what, error) from error
+
+
+def _run_error(what: str, error: Exception) -> RunError:
+    code = getattr(error, "code", None)
+    name = cl.status_code.to_string(code) if isinstance(code, int) else type(error).__name__
+    return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
+
+
+@functools.cache
+def list_devices() -> tuple[Device, ...]:
+    """All OpenCL devices, those of pip's drivers among them. Starts the drivers, once a process.
+
+    An empty tuple means that there is no driver.
+    """
+    with vendors_folder():
+        try:
+            platforms = cl.get_platforms()
+        except cl.Error:  # PLATFORM_NOT_FOUND_KHR
+            return ()
+    found = []
+    for platform in platforms:
+        try:
+            devices = platform.get_devices()
+        except cl.Error:  # a driver without a device
+            continue
+        found += [_describe(platform, device) for device in devices if device.available]
+    return tuple(found)
+
+
+def find_device(name: str = "auto", prefer: str | None = None) -> Device:
+    """The device that `name` means (see `devices.choose`).
+
+    Raises:
+        NoDeviceError: there is none, or none of that name.
+    """
+    return choose(list_devices(), name, prefer)
+
+
+def _describe(platform: Any, device: Any) -> Device:
+    kinds: dict[int, Literal["cpu", "gpu"]] = {int(cl.device_type.CPU): "cpu", int(cl.device_type.GPU): "gpu"}
+    extensions = frozenset(device.extensions.split())
+    images = bool(device.image_support)
+    has_view = images and IMAGE_FROM_BUFFER in extensions
+    return Device(
+        platform=platform.name.strip(),
+        platform_version=platform.version.strip(),
+        name=device.name.strip(),
+        vendor=device.vendor.strip(),
+        version=device.version.strip(),
+        driver_version=device.driver_version.strip(),
+        kind=next((kind for bit, kind in kinds.items() if int(device.type) & bit), "other"),
+        extensions=extensions,
+        has_images=images,
+        image_max_width=device.image2d_max_width if images else 0,
+        image_max_height=device.image2d_max_height if images else 0,
+        image_pitch_alignment=_raw_info(device, _IMAGE_PITCH_ALIGNMENT) if has_view else 0,
+        image_base_alignment=_raw_info(device, _IMAGE_BASE_ALIGNMENT) if has_view else 0,
+        base_address_alignment=max(1, device.mem_base_addr_align // 8),
+        max_alloc_bytes=device.max_mem_alloc_size,
+        global_memory_bytes=device.global_mem_size,
+        unified_memory=bool(device.host_unified_memory),
+        compute_units=device.max_compute_units,
+        handle=device,
+    )
+
+
+def _raw_info(device: Any, parameter: int) -> int:
+    """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 where the driver does not know it either."""
+    value = ctypes.c_uint(0)
+    library = ctypes.CDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
+    failed = library.clGetDeviceInfo(
+        ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4), ctypes.byref(value), None
+    )
+    return 0 if failed else value.value
+
+
+class Queue:
+    """An in-order command queue."""
+
+    def __init__(self, context: Any, device: Any, *, profiling: bool) -> None:
+        properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else None
+        self.handle = cl.CommandQueue(context, device, properties)
+
+    def launch(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> Event:
+        """Enqueue one kernel; its arguments must be set."""
+        try:
+            return cl.enqueue_nd_range_kernel(self.handle, kernel, global_size, local_size)
+        except cl.Error as error:
+            raise _run_error(f"launch {kernel.function_name}", error) from error
+
+    def marker(self) -> Event:
+        """An event that completes when everything enqueued so far has."""
+        with _explained("enqueue a marker"):
+            return cl.enqueue_marker(self.handle)
+
+    def write(self, buffer: Memory, data: Bytes) -> None:
+        """Copy host memory into a buffer, and wait."""
+        with _explained("write to a buffer"):
+            cl._cl._enqueue_write_buffer(self.handle, buffer, data, is_blocking=False).wait()
+
+    def read(self, data: NDArray[Any], buffer: Memory) -> None:
+        """Copy a buffer into a contiguous host array, and wait."""
+        with _explained("read a buffer"):
+            cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=True)
+
+    def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
+        """Copy `rows` rows of `width` texels, `row_pitch` bytes apart in host memory, into an image, and wait."""
+        with _explained("write to a texture"):
+            cl._cl._enqueue_write_image(
+                self.handle, image, (0, first_row), (width, rows), data, row_pitch, is_blocking=False
+            ).wait()
+
+    def map(self, buffer: Memory, nbytes: int, *, offset: int = 0, invalidate: bool = False) -> Bytes:
+        """Host view of a host-visible buffer; `unmap` gives it back. With `invalidate` the old content is not kept."""
+        flags = cl.map_flags.WRITE_INVALIDATE_REGION if invalidate else cl.map_flags.READ | cl.map_flags.WRITE
+        with _explained("map a buffer"):
+            array = cl.enqueue_map_buffer(self.handle, buffer, flags, offset, (nbytes,), np.uint8)
+        view: Bytes = array[0] if isinstance(array, tuple) else array
+        return view
+
+    def unmap(self, view: Bytes) -> None:
+        """Give a mapped view back, and wait until the device sees what was written."""
+        with _explained("unmap a buffer"):
+            base: Any = view.base
+            base.release(self.handle).wait()
+
+    def finish(self) -> None:
+        """Wait until everything enqueued has completed."""
+        with _explained("finish"):
+            self.handle.finish()
+
+
+def wait(event: Event) -> None:
+    """Wait until the command of `event` has completed; other threads run meanwhile."""
+    try:
+        event.wait()
+    except cl.Error as error:
+        raise _run_error("finish a command", error) from error
+
+
+def event_seconds(event: Event) -> tuple[float, float]:
+    """Start and end of a completed command on the device's clock (a queue with profiling)."""
+    with _explained("read a command's times"):
+        return event.profile.start * 1e-9, event.profile.end * 1e-9
+
+
+class Context:
+    """A device in use: what makes queues, memory objects, programs."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        with _explained("create a context"):
+            self.handle = cl.Context([device.handle])
+
+    def queue(self, *, profiling: bool = False) -> Queue:
+        """A new in-order queue."""
+        with _explained("create a queue"):
+            return Queue(self.handle, self.device.handle, profiling=profiling)
+
+    def buffer(self, nbytes: int, *, host_visible: bool = False) -> Memory:
+        """A buffer; `host_visible` places it where the host can map it without a copy."""
+        flags = cl.mem_flags.READ_WRITE | (cl.mem_flags.ALLOC_HOST_PTR if host_visible else 0)
+        with _explained(f"allocate a buffer of {nbytes} bytes"):
+            return cl.Buffer(self.handle, flags, size=nbytes)
+
+    def wrap(self, data: Bytes) -> Memory:
+        """A read-only buffer that *is* the host memory `data`, which must outlive it."""
+        with _explained(f"use {data.nbytes} mapped bytes in place"):
+            return cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
+
+    def sub_buffer(self, buffer: Memory, offset: int, nbytes: int) -> Memory:
+        """A part of a buffer, as a buffer."""
+        with _explained(f"make a sub-buffer of {nbytes} bytes at {offset}"):
+            return buffer.get_sub_region(offset, nbytes)
+
+    def image(self, width: int, height: int, channel: Channel) -> Memory:
+        """A texture of RGBA texels that kernels read and may write."""
+        with _explained(f"allocate a texture of {width} x {height} texels"):
+            return cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), shape=(width, height))
+
+    def image_view(self, buffer: Memory, width: int, height: int, row_pitch: int, channel: Channel) -> Memory:
+        """A texture over a buffer's memory, rows `row_pitch` bytes apart (cl_khr_image2d_from_buffer)."""
+        shape = cl.ImageDescriptor()
+        shape.image_type = cl.mem_object_type.IMAGE2D
+        shape.shape = (width, height, 0)
+        shape.array_size = 0
+        shape.pitches = (row_pitch, 0)
+        shape.num_mip_levels = shape.num_samples = 0
+        shape.buffer = buffer
+        with _explained(f"lay a texture of {width} x {height} texels over a buffer"):
+            return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
+
+    def build(self, source: str, options: Sequence[str]) -> Program:
+        """Compile OpenCL C."""
+        with _explained("compile the kernels"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", cl.CompilerWarning)
+            return Program(cl.Program(self.handle, source).build(list(options), cache_dir=False))
+
+    def load(self, binary: bytes, options: Sequence[str]) -> Program:
+        """A program from what `Program.binary` gave."""
+        with _explained("load compiled kernels"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", cl.CompilerWarning)
+            return Program(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
+
+
+class Program:
+    """A compiled program."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+        """A kernel object of its own with its arguments set: memory objects, `numpy.int32`, `numpy.float32`."""
+        with _explained(f"set up the kernel {name}"):
+            kernel = cl.Kernel(self._handle, name)
+            if kernel.num_args != len(arguments):
+                raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
+            setter: Callable[[int, Any], None] = kernel.set_arg
+            for index, argument in enumerate(arguments):
+                setter(index, argument)
+            return kernel
+
+    def binary(self) -> bytes:
+        """The compiled form. Complete on every driver only after the kernels have run (docs/opencl-notes.md)."""
+        with _explained("fetch compiled kernels"):
+            binaries: list[bytes] = self._handle.get_info(cl.program_info.BINARIES)
+            return binaries[0]
+
+
+def _format(channel: Channel) -> Any:
+    types = {"float": cl.channel_type.FLOAT, "half": cl.channel_type.HALF_FLOAT}
+    return cl.ImageFormat(cl.channel_order.RGBA, types[channel])
+
+
+def release(*objects: Any) -> None:
+    """Give memory objects back now rather than when Python collects them."""
+    for handle in objects:
+        with _explained("release memory"):
+            handle.release()
