@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from flashmem.errors import RunError, UserError
 
@@ -34,6 +36,14 @@ def emit_json(data: dict[str, Any]) -> None:
 def out() -> Console:
     """Where a report goes. Without a terminal it is as wide as it needs to be, so that a pipe gets whole lines."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns under `headers`, whatever characters the cells have."""
+    table = Table(*headers, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    out().print(table)
 
 
 @contextmanager

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from flashmem import ocr
 from flashmem.commands.compiling import CompileOptions, compile_apart
-from flashmem.console import out, say
+from flashmem.console import out, print_table, say
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.paths import cache_folder
 from flashmem.units import format_size, parse_size
@@ -110,7 +109,7 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
         recogniser = Counted(session)
         lines = ocr.read_lines(np.asarray(page), found, recogniser, alphabet)
     seconds = time.perf_counter() - started
-    _show(lines, None if image else [text for _, text in PAGE])
+    _show(lines, [] if image else [text for _, text in PAGE])
     _account({"find the lines": detector, "read a line": recogniser}, seconds)
     if image is None and [line.text for line in lines] != [text for _, text in PAGE]:
         raise RunError("what was read is not what was drawn")
@@ -125,31 +124,35 @@ def _drawn_and_kept() -> Image:
     return page
 
 
-def _show(lines: Sequence[ocr.Line], drawn: Sequence[str] | None) -> None:
-    table = Table("read", "sure", *(["drawn"] if drawn else []), box=None)
-    expected = [*drawn, *[""] * len(lines)] if drawn else []
-    for index, line in enumerate(lines):
-        table.add_row(line.text, f"{line.confidence:.0%}", *expected[index : index + 1])
-    out().print(table if lines else "no text found")
+def _show(lines: Sequence[ocr.Line], drawn: Sequence[str]) -> None:
+    if not lines:
+        out().print("no text found")
+    elif drawn:
+        rows = [(line.text, f"{line.confidence:.0%}", text) for line, text in zip(lines, drawn, strict=False)]
+        print_table(("read", "sure", "drawn"), rows)
+    else:
+        print_table(("read", "sure"), [(line.text, f"{line.confidence:.0%}") for line in lines])
 
 
 def _account(networks: dict[str, Counted], seconds: float) -> None:
-    table = Table("network", "runs", "first answer", "later ones", "memory", "budget", "device", box=None)
-    for name, network in networks.items():
-        if not network.reports:
-            continue
-        first, *later = network.reports
-        table.add_row(
-            name,
-            str(len(network.reports)),
-            _milliseconds(first.latency.integrated),
-            _milliseconds(float(np.median([report.latency.exec for report in later]))) if later else "",
-            format_size(max(report.memory.peak_bytes for report in network.reports)),
-            format_size(first.memory.budget_bytes),
-            f"{first.device}, {first.transfer_mode}",
-        )
-    out().print(table)
+    print_table(
+        ("network", "runs", "first answer", "later ones", "memory", "budget", "device"),
+        [_row(name, network.reports) for name, network in networks.items() if network.reports],
+    )
     out().print(f"{seconds:.2f} s in all; memory is everything flashmem held on the device and in staging")
+
+
+def _row(name: str, reports: Sequence[RunReport]) -> tuple[object, ...]:
+    first, *later = reports
+    return (
+        name,
+        len(reports),
+        _milliseconds(first.latency.integrated),
+        _milliseconds(float(np.median([report.latency.exec for report in later]))) if later else "",
+        format_size(max(report.memory.peak_bytes for report in reports)),
+        format_size(first.memory.budget_bytes),
+        f"{first.device}, {first.transfer_mode}",
+    )
 
 
 def _milliseconds(milliseconds: float) -> str:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
-
 from flashmem import zoo
-from flashmem.console import out, say
+from flashmem.console import print_table, say
 
 
 def list_models() -> None:
     """Prints the full-size models."""
-    table = Table("name", "input", "what", box=None)
-    for name in zoo.names():
-        model = zoo.find(name)
-        table.add_row(name, f"{model.default_size} {model.size_means}", model.summary)
-    out().print(table)
+    models = [zoo.find(name) for name in zoo.names()]
+    print_table(
+        ("name", "input", "what"), [(model.name, f"{model.default_size} {model.size_means}", model.summary) for model in models]
+    )
 
 
 def export_model(name: str, directory: Path, *, size: int | None, seed: int) -> Path:
