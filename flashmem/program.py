@@ -7,6 +7,7 @@ plan (`flashmem.planning.plan`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -169,6 +170,15 @@ class Program:
                 "build_options": tuple(data["build_options"]),
             }
         )
+
+
+def fixed_bytes(program: Program) -> int:
+    """What a session holds whatever the plan: activations, constants, and the arrays that it hands back."""
+    outputs = sum(math.prod(port.shape) * _ITEMSIZE.get(port.dtype, 8) for port in program.outputs)
+    return program.arena_bytes + program.constants_bytes + outputs
+
+
+_ITEMSIZE = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "int16": 2, "uint16": 2, "float32": 4, "int32": 4}
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class Emitter:
         return self._placed[content]
 
     def zeros(self, count: int) -> Arg:
+        """A resident array of `count` zeros."""
         return self.data("zeros", np.zeros(count, np.float32))
 
     # -- launches
@@ -142,6 +143,7 @@ class Emitter:
         )
 
     def attributes(self, local: Sequence[int]) -> str:
+        """The attribute that fixes a kernel's work-group, so that it is compiled once and for that size."""
         sizes = [*local, 1, 1][:3]
         return f"__attribute__((reqd_work_group_size({sizes[0]}, {sizes[1]}, {sizes[2]})))"
 
@@ -181,6 +183,7 @@ class Emitter:
         return {"vector": vector, "vec": kinds.float_, "ivec": kinds.int_}
 
     def operand_args(self, expression: Expression) -> list[Arg]:
+        """The arguments of an expression's operands, in order."""
         return [self.operand(operand.value) for operand in expression.operands]
 
 

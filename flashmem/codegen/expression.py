@@ -97,6 +97,7 @@ class Expression:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
+        """Tensors the expression reads, in order of first use, each with its place."""
         inside = {node.outputs[0] for node in self.nodes} | {self.seed}
         values = dict.fromkeys(v for node in self.nodes for v in node.inputs if v is not None and v not in inside)
         placed = [place(value, self.domain, self.split) for value in values]
@@ -111,6 +112,7 @@ class Expression:
 
     @property
     def result(self) -> Value:
+        """The value the function returns."""
         value = self.nodes[-1].outputs[0] if self.nodes else self.seed
         assert value is not None
         return value
@@ -121,6 +123,7 @@ class Expression:
         return [f"__global const {kinds[o.value.dtype]}* restrict e{i}" for i, o in enumerate(self.operands)]
 
     def names(self) -> list[str]:
+        """Names of the kernel parameters."""
         return [f"e{i}" for i in range(len(self.operands))]
 
     def function(self, name: str) -> str:

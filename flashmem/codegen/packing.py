@@ -8,8 +8,10 @@ a texture k runs down and columns across, four to a texel, so that neighbours in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,14 +72,17 @@ class Packing:
 
     @property
     def group_panels(self) -> int:
+        """Panels of one group."""
         return -(-self.group_columns // self.panel)
 
     @property
     def panels(self) -> int:
+        """Panels of all groups."""
         return self.groups * self.group_panels
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one packed element."""
         return 2 if self.half else 4
 
     @property
@@ -87,14 +92,16 @@ class Packing:
             return 1
         units = self.descriptor.image_max_height // self.fold_unit
         if units == 0:
-            raise UserError(f"a convolution over {self.fold_unit} channels passes the device's image height; use --memory-path buffer")
+            raise UserError(
+                f"a convolution over {self.fold_unit} channels passes the device's image height; use --memory-path buffer"
+            )
         return -(-self.depth // (units * self.fold_unit))
 
     @property
     def fold_rows(self) -> int:
         """Rows of the image; `depth` if it is not folded."""
-        units = -(-(-(-self.depth // self.fold_unit)) // self.folds)
-        return min(units * self.fold_unit, self.depth)
+        units = math.ceil(self.depth / self.fold_unit)
+        return min(math.ceil(units / self.folds) * self.fold_unit, self.depth)
 
     def panels_per_slice(self, slice_bytes: int) -> int:
         """As many panels as `slice_bytes` and the device's image width and allocation limit admit; at least one."""
@@ -110,7 +117,7 @@ class Packing:
         """The weight's slices, packed one after the other; panels are spread evenly over them."""
         count = -(-self.panels // self.panels_per_slice(slice_bytes))
         bounds = [self.panels * i // count for i in range(count + 1)]
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in pairwise(bounds):
             yield self._pack(columns, first, end)
 
     def _pack(self, columns: Columns, first: int, end: int) -> PackedSlice:

@@ -50,9 +50,7 @@ def generate(
     ]
     # An input that no kernel reads (it only picks rows, or nothing) has no tensor.
     inputs = [Port(port.name, port.value.shape, port.dtype, emitter.known(port.value)) for port in graph.inputs]
-    outputs = [
-        Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value)) for port in graph.outputs
-    ]
+    outputs = [Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value)) for port in graph.outputs]
     tensors, arena_bytes = _arena(emitter, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     constants_offset = sink.append(constants, SLICE_ALIGNMENT)
@@ -105,12 +103,12 @@ def _arena(
     for port in outputs:
         if port.tensor is not None:
             lifetimes[port.tensor] = (lifetimes.get(port.tensor, (0, 0))[0], last)
-    intervals = [
-        Interval(name, tensor_bytes(emitter.tensors[name]), first, end) for name, (first, end) in lifetimes.items()
-    ]
+    intervals = [Interval(name, tensor_bytes(emitter.tensors[name]), first, end) for name, (first, end) in lifetimes.items()]
     offsets, total = lay_out(intervals, TENSOR_ALIGNMENT)
     tensors = tuple(
-        Tensor(name, emitter.tensors[name].shape, emitter.tensors[name].dtype, offsets[name], tensor_bytes(emitter.tensors[name]))
+        Tensor(
+            name, emitter.tensors[name].shape, emitter.tensors[name].dtype, offsets[name], tensor_bytes(emitter.tensors[name])
+        )
         for name in lifetimes
     )
     return tensors, total

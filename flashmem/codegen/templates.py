@@ -28,7 +28,7 @@ class KernelLibrary:
             trim_blocks=True,
             lstrip_blocks=True,
             keep_trailing_newline=True,
-            autoescape=False,  # noqa: S701 - this is C, not HTML
+            autoescape=False,
         )
         self._plain: dict[str, str] = {}
         self._laned: dict[str, str] = {}

@@ -22,6 +22,7 @@ class DerivedConstant:
     compute: Callable[[], NDArray[Any]]
 
     def array(self) -> NDArray[Any]:
+        """The data, computed anew."""
         return self.compute()
 
 
@@ -52,6 +53,7 @@ class Rewriter:
     transposed: dict[Value, Value] = field(default_factory=dict)
 
     def now(self, value: Value | None) -> Value | None:
+        """The value that stands for `value` in the new graph."""
         return None if value is None else self.replaced.get(value, value)
 
     def add(

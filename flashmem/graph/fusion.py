@@ -31,10 +31,12 @@ class Layer:
 
     @property
     def output(self) -> Value:
+        """The one value the layer leaves in memory."""
         return (self.tail[-1] if self.tail else self.main).outputs[0]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
+        """Main operator and tail in execution order."""
         return (self.main, *self.tail)
 
     def operands(self) -> list[Value]:

@@ -20,12 +20,18 @@ class Constant(Protocol):
     """Constant data that stays on disk until read. `array()` maps or copies it anew: hold the result briefly."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+        ...
 
     @property
-    def dtype(self) -> np.dtype[Any]: ...
+    def dtype(self) -> np.dtype[Any]:
+        """The element type it is stored in."""
+        ...
 
-    def array(self) -> NDArray[Any]: ...
+    def array(self) -> NDArray[Any]:
+        """The data, mapped or computed anew."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,16 @@ class ArrayConstant:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
         return self.data.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The element type it is stored in."""
         return self.data.dtype
 
     def array(self) -> NDArray[Any]:
+        """The data itself."""
         return self.data
 
 
@@ -56,6 +65,7 @@ class FileConstant:
     dtype: np.dtype[Any]
 
     def array(self) -> NDArray[Any]:
+        """A fresh mapping of the data."""
         if 0 in self.shape:
             return np.zeros(self.shape, self.dtype)
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
@@ -73,6 +83,7 @@ class Value:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -93,6 +104,7 @@ class Node:
         return value
 
     def optional(self, index: int) -> Value | None:
+        """The input at `index`, or None where ONNX leaves it out."""
         return self.inputs[index] if index < len(self.inputs) else None
 
 

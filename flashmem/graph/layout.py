@@ -94,7 +94,9 @@ def assign_layouts(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.op in CHANNELS_LAST:
             x = layouts.channels_last(node.input(0))
-            layouts.rewriter.add(node.op, [x, *node.inputs[1:]], layouts.new_last(node.outputs[0]), node.name, **node.attributes)
+            layouts.rewriter.add(
+                node.op, [x, *node.inputs[1:]], layouts.new_last(node.outputs[0]), node.name, **node.attributes
+            )
         elif _prefers_last(node, layouts):
             inputs = [layouts.channels_last(value) for value in node.inputs if value is not None]
             attributes = AGNOSTIC[node.op](node) if node.op in AGNOSTIC else {}

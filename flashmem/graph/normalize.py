@@ -91,12 +91,13 @@ def _gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
         b, transposed = transpose(rewriter, b, (1, 0), Value(f"{node.name}.b", b.shape[::-1], dtype)), 0
     steps: list[tuple[str, Value]] = []
     if alpha != 1.0:
-        steps.append(("Mul", constant(f"{node.name}.alpha", np.float32([alpha]))))
+        steps.append(("Mul", constant(f"{node.name}.alpha", np.array([alpha], np.float32))))
     if c is not None and beta != 0.0:
         if beta != 1.0 and c.constant is not None:
             c = derived(c, f"{c.name}.scaled", c.shape, lambda array: array * np.float32(beta))
         elif beta != 1.0:
-            c = rewriter.emit("Mul", [c, constant(f"{node.name}.beta", np.float32([beta]))], c.shape, dtype, f"{node.name}.c")
+            factor = constant(f"{node.name}.beta", np.array([beta], np.float32))
+            c = rewriter.emit("Mul", [c, factor], c.shape, dtype, f"{node.name}.c")
         steps.append(("Add", c))
     _chain(rewriter, node, "MatMul", [a, b], output, steps, transposed=transposed)
 
@@ -167,7 +168,7 @@ def _spatial(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
             reach = dilations[axis] * (kernel[axis] - 1) + 1
             size = (node.input(0).shape[axis + 2] - 1) * strides[axis] + reach + extra[axis]
             total = size - node.outputs[0].shape[axis + 2]
-            first = total - total // 2 if auto == "SAME_LOWER" else total // 2
+            first = total // 2 if auto == "SAME_UPPER" else total - total // 2
             pads[axis], pads[axis + rank] = first, total - first
     return {"strides": strides, "dilations": dilations, "pads": tuple(pads)}
 
@@ -463,7 +464,7 @@ def _mean_of_inputs(rewriter: Rewriter, node: Node, opset: int) -> None:
     total = rewriter.emit("Sum", node.inputs, output.shape, output.dtype, f"{node.name}.sum")
     share: DeviceDType = "float32"
     assert output.dtype == share
-    rewriter.add("Mul", [total, constant(f"{node.name}.share", np.float32([1 / count]))], output, node.name)
+    rewriter.add("Mul", [total, constant(f"{node.name}.share", np.array([1 / count], np.float32))], output, node.name)
 
 
 def _resize(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -509,7 +510,10 @@ RULES: dict[str, Rule] = {
     "Mean": _mean_of_inputs,
     "Pad": _pad,
     "Pow": _pow,
-    **{f"Reduce{kind}": _reduce for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")},
+    **{
+        f"Reduce{kind}": _reduce
+        for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+    },
     "Reshape": _reshape,
     "Resize": _resize,
     "Slice": _slice,

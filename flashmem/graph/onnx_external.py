@@ -1,4 +1,4 @@
-"""Where the bytes of external tensors lie: every location checked before anything is read.
+"""Where the bytes of tensors lie: every location and size checked before anything is read.
 
 A model is a stranger's file. Its external data may name only regular files inside the model's own folder (links followed), and
 only bytes that those files have.
@@ -14,6 +14,23 @@ import onnx
 import onnx_ir
 
 from flashmem.errors import MissingFileError, UserError
+
+_ELEMENTS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+
+
+def check_embedded_data(model: onnx.ModelProto, path: Path) -> None:
+    """Raise UserError for a tensor inside `model`, loaded from `path`, that has more or less data than its shape needs."""
+    for tensor in tensors(model):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            continue
+        needed = _bytes_needed(tensor, path)
+        if tensor.HasField("raw_data"):
+            if len(tensor.raw_data) != needed:
+                raise UserError(f"{path}: weight {tensor.name!r} needs {needed} bytes, but has {len(tensor.raw_data)}")
+            continue
+        given, wanted = sum(len(getattr(tensor, field)) for field in _ELEMENTS), math.prod(tensor.dims)
+        if onnx_ir.DataType(tensor.data_type).bitwidth >= 8 and given != wanted:
+            raise UserError(f"{path}: weight {tensor.name!r} needs {wanted} elements, but has {given}")
 
 
 def resolve_external_data(model: onnx.ModelProto, path: Path) -> None:

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.contraction import emit_convolution, emit_matmul
 from flashmem.codegen.emitters.elementwise import emit_elementwise
-from flashmem.codegen.emitters.movement import emit_concat, emit_expand, emit_gather, emit_pad, emit_slice, emit_tile, emit_transpose
+from flashmem.codegen.emitters.movement import (
+    emit_concat,
+    emit_expand,
+    emit_gather,
+    emit_pad,
+    emit_slice,
+    emit_tile,
+    emit_transpose,
+)
 from flashmem.codegen.emitters.reduction import REDUCTIONS, emit_reduction
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize
 from flashmem.graph.fusion import Layer

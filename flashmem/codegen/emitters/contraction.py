@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,6 +51,7 @@ def _tile(emitter: Emitter, rows: int, columns: int, *, packed: bool) -> _Tile:
 
 
 def emit_matmul(emitter: Emitter, layer: Layer) -> None:
+    """MatMul: with constant weights packed in slices, otherwise as a product of two activations."""
     weight = layer.main.input(1)
     if weight.constant is None or math.prod(weight.shape[:-2]) != 1:
         _emit_dynamic(emitter, layer)
@@ -63,6 +64,7 @@ def emit_matmul(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_convolution(emitter: Emitter, layer: Layer) -> None:
+    """Conv and ConvTranspose as implicit products; a 1x1 convolution is a MatMul, a depthwise one has its own kernel."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     batch, height, width, channels = x.shape
@@ -139,12 +141,9 @@ def _placed(emitter: Emitter, node: Node, packing: Packing, reader: Columns) -> 
         found: list[tuple[str, PackedSlice]] = []
         for i, part in enumerate(packing.slices(reader, emitter.slice_bytes)):
             offset = emitter.sink.append(part.data, SLICE_ALIGNMENT)
-            emitter.slices.append(
-                Slice(
-                    f"{name}[{i}]", weight.name, offset, part.data.nbytes, part.width, part.height, part.row_pitch,
-                    "half" if packing.half else "float",
-                )  # fmt: skip
-            )
+            image = (part.width, part.height, part.row_pitch)
+            channel: Literal["float", "half"] = "half" if packing.half else "float"
+            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.data.nbytes, *image, channel))
             emitter.on_weight(weight.name, part.data.nbytes)
             found.append((f"{name}[{i}]", PackedSlice(part.first_panel, part.panels, np.empty(0, np.float32))))
         emitter.packed[key] = found
@@ -163,9 +162,7 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     tail = emitter.tail(layer, 3, vector)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail)
-    )
+    kernel = emitter.kernels.kernel("depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail))
     taps = weight.constant.array().reshape(columns, -1).T
     packed = emitter.data(weight.name, np.ascontiguousarray(taps, np.float32))
     zeros = emitter.zeros(columns)

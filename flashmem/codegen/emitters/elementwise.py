@@ -5,9 +5,11 @@ from __future__ import annotations
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression, best_split, matrix_of
 from flashmem.graph.fusion import Layer
+from flashmem.program import Arg
 
 
 def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
+    """One launch for the layer's whole expression."""
     domain = layer.output.shape or (1,)
     inside = {node.outputs[0] for node in layer.nodes}
     values = [v for node in layer.nodes for v in node.inputs if v is not None and v not in inside]
@@ -26,7 +28,7 @@ def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
         vec=kind if vector == 1 else f"{kind}{vector}",
         **emitter.tail_context(expression),
     )
-    args = [emitter.tensor(layer.output), *emitter.operand_args(expression), rows, columns]
+    args: list[Arg | int] = [emitter.tensor(layer.output), *emitter.operand_args(expression), rows, columns]
     emitter.launch(
         layer, kernel, args, items, local, "elemental", nbytes=4 * (layer.output.size + sum(value.size for value in values))
     )

@@ -50,6 +50,8 @@ def _move(
     part: str = "",
 ) -> None:
     """Launch the copy of `region` (or its fill, if `source` is None). Strides and starts in elements."""
+    if 0 in region:
+        return
     run = _inner_run(region, target_strides)
     if source is not None:
         run = math.gcd(run, _inner_run(region, source_strides))
@@ -71,12 +73,14 @@ def _move(
 
 
 def emit_transpose(emitter: Emitter, layer: Layer) -> None:
+    """Transpose: the source is read with permuted strides."""
     x, y, perm = layer.main.input(0), layer.output, layer.main.attributes["perm"]
     strides = _strides(x.shape)
     _move(emitter, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
 
 
 def emit_slice(emitter: Emitter, layer: Layer) -> None:
+    """Slice: a start and a step in each dimension, which may be negative."""
     x, y = layer.main.input(0), layer.output
     strides = _strides(x.shape)
     start = _dot(strides, layer.main.attributes["starts"])
@@ -85,6 +89,7 @@ def emit_slice(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_expand(emitter: Emitter, layer: Layer) -> None:
+    """Expand: broadcast dimensions have stride 0."""
     x, y = layer.main.input(0), layer.output
     _move(emitter, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
 
@@ -100,6 +105,7 @@ def emit_tile(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_concat(emitter: Emitter, layer: Layer) -> None:
+    """Concat: one copy for each input."""
     y, axis = layer.output, layer.main.attributes["axis"]
     target, start = _strides(y.shape), 0
     for i, x in enumerate(value for value in layer.main.inputs if value is not None):
@@ -108,6 +114,7 @@ def emit_concat(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_pad(emitter: Emitter, layer: Layer) -> None:
+    """Pad: fill and copy, or gathers for the mirrored modes."""
     x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
     if layer.main.attributes["mode"] != "constant":
         _emit_mirrored_pad(emitter, layer)
@@ -118,9 +125,7 @@ def emit_pad(emitter: Emitter, layer: Layer) -> None:
     # A negative pad crops: the region starts inside the source.
     firsts = [max(0, -b) for b in before]
     starts = [max(0, b) for b in before]
-    region = [
-        min(size - first, out - start) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)
-    ]
+    region = [min(size - first, out - start) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)]
     source, target = _strides(x.shape), _strides(y.shape)
     _move(
         emitter, layer, x, y, region, source, target,
@@ -148,6 +153,7 @@ def _emit_mirrored_pad(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_gather(emitter: Emitter, layer: Layer) -> None:
+    """Gather with indices that are in a tensor or resident."""
     data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]
     outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
     items = (inner, outer * count)

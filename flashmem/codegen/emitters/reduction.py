@@ -25,6 +25,7 @@ REDUCTIONS = (*SIMPLE, "ReduceLogSumExp", "Softmax", "LogSoftmax", "Normalize")
 
 
 def emit_reduction(emitter: Emitter, layer: Layer) -> None:
+    """Rows if the reduced axes are the last ones, columns otherwise."""
     node = layer.main
     x = node.input(0)
     axes = node.attributes["axes"]
@@ -59,7 +60,7 @@ def _emit_rows(emitter: Emitter, layer: Layer, context: dict[str, str], pointers
         **emitter.vectors(vector),
         **emitter.tail_context(tail),
     )
-    args = [*pointers, *emitter.operand_args(tail), outer, depth]
+    args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth]
     emitter.launch(layer, kernel, args, (lanes, outer), local, "hierarchical")
 
 
@@ -84,4 +85,3 @@ def _emit_columns(
         **emitter.tail_context(tail),
     )
     emitter.launch(layer, kernel, [*pointers, *emitter.operand_args(tail), outer, depth, inner], items, local, "hierarchical")
-

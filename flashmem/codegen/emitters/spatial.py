@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
+from flashmem.program import Arg
 
 
 def emit_pool(emitter: Emitter, layer: Layer) -> None:
+    """MaxPool and AveragePool."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
-    batch, height, width, columns = x.shape
+    _, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
     vector = emitter.vector_for(columns)
     items = (-(-columns // vector), rows)
@@ -27,11 +30,12 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
         **emitter.vectors(vector),
     )
     window = [*node.attributes["kernel"], *node.attributes["strides"], *node.attributes["dilations"], *node.attributes["pads"]]
-    args = [emitter.operand(x), emitter.tensor(y), rows, height, width, columns, *y.shape[1:3], *window]
+    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), rows, height, width, columns, *y.shape[1:3], *window]
     emitter.launch(layer, kernel, args, items, local, "elemental")
 
 
 def emit_resize(emitter: Emitter, layer: Layer) -> None:
+    """Resize, from tables of taps made here."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
     _, height, width, columns = x.shape
@@ -44,10 +48,8 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
     vector = emitter.vector_for(columns)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel(
-        "resize", taps=at.shape[1], attributes=emitter.attributes(local), **emitter.vectors(vector)
-    )
-    args = [emitter.operand(x), emitter.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
+    kernel = emitter.kernels.kernel("resize", taps=at.shape[1], attributes=emitter.attributes(local), **emitter.vectors(vector))
+    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
     emitter.launch(layer, kernel, args, items, local, "elemental")
 
 
@@ -74,13 +76,13 @@ def resize_taps(
         at = (place + 0.5) / scale - 0.5
     mode = attributes.get("mode", "nearest")
     if mode == "nearest":
-        rounding = {
+        roundings: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
             "round_prefer_floor": lambda v: np.ceil(v - 0.5),
             "round_prefer_ceil": lambda v: np.floor(v + 0.5),
             "floor": np.floor,
             "ceil": np.ceil,
-        }[str(attributes.get("nearest_mode", "round_prefer_floor"))]
-        chosen = rounding(at).clip(0, size - 1)
+        }
+        chosen = roundings[str(attributes.get("nearest_mode", "round_prefer_floor"))](at).clip(0, size - 1)
         return chosen.astype(np.int32)[:, None], np.ones((out_size, 1), np.float32)
     base = np.floor(at)
     ratio = at - base

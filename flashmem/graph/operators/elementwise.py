@@ -24,16 +24,20 @@ class VectorType:
 
     @property
     def float_(self) -> str:
+        """Its float type."""
         return f"float{self.width}" if self.width > 1 else "float"
 
     @property
     def int_(self) -> str:
+        """Its int type."""
         return f"int{self.width}" if self.width > 1 else "int"
 
     def of(self, dtype: str) -> str:
+        """Its type for a tensor of `dtype`."""
         return self.float_ if dtype == "float32" else self.int_
 
     def float_literal(self, value: float) -> str:
+        """`value` in every element."""
         return f"(({self.float_})({_literal(value)}))"
 
 
@@ -178,9 +182,7 @@ ELEMENTWISE: dict[str, Emit] = {
     "Greater": _compare(">"),
     "GreaterOrEqual": _compare(">="),
     "HardSigmoid": _hard_sigmoid,
-    "HardSwish": lambda n, x, v: (
-        f"{x[0]} * clamp({x[0]} * {v.float_literal(1 / 6)} + {v.float_literal(0.5)}, {v.float_literal(0)}, {v.float_literal(1)})"
-    ),
+    "HardSwish": lambda n, x, v: f"{x[0]} * clamp({x[0]} * {v.float_literal(1 / 6)} + 0.5f, 0.0f, 1.0f)",
     "Identity": lambda n, x, v: x[0],
     "IsNaN": lambda n, x, v: f"(isnan({x[0]}) & 1)",
     "LeakyRelu": _leaky,

@@ -1,0 +1,188 @@
+"""The offline road: model.onnx in, bundle out (docs/architecture.md draws it)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import flashmem
+from flashmem.bundle import Bundle, BundleWriter
+from flashmem.codegen.program import generate
+from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, load_descriptor
+from flashmem.errors import MissingFileError, UserError
+from flashmem.graph.fusion import fuse
+from flashmem.graph.layout import assign_layouts
+from flashmem.graph.normalize import normalize
+from flashmem.graph.onnx_external import model_files
+from flashmem.graph.onnx_import import import_model
+from flashmem.graph.onnx_mapped import load_mapped
+from flashmem.graph.operators import why_unsupported
+from flashmem.paths import cache_folder
+from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.plan import Objective, OverlapPlan
+from flashmem.planning.planner import Limits, make_plan
+from flashmem.program import MemoryPath, Program
+from flashmem.units import parse_size
+
+Progress = Callable[[str, float], None]
+
+SLICE_BYTES = 4 << 20
+"""Largest slice: a few of them in flight keep a disk busy, and the smallest budget is not much more than two."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, resolved: sizes in bytes, the device as data."""
+
+    descriptor: DeviceDescriptor
+    mode: TransferMode
+    limits: Limits
+    precision: Literal["fp32", "fp16"] = "fp32"
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def compile(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    device: str = "auto",
+    budget: int | str | None = None,
+    m_peak: int | str | None = None,
+    lambda_: float = 0.9,
+    chunk: int | str = "1MiB",
+    precision: Literal["fp32", "fp16"] = "fp32",
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    preload: Sequence[str] = (),
+    memory_path: MemoryPath | Literal["auto"] = "auto",
+    mode: TransferMode | Literal["auto"] = "auto",
+    objective: Objective | Literal["auto"] = "auto",
+    progress: Progress | None = None,
+) -> Bundle:
+    """Compile `model` into a bundle that runs within `budget` bytes on `device`.
+
+    Args:
+        model: an ONNX file.
+        output: the bundle's folder (`model.flashmem`); None keeps it in the user's cache, where an equal call finds it again.
+        device: "auto", part of the name of a device that is here, or the name or file of a descriptor.
+        budget: most bytes flashmem may hold on the device and in host staging together; None for no limit.
+        m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
+        lambda_: the paper's weight of W against loading distance.
+        chunk: S, the unit of transfer.
+        precision: how weights are stored; arithmetic is fp32.
+        shapes: sizes for open dimensions, by input.
+        preload: weights that must be resident from the start.
+        memory_path: where weights are read from; "auto" takes the device's first.
+        mode: how weights travel; "auto" takes the first the device has on that path.
+        objective: "latency" (default unless `m_peak` is given) or "paper".
+        progress: called with a stage and the fraction done.
+
+    Raises:
+        UserError: anything in the model or the arguments that has to be changed, a budget too small among it.
+    """
+    told: Progress = progress or (lambda stage, fraction: None)
+    model = Path(model)
+    if not model.is_file():
+        raise MissingFileError(f"model {model} does not exist; name an ONNX file")
+    descriptor = _describe(device)
+    if memory_path != "auto":
+        descriptor = descriptor.on_path(memory_path)
+    options = Options(
+        descriptor,
+        _mode(descriptor, mode),
+        Limits(
+            budget=None if budget is None else parse_size(budget, what="budget"),
+            m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
+            chunk=parse_size(chunk, what="chunk"),
+            lambda_=lambda_,
+            objective=objective,
+            preload=tuple(preload),
+        ),
+        precision,
+        dict(shapes or {}),
+    )
+    if output is not None:
+        return _compile(model, Path(output), options, told)
+    cached = cache_folder("bundles") / f"{model.stem}-{_key(model, options)}.flashmem"
+    return Bundle.open(cached) if cached.is_dir() else _compile(model, cached, options, told)
+
+
+def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
+    told("import", 0.0)
+    graph = import_model(model, options.shapes, why_unsupported)
+    graph = assign_layouts(normalize(graph))
+    layers = fuse(graph)
+    total, packed = sum(value.size for value in graph.constants()) or 1, 0
+
+    def on_weight(name: str, nbytes: int) -> None:
+        nonlocal packed
+        packed += nbytes // (2 if options.precision == "fp16" else 4)
+        told("pack weights", min(1.0, packed / total))
+
+    with BundleWriter(output) as bundle:
+        program, source = generate(
+            graph,
+            layers,
+            options.descriptor,
+            bundle,
+            precision=options.precision,
+            slice_bytes=SLICE_BYTES,
+            on_weight=on_weight,
+        )
+        told("plan", 0.0)
+        plan = plan_program(program, options)
+        told("plan", 1.0)
+        bundle.commit(program, source, plan, options.descriptor, _about(model, options))
+    return Bundle.open(output)
+
+
+def plan_program(program: Program, options: Options) -> OverlapPlan:
+    """The overlap plan, with the layouts of every transfer mode that the device has on the program's memory path."""
+    plan = make_plan(program, options.descriptor, options.mode, options.limits)
+    modes = options.descriptor.modes[program.memory_path]
+    return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
+
+
+def _describe(device: str) -> DeviceDescriptor:
+    """The descriptor of a device that is here, or one that was written down."""
+    from flashmem.device import descriptor_names
+    from flashmem.runtime.opencl import descriptor_for, find_device
+
+    if device in descriptor_names() or device.endswith(".toml"):
+        return load_descriptor(device)
+    return descriptor_for(find_device(device))
+
+
+def _mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
+    path = descriptor.memory_paths[0]
+    modes = descriptor.modes[path]
+    if mode == "auto":
+        return modes[0]
+    for known in TRANSFER_MODES:
+        if known == mode and known in modes:
+            return known
+    raise UserError(f"device {descriptor.name} has no transfer mode {mode!r} on the {path} path; it has {', '.join(modes)}")
+
+
+def _about(model: Path, options: Options) -> dict[str, object]:
+    """What the bundle's manifest says of its origin."""
+    return {
+        "model": model.stem,
+        "model_path": str(model.resolve()),
+        "budget_bytes": options.limits.budget,
+        "mode": options.mode,
+        "shapes": {name: list(shape) for name, shape in options.shapes.items()},
+    }
+
+
+def _key(model: Path, options: Options) -> str:
+    """Hash of everything a bundle depends on; of the model's files, where they are, their sizes and times."""
+    files = []
+    for path in model_files(load_mapped(model), model):
+        state = path.stat()
+        files.append((str(path), state.st_size, state.st_mtime_ns))
+    content = json.dumps([flashmem.__version__, files, asdict(options)], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
