@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,11 +128,12 @@ def _drawn_and_kept() -> Image:
 def _show(lines: Sequence[ocr.Line], drawn: Sequence[str]) -> None:
     if not lines:
         out().print("no text found")
-    elif drawn:
-        rows = [(line.text, f"{line.confidence:.0%}", text) for line, text in zip(lines, drawn, strict=False)]
-        print_table(("read", "sure", "drawn"), rows)
-    else:
-        print_table(("read", "sure"), [(line.text, f"{line.confidence:.0%}") for line in lines])
+        return
+    rows = []
+    for line, text in zip_longest(lines, drawn):
+        read, sure = (line.text, f"{line.confidence:.0%}") if line else ("", "")
+        rows.append((read, sure, text or "")[: 3 if drawn else 2])
+    print_table(("read", "sure", "drawn")[: 3 if drawn else 2], rows)
 
 
 def _account(networks: dict[str, Counted], seconds: float) -> None:

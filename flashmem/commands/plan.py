@@ -100,12 +100,14 @@ def _print(bundle: Bundle, rows: list[LayerRow]) -> None:
     plan, console = bundle.plan, out()
     total = sum(weight.nbytes for weight in plan.weights)
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
+    most = max((row.in_flight_bytes for row in rows), default=0)
+    quality = f"objective {plan.objective:.6g} ({plan.objective_kind}), bound {plan.bound:.6g}, gap {plan.gap:.2%}"
     facts = {
         "bundle": f"{bundle.path}, for {bundle.descriptor.name} on the {bundle.program.memory_path} path",
-        "plan": f"{plan.status}, objective {plan.objective:.6g} ({plan.objective_kind}), bound {plan.bound:.6g}, gap {plan.gap:.2%}",
+        "plan": f"{plan.status}, {quality}",
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
-        "in flight": f"{format_size(max((row.in_flight_bytes for row in rows), default=0))} at most, M_peak {format_size(plan.m_peak)}",
+        "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
         "memory": ", ".join(f"{mode} {format_size(layout.total_bytes)}" for mode, layout in plan.layouts.items()),
     }
     if plan.expected_slowdown > 0:
