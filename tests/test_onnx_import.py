@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -476,7 +477,37 @@ def test_truncated_files(name: str, path: Path) -> None:
             import_model(path)
 
 
-def test_an_invalid_model_is_the_users_to_change(path: Path) -> None:
-    onnx.save(make([helper.make_node("Relu", ["nowhere"], ["y"])], {"x": [2]}, ["y"]), path)
-    with pytest.raises(UserError):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda graph: graph.node[0].input.__setitem__(0, "nowhere"),
+            "Mul node 'node' reads 'nowhere', which nothing computes",
+        ),
+        (lambda graph: graph.initializer[0].float_data.append(1), "weight 'c' needs 2 elements, but has 3"),
+        (lambda graph: graph.initializer[0].dims.append(-1), "weight 'c' has a negative dimension"),
+        (
+            lambda graph: setattr(graph.initializer[0], "data_type", 99),
+            "weight 'c' has element type 99, which is not supported",
+        ),
+        (
+            lambda graph: setattr(graph.initializer[0], "data_type", 8),
+            "weight 'c' has element type string, which is not supported",
+        ),
+        (lambda graph: setattr(graph.node[0], "op_type", "Mull"), "Mull is not an ONNX operator"),
+        (lambda graph: graph.node.append(graph.node[0]), "is not a valid ONNX model"),
+    ],
+)
+def test_invalid_models(damage: Callable[[onnx.GraphProto], None], message: str, path: Path) -> None:
+    model = make([helper.make_node("Mul", ["x", "c"], ["y"])], {"x": [2]}, ["y"])
+    model.graph.initializer.append(helper.make_tensor("c", TensorProto.FLOAT, [2], [1, 2]))
+    damage(model.graph)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match=message):
+        import_model(path)
+
+
+def test_names_that_are_not_text(path: Path) -> None:
+    path.write_bytes(relu(path, [2]).read_bytes().replace(b"Relu", b"Re\xffu"))
+    with pytest.raises(UserError, match="a name in it is not text"):
         import_model(path)

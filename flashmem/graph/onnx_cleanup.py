@@ -53,13 +53,14 @@ _REWRITES = rewriter.RewriteRuleSet(
 )
 
 
-def clean_up(model: ir.Model, is_native: Callable[[str], bool]) -> ir.Model:
-    """`model`, whose inputs have static shapes, in its simplest form; constants all initializers.
+def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Model:
+    """The model `proto`, whose inputs have static shapes, in its simplest form; constants all initializers.
 
     Operators that ONNX defines by other operators (Attention, RotaryEmbedding, ...) are replaced by their definition unless
-    `is_native`. May change `model` in place.
+    `is_native`.
     """
     with _quiet():
+        model = ir.from_proto(proto)
         passes.InlinePass()(model)
         _simplify(model)
         wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}

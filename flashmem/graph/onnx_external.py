@@ -121,7 +121,7 @@ def _bytes_needed(tensor: onnx.TensorProto, path: Path) -> int:
     try:
         bits = onnx_ir.DataType(tensor.data_type).bitwidth
     except (TypeError, ValueError):
-        raise UserError(
-            f"{path}: weight {tensor.name!r} has element type {tensor.data_type}, which cannot lie in a file"
-        ) from None
+        known = onnx.TensorProto.DataType.values()
+        kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower() if tensor.data_type in known else tensor.data_type
+        raise UserError(f"{path}: weight {tensor.name!r} has element type {kind}, which is not supported") from None
     return int(math.prod(tensor.dims) * bits + 7) // 8

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
-from flashmem.graph.onnx_external import resolve_external_data
+from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
 from flashmem.graph.operators.elementwise import ELEMENTWISE
@@ -60,9 +60,10 @@ def import_model(
     if proto.graph.sparse_initializer:
         raise UserError(f"{path} has sparse weights, which are not supported: export it with dense ones")
     resolve_external_data(proto, path)
+    check_embedded_data(proto, path)
     bind_shapes(proto, shapes or {}, path)
     try:
-        model = clean_up(ir.from_proto(proto), is_native)
+        model = clean_up(proto, is_native)
     except Exception as error:  # the libraries raise whatever an invalid model makes them trip over
         raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
     return _Importer(model, path, supported).graph()
@@ -83,7 +84,7 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
         return
     by_reason: dict[str, list[str]] = {}
     for name, reason in offenders:
-        by_reason.setdefault(reason, []).append(name)
+        by_reason.setdefault(reason, []).append(_printable(name))
     listed = "; ".join(f"{reason} ({', '.join(names)})" for reason, names in by_reason.items())
     count = "1 node" if len(offenders) == 1 else f"{len(offenders)} nodes"
     raise UnsupportedModelError(f"the model has {count} that flashmem cannot run: {listed}", tuple(offenders))
@@ -144,7 +145,7 @@ class _Importer:
         if self.shapeless or any(_never(node) for node in source):
             _refuse(offenders)
         if self.shapeless:
-            names = ", ".join(sorted(str(value.name) for value in self.shapeless))
+            names = ", ".join(sorted(_printable(str(value.name)) for value in self.shapeless))
             raise UserError(f"{self.path}: no static shape can be inferred for {names}")
         self._check_integers(source)
         outputs = [self._port(value) for value in source.outputs]
@@ -197,7 +198,7 @@ class _Importer:
         return ArrayConstant(np.array(tensor.numpy()))
 
     def _node(self, node: ir.Node) -> tuple[Node, str | None]:
-        inputs = [None if value is None else self._value(value) for value in node.inputs]
+        inputs = [None if value is None else self._read(value, node) for value in node.inputs]
         blameless = all(value not in self.shapeless for value in node.inputs if value is not None)
         named = list(node.outputs)
         while len(named) > 1 and not named[-1].name:
@@ -205,13 +206,18 @@ class _Importer:
         reason = _never(node)
         outputs = [self._value(value) if reason is None else self._unshaped(value) for value in named]
         if reason is None and blameless and any(value in self.shapeless for value in named):
-            reason = f"{_op(node)}, whose output has a shape that depends on data, is not supported"
+            reason = f"{_op(node)} is not supported: the shape of its output depends on data, or its inputs are wrong"
         made = Node(_op(node), self._name(node), inputs, outputs, _attributes(node))
         for output in outputs:
             output.producer = made
         if reason is None and not blameless:
             return made, None
         return made, reason
+
+    def _read(self, value: ir.Value, node: ir.Node) -> Value:
+        if value.producer() is None and not value.is_graph_input() and value.const_value is None:
+            raise UserError(f"{self.path}: {node.op_type} node {node.name!r} reads {value.name!r}, which nothing computes")
+        return self._value(value)
 
     def _unshaped(self, value: ir.Value) -> Value:
         """The output of a node that is refused anyway, of whatever type."""
@@ -240,14 +246,18 @@ class _Importer:
                     )
 
 
+def _printable(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
 def _op(node: ir.Node) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+    return _printable(node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}")
 
 
 def _never(node: ir.Node) -> str | None:
     """Why `node` is beyond what a `Graph` can say, if it is."""
-    if node.domain not in ("", "ai.onnx"):
-        return f"operator {_op(node)} is not an ONNX operator"
+    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
+        return f"{_op(node)} is not an ONNX operator"
     if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
         return f"{node.op_type} (control flow that depends on data) is not supported"
     if "Quantize" in node.op_type or node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):

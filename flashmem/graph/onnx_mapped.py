@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
 from flashmem.errors import MissingFileError, UserError
 
@@ -71,7 +71,23 @@ def load_mapped(path: Path) -> onnx.ModelProto:
         raise UserError(f"{path} is not an ONNX model, or is damaged: it does not parse") from None
     if not model.HasField("graph") or not (model.opset_import or model.functions):
         raise UserError(f"{path} is not an ONNX model, or is truncated: it has no graph or no operator set")
+    if not _is_text(model):
+        raise UserError(f"{path} is not an ONNX model, or is damaged: a name in it is not text")
     return model
+
+
+def _is_text(message: Message) -> bool:
+    """Whether every string in `message` is valid UTF-8; protobuf lets others through, as bytes."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            texts = [value] if isinstance(value, str | bytes) else value
+            if any(isinstance(text, bytes) for text in texts):
+                return False
+        elif field.type == field.TYPE_MESSAGE:
+            inner = [value] if isinstance(value, Message) else value
+            if not all(map(_is_text, inner)):
+                return False
+    return True
 
 
 class _Window:

@@ -43,6 +43,7 @@ def strip(path: Path) -> None:
 
 
 def main() -> None:
+    """Write every export."""
     for target, (name, options) in EXPORTS.items():
         with tempfile.TemporaryDirectory(dir=HERE) as scratch:
             strip(zoo.export(name, scratch, filename=f"{target}.onnx", **options))
