@@ -26,18 +26,16 @@ def read_inputs(path: Path) -> Arrays:
         UserError: not an .npz file, or one that holds Python objects.
     """
     if not path.is_file():
-        raise MissingFileError(f"{path}: no such input file; write one with numpy.savez(path, name=array)")
+        raise MissingFileError(f"{path}: no such input file")
+    how = "write it with numpy.savez(path, name=array)"
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise UserError(f"{path} holds one nameless array; write an .npz file with numpy.savez(path, name=array)")
-            return {name: stored[name] for name in stored.files}
+        stored = np.load(path, allow_pickle=False)
+        if isinstance(stored, np.lib.npyio.NpzFile):
+            with stored:
+                return {name: stored[name] for name in stored.files}
     except (ValueError, zipfile.BadZipFile, EOFError, OSError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"{path} is not a readable .npz file ({error}); write one with numpy.savez(path, name=array)"
-        ) from error
+        raise UserError(f"{path} is not a readable .npz file ({error}); {how}") from error
+    raise UserError(f"{path} holds one nameless array; {how}")
 
 
 def write_outputs(path: Path, names: Sequence[str], arrays: Sequence[NDArray[Any]]) -> None:
