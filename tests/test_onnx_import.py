@@ -412,6 +412,15 @@ def test_external_data_in_a_folder_below_and_through_a_link_inside(path: Path) -
         assert Path(value.constant.path) == path.parent / "below" / "w"
 
 
+def test_a_model_that_is_a_link_brings_its_own_weights(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    weighted(tmp_path / "blobs" / "0123")
+    (tmp_path / "m.onnx").symlink_to("blobs/0123")
+    (value,) = import_model(tmp_path / "m.onnx").constants()
+    assert isinstance(value.constant, FileConstant)
+    np.testing.assert_array_equal(value.constant.array(), np.eye(64))
+
+
 @pytest.mark.parametrize(
     ("location", "entries", "message"),
     [
