@@ -15,8 +15,8 @@ MemoryPath = Literal["buffer", "texture"]
 OperatorClass = Literal["elemental", "reusable", "hierarchical"]
 DeviceDType = Literal["float32", "int32"]
 
-TENSOR_ALIGNMENT = 256
-"""Arena and constant offsets: sub-buffer alignment of every known device (CL_DEVICE_MEM_BASE_ADDR_ALIGN <= 2048 bits)."""
+TENSOR_ALIGNMENT = 512
+"""Arena and constant offsets: sub-buffer alignment of every known device (CL_DEVICE_MEM_BASE_ADDR_ALIGN; NVIDIA: 4096 bits)."""
 
 SLICE_ALIGNMENT = 4096
 """Slices start on pages of the weight file, so that each can be mapped, populated and dropped on its own."""
@@ -173,9 +173,22 @@ class Program:
 
 
 def fixed_bytes(program: Program) -> int:
-    """What a session holds whatever the plan: activations, constants, and the arrays that it hands back."""
-    outputs = sum(math.prod(port.shape) * _ITEMSIZE.get(port.dtype, 8) for port in program.outputs)
-    return program.arena_bytes + program.constants_bytes + outputs
+    """What a session holds whatever the plan: activations, constants, the arrays that it hands back, and host scratch."""
+    return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
+
+
+def output_bytes(program: Program) -> int:
+    """The arrays that a run hands back."""
+    return sum(math.prod(port.shape) * _ITEMSIZE.get(port.dtype, 8) for port in program.outputs)
+
+
+def scratch_bytes(program: Program) -> int:
+    """The largest host array a run needs beside the user's: an input or output in another dtype, or gathered table rows."""
+    shapes = {tensor.name: tensor.shape for tensor in program.tensors}
+    ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype not in ("float32", "int32")]
+    converted = [4 * math.prod(port.shape) for port in ports]
+    gathered = [4 * math.prod(shapes[g.tensor]) + (g.columns - 1) * g.column_stride + 4 * g.panel for g in program.row_gathers]
+    return max(converted + gathered, default=0)
 
 
 _ITEMSIZE = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "int16": 2, "uint16": 2, "float32": 4, "int32": 4}
