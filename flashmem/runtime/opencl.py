@@ -157,10 +157,10 @@ class Queue:
         with _explained("enqueue a marker"):
             return cl.enqueue_marker(self.handle)
 
-    def write(self, buffer: Memory, data: Bytes) -> None:
-        """Copy host memory into a buffer, and wait."""
+    def write(self, buffer: Memory, data: NDArray[Any], *, offset: int = 0) -> None:
+        """Copy contiguous host memory into a buffer, `offset` bytes into it, and wait."""
         with _explained("write to a buffer"):
-            cl._cl._enqueue_write_buffer(self.handle, buffer, data, is_blocking=False).wait()
+            cl._cl._enqueue_write_buffer(self.handle, buffer, data, offset, is_blocking=False).wait()
 
     def read(self, data: NDArray[Any], buffer: Memory) -> None:
         """Copy a buffer into a contiguous host array, and wait."""

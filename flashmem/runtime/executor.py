@@ -1,0 +1,177 @@
+"""The executor: layers in order on one queue, each as soon as its slices are there, a bounded number of them ahead.
+
+Everything is set up when the session is made: one kernel object a launch with its arguments set. A run only waits and launches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from flashmem.errors import RunError
+from flashmem.program import Arg, Launch
+from flashmem.program import Program as BundleProgram
+from flashmem.runtime.lanes import COPY_ITEMS, LayerMoves, Move
+from flashmem.runtime.loader import LoaderRun, Span
+from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Program, Queue, event_seconds, wait
+
+LAYERS_AHEAD = 8
+"""Layers enqueued and not known to be done: enough to keep the device busy, few enough that gates open in time."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One kernel launch, ready to be enqueued."""
+
+    kernel: Kernel
+    global_size: tuple[int, ...]
+    local_size: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer: wait for `needs` (slices), then enqueue `commands`."""
+
+    name: str
+    commands: tuple[Command, ...]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What kernel arguments refer to."""
+
+    context: Context
+    arena: Memory
+    constants: Memory | None
+    weights: Mapping[str, Memory]
+    staged: Mapping[str, Memory]
+
+
+def make_steps(
+    program: BundleProgram,
+    needs: Mapping[int, tuple[str, ...]],
+    moves: Mapping[int, LayerMoves],
+    resources: Resources,
+    plain: Program,
+    lane: Program | None,
+) -> list[Step]:
+    """The layers of `program`. Layers in `moves` take their kernels from `lane`, all others from `plain`.
+
+    Raises:
+        RunError: a kernel is missing, or takes other arguments.
+    """
+    binder = _Binder(program, resources)
+    steps = []
+    for layer, launch in enumerate(program.launches, start=1):
+        arguments = [binder.bind(arg) for arg in launch.args]
+        moving = moves.get(layer)
+        commands = []
+        if moving is None or moving.riding is None:
+            commands.append(_command(plain, launch, arguments))
+        else:
+            assert lane is not None
+            commands.append(_command(lane, launch, [*arguments, *_lane(moving.riding, resources)]))
+        for move in moving.separate if moving else ():
+            assert lane is not None
+            kernel = lane.kernel(move.copier, _lane(move, resources))
+            commands.append(Command(kernel, (COPY_ITEMS,), None))
+        steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
+    return steps
+
+
+def _command(program: Program, launch: Launch, arguments: Sequence[Any]) -> Command:
+    return Command(program.kernel(launch.kernel, arguments), launch.global_size, launch.local_size)
+
+
+def _lane(move: Move, resources: Resources) -> list[Any]:
+    numbers = [np.int32(n) for n in (move.first, move.count, move.width, move.pitch)]
+    return [resources.staged[move.part.name], resources.weights[move.part.name], *numbers]
+
+
+class _Binder:
+    """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers, each made once."""
+
+    def __init__(self, program: BundleProgram, resources: Resources) -> None:
+        self._tensors = {tensor.name: tensor for tensor in program.tensors}
+        self._resources = resources
+        self._made: dict[tuple[str, Any, int], Memory] = {}
+
+    def bind(self, arg: Arg) -> Any:
+        if arg.kind == "int":
+            return np.int32(arg.value)
+        if arg.kind == "float":
+            return np.float32(arg.value)
+        if arg.kind == "slice":
+            return self._resources.weights[str(arg.value)]
+        key = (arg.kind, arg.value, arg.nbytes)
+        if key not in self._made:
+            self._made[key] = self._sub_buffer(arg)
+        return self._made[key]
+
+    def _sub_buffer(self, arg: Arg) -> Memory:
+        if arg.kind == "tensor":
+            tensor = self._tensors[str(arg.value)]
+            return self._resources.context.sub_buffer(self._resources.arena, tensor.offset, tensor.nbytes)
+        return self._resources.context.sub_buffer(self._resources.constants, int(arg.value), arg.nbytes)
+
+
+class Executor:
+    """Plays the steps. `queue` is in order; with profiling, `trace` gets each layer's span."""
+
+    def __init__(self, queue: Queue, steps: Sequence[Step]) -> None:
+        self._queue = queue
+        self._steps = steps
+
+    def run(self, loader: LoaderRun | None, trace: list[Span] | None = None) -> None:
+        """Run all layers; `loader` brings in what they need (None: everything is resident).
+
+        Returns when the last layer is done. Raises RunError when a load or a launch fails; layers may then still be running.
+        """
+        launch = self._queue.launch
+        flying: deque[tuple[int, Event]] = deque()
+        traced: list[tuple[str, Event, Event]] = []
+
+        def retire() -> None:
+            layer, event = flying.popleft()
+            wait(event)
+            if loader is not None:
+                loader.layer_done(layer)
+
+        for layer, step in enumerate(self._steps, start=1):
+            if loader is not None and step.needs:
+                loaded = loader.loaded
+                for name in step.needs:
+                    if not loaded.get(name, True):
+                        while flying:  # what the load waits for may be the end of a layer
+                            retire()
+                        loader.wait(name)
+            events = [launch(c.kernel, c.global_size, c.local_size) for c in step.commands]
+            if trace is not None:
+                traced.append((step.name, events[0], events[-1]))
+            flying.append((layer, events[-1]))
+            if len(flying) > LAYERS_AHEAD:
+                retire()
+        while flying:
+            retire()
+        if trace is not None:
+            trace.extend(self._spans(traced))
+
+    def _spans(self, traced: Sequence[tuple[str, Event, Event]]) -> list[Span]:
+        """Device times on the host's clock: a marker that completes now tells how far the two clocks are apart."""
+        marker = self._queue.marker()
+        wait(marker)
+        apart = perf_counter() - event_seconds(marker)[1]
+        return [Span(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart) for name, first, last in traced]
+
+    def drain(self) -> None:
+        """After a failure: wait for what is still running, as far as the device allows."""
+        try:
+            self._queue.finish()
+        except RunError:  # a lost device has nothing left to wait for
+            return

@@ -1,0 +1,78 @@
+"""Stream lanes: the plan's x_{w,l} turned into what kernels are told (transfer mode `interleave`; FlashMem section 4.4).
+
+A lane moves units of one slice from staging to its home: texels of an image, or 16-byte words of a plain buffer. Six arguments
+describe it, last in every kernel of the lane source: lane_src, lane_dst, lane_first, lane_count, lane_width, lane_pitch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashmem.planning.plan import OverlapPlan, PlannedWeight
+from flashmem.program import Slice
+from flashmem.runtime.opencl import TEXEL_BYTES
+from flashmem.runtime.transfer import WORD, file_bytes, whole_words
+
+COPY_IMAGE, COPY_BUFFER = "lane_copy_image", "lane_copy_buffer"
+"""Kernels of the lane source that move and do nothing else."""
+
+COPY_ITEMS = 1024
+"""Work-items of such a kernel."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Units `first` to `first + count` - 1 of `part`. `width` and `pitch` count texels; both are 0 for words."""
+
+    part: Slice
+    first: int
+    count: int
+    width: int
+    pitch: int
+
+    @property
+    def copier(self) -> str:
+        """The kernel that makes this move on its own."""
+        return COPY_IMAGE if self.width else COPY_BUFFER
+
+
+@dataclass(frozen=True)
+class LayerMoves:
+    """What moves while one layer computes: in the kernel's own lane, and by launches of their own."""
+
+    riding: Move | None
+    separate: tuple[Move, ...]
+
+
+def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool) -> dict[int, LayerMoves]:
+    """The moves of each layer that has any. `texture`: kernels' lanes write images, so a plain buffer cannot ride along."""
+    by_layer: dict[int, list[Move]] = {}
+    for weight in plan.weights:
+        for layer, move in _moves(weight, slices[weight.name]):
+            by_layer.setdefault(layer, []).append(move)
+    result = {}
+    for layer, moves in by_layer.items():
+        riding = next((move for move in moves if bool(move.width) == texture), None)
+        result[layer] = LayerMoves(riding, tuple(move for move in moves if move is not riding))
+    return result
+
+
+def _moves(weight: PlannedWeight, part: Slice) -> list[tuple[int, Move]]:
+    """The chunks of each layer as units: consecutive, and together the whole slice."""
+    width, pitch, units = _geometry(part)
+    moves, chunks = [], 0
+    for layer, count in weight.moves:
+        first = units * chunks // weight.chunks
+        chunks += count
+        after = units * chunks // weight.chunks
+        if after > first:
+            moves.append((layer, Move(part, first, after - first, width, pitch)))
+    return moves
+
+
+def _geometry(part: Slice) -> tuple[int, int, int]:
+    """Width and pitch in texels (0 for words), and the number of units."""
+    if part.is_image:
+        return part.width, part.row_pitch // TEXEL_BYTES[part.channel], part.width * part.height
+    return 0, 0, whole_words(file_bytes(part)) // WORD

@@ -1,0 +1,185 @@
+"""Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
+
+A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of (z_w, i_w); the load of w may
+start once layer z_w - 1 is done, and not before everything freed by then has been let go, so that no two slices are ever
+resident that the plan kept apart.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flashmem.errors import RunError
+from flashmem.planning.plan import OverlapPlan
+from flashmem.program import Slice
+from flashmem.runtime.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Load:
+    """One slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
+
+    part: Slice
+    gate: int = 0
+    preload: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`."""
+
+    name: str
+    start: float
+    end: float
+
+
+def planned_loads(plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bool) -> tuple[Load, ...]:
+    """The loads of a run in the order of (z_w, i_w), W among them (as from layer 1 on) if `preload`."""
+    chosen = [w for w in plan.weights if preload or not w.preload]
+    chosen.sort(key=lambda w: (max(w.load_layer, 1), w.first_use))
+    return tuple(Load(slices[w.name], max(w.load_layer, 1) - 1, w.preload) for w in chosen)
+
+
+def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:
+    """The streamed slices that are let go when a layer is done."""
+    frees: dict[int, tuple[Slice, ...]] = {}
+    for w in plan.weights:
+        if not w.preload:
+            frees[w.last_use] = (*frees.get(w.last_use, ()), slices[w.name])
+    return frees
+
+
+class LoaderRun:
+    """Threads at work on one sequence of loads. Call `layer_done` for every layer, `wait` before using, `stop` at the end."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        loads: Sequence[Load],
+        frees: Mapping[int, Sequence[Slice]],
+        *,
+        threads: int,
+    ) -> None:
+        self.loaded = {load.part.name: False for load in loads}
+        self.spans: list[Span] = []
+        self._transfer = transfer
+        self._loads = loads
+        self._frees = frees if transfer.frees else {}
+        self._wakes = {load.gate for load in loads} | set(self._frees)
+        self._changed = threading.Condition()
+        self._next = 0
+        self._expected = 0
+        self._done = 0  # layers that are done
+        self._to_free: list[Slice] = []
+        self._freeing = 0
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._ahead = threads
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"flashmem-loader-{number}", daemon=True)
+            for number in range(min(threads, len(loads)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def layer_done(self, layer: int) -> None:
+        """Layer `layer` and all before it are done: frees what it used last, and opens the gates behind it."""
+        if layer not in self._wakes:
+            return
+        with self._changed:
+            self._done = layer
+            self._to_free.extend(self._frees.get(layer, ()))
+            self._changed.notify_all()
+
+    def wait(self, name: str) -> None:
+        """Return once slice `name` is loaded.
+
+        Raises:
+            RunError: a load failed.
+        """
+        with self._changed:
+            while not self.loaded[name]:
+                if self._failure is not None:
+                    raise _as_run_error(self._failure)
+                self._changed.wait()
+
+    def stop(self) -> None:
+        """End the threads, and let go what is still to be freed. Raises RunError if a load failed."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        while self._to_free:
+            self._transfer.free(self._to_free.pop())
+        if self._failure is not None:
+            raise _as_run_error(self._failure)
+
+    def _work(self, thread: int) -> None:
+        try:
+            while (load := self._take()) is not None:
+                start = time.perf_counter()
+                if load.preload:
+                    self._transfer.preload(load.part, thread)
+                else:
+                    self._transfer.load(load.part, thread)
+                span = Span(load.part.name, start, time.perf_counter())
+                with self._changed:
+                    self.spans.append(span)
+                    self.loaded[load.part.name] = True
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._stopping = True
+                self._changed.notify_all()
+
+    def _take(self) -> Load | None:
+        """The next load whose gate is open; frees on the way. None when the run stops."""
+        while True:
+            with self._changed:
+                while not self._stopping and not self._to_free and not self._is_open(self._next):
+                    self._changed.wait()
+                if self._stopping:
+                    return None
+                frees, self._to_free = self._to_free, []
+                self._freeing += bool(frees)
+                load = None
+                if not frees:
+                    load = self._loads[self._next]
+                    self._next += 1
+                    ahead = self._announce()
+            if load is not None:
+                for part in ahead:
+                    self._transfer.expect(part)
+                return load
+            try:
+                for part in frees:
+                    self._transfer.free(part)
+            finally:
+                with self._changed:
+                    self._freeing -= 1
+                    self._changed.notify_all()
+
+    def _is_open(self, index: int) -> bool:
+        """Whether a load may start: its gate is open, and nothing is just being freed."""
+        return index < len(self._loads) and not self._freeing and self._loads[index].gate <= self._done
+
+    def _announce(self) -> list[Slice]:
+        """The loads up to a few ahead of the one just taken, so that the disk reads on; only behind open gates."""
+        first = max(self._expected, self._next - 1)
+        last = first
+        while last < min(self._next + self._ahead, len(self._loads)) and self._loads[last].gate <= self._done:
+            last += 1
+        self._expected = last
+        return [load.part for load in self._loads[first:last]]
+
+
+def _as_run_error(error: BaseException) -> BaseException:
+    """What the main thread raises for a thread's failure."""
+    if isinstance(error, RunError):
+        return RunError(str(error))
+    return RunError(f"loading weights failed: {type(error).__name__}: {error}")

@@ -1,0 +1,105 @@
+"""Inputs and outputs as the user sees them: checked, converted for the device, and back.
+
+On the device everything is float32 or int32. No cast is silent: an input must have the dtype its port names, integers must fit
+32 bits, and only then are they narrowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from flashmem.program import Port, RowGather
+from flashmem.runtime.weight_file import WeightFile
+
+Array = NDArray[Any]
+
+
+def device_dtype(port: Port) -> np.dtype[Any]:
+    """float32 for floating ports, int32 for all others."""
+    return np.dtype(np.float32 if np.dtype(port.dtype).kind == "f" else np.int32)
+
+
+def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
+    """Raise ValueError unless `inputs` has exactly the ports' names, shapes and dtypes."""
+    names = [port.name for port in ports]
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        raise ValueError(f"input {missing[0]!r} is missing; the model takes: {', '.join(names)}")
+    extra = [name for name in inputs if name not in names]
+    if extra:
+        raise ValueError(f"the model has no input {extra[0]!r}; it takes: {', '.join(names)}")
+    for port in ports:
+        array = inputs[port.name]
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"input {port.name!r} is a {type(array).__name__}; give a numpy array")
+        if array.dtype != np.dtype(port.dtype):
+            raise ValueError(f"input {port.name!r} is {array.dtype}; the model takes {port.dtype}: convert it with astype")
+        if array.shape != port.shape:
+            raise ValueError(f"input {port.name!r} has shape {array.shape}; the model was compiled for {port.shape}")
+
+
+def to_device(port: Port, array: Array) -> Array:
+    """`array` as the device holds it: contiguous float32 or int32; the same memory where it already is.
+
+    Raises:
+        ValueError: an integer that does not fit 32 bits.
+    """
+    target = device_dtype(port)
+    if target.kind == "i" and array.size and array.dtype.kind in "iu" and not np.can_cast(array.dtype, target):
+        lowest, highest = int(array.min()), int(array.max())
+        limits = np.iinfo(np.int32)
+        if lowest < limits.min or highest > limits.max:
+            beyond = highest if highest > limits.max else lowest
+            raise ValueError(f"input {port.name!r} holds {beyond}, which does not fit the device's 32-bit integers")
+    return np.ascontiguousarray(array, target)
+
+
+def from_device(port: Port, array: Array) -> Array:
+    """`array` (float32 or int32) in the port's dtype; the same memory where it is the same."""
+    return array.astype(np.dtype(port.dtype), copy=False)
+
+
+def gather_rows(file: WeightFile, gather: RowGather, indices: Array) -> NDArray[np.float32]:
+    """Rows of a table in the weight file, read from disk: shape `indices.shape` + (columns,), float32.
+
+    Each row (each panel, where the table is packed in panels) is read once however often it is asked for. Negative indices
+    count from the end, as in ONNX.
+
+    Raises:
+        ValueError: an index outside the table.
+        RunError: the file is shorter than it was.
+    """
+    wanted = np.ravel(indices).astype(np.int64)
+    wrapped = np.where(wanted < 0, wanted + gather.rows, wanted)
+    outside = wanted[(wrapped < 0) | (wrapped >= gather.rows)]
+    if outside.size:
+        raise ValueError(f"input {gather.indices!r} holds index {outside[0]}; its table has {gather.rows} rows")
+    result = np.empty((wrapped.size, gather.columns), np.float32)
+    dtype = np.dtype(gather.dtype)
+    span = panel_bytes(gather)
+    panels, group = np.unique(wrapped // gather.panel, return_inverse=True)
+    for panel in panels:
+        file.expect(gather.offset + int(panel) * gather.row_stride, span)
+    scratch = np.empty(span, np.uint8)
+    rows = as_strided(
+        scratch[: dtype.itemsize].view(dtype), (gather.panel, gather.columns), (dtype.itemsize, gather.column_stride)
+    )
+    order = np.argsort(group, kind="stable")
+    ends = np.cumsum(np.bincount(group, minlength=panels.size)) if panels.size else panels
+    first = 0
+    for panel, last in zip(panels, ends, strict=True):
+        file.read_into(scratch, gather.offset + int(panel) * gather.row_stride)
+        places = order[first:last]
+        result[places] = rows[wrapped[places] % gather.panel]
+        first = last
+    return result.reshape(*indices.shape, gather.columns)
+
+
+def panel_bytes(gather: RowGather) -> int:
+    """Bytes from the first element of a panel to the end of its last one: what is read at once."""
+    return (gather.columns - 1) * gather.column_stride + gather.panel * np.dtype(gather.dtype).itemsize
