@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashmem.planning.latency import require_m_peak
-from flashmem.planning.problem import Problem, WeightSpec
-from flashmem.planning.srpt import SrptPlan, srpt
+from flashmem.planning.problem import Problem
+from flashmem.planning.srpt import SrptPlan, offenders, srpt
 
 
 def soft_ceiling(problem: Problem) -> tuple[int, ...]:
@@ -26,35 +26,13 @@ def incremental_preload(
     `preload_limit`: most bytes W may take.
     """
     sizes = {w.name: w.nbytes for w in problem.weights}
-    spent = sum(sizes[name] for name in preload)
-    while True:
-        plan = srpt(problem, preload, ceiling)
-        if plan.feasible:
-            return preload, plan
-        missing, chosen = plan.excess_bytes, set(preload)
-        for w in _offenders(problem, preload, plan):
-            if missing <= 0:
-                break
-            if preload_limit is None or spent + w.nbytes <= preload_limit:
-                chosen.add(w.name)
-                spent += w.nbytes
-                missing -= w.nbytes
-        if len(chosen) == len(preload):
+    while not (plan := srpt(problem, preload, ceiling)).feasible:
+        room = None if preload_limit is None else preload_limit - sum(sizes[name] for name in preload)
+        added = offenders(problem, preload, ceiling, room)
+        if not added:
             return None
-        preload = frozenset(chosen)
-
-
-def _offenders(problem: Problem, preload: frozenset[str], plan: SrptPlan) -> list[WeightSpec]:
-    """Weights in flight at the layer where `plan` failed, heaviest first."""
-    layer = plan.failed_layer
-
-    def in_flight(w: WeightSpec) -> bool:
-        if w.first_use > layer:
-            return sum(chunks for _, chunks in plan.moves[w.name]) < problem.chunks(w)
-        return w.last_use >= layer
-
-    waiting = [w for w in problem.weights if w.name not in preload and in_flight(w)]
-    return sorted(waiting, key=lambda w: (-w.nbytes, w.first_use, w.name))
+        preload |= added
+    return preload, plan
 
 
 def greedy(problem: Problem, preload: frozenset[str]) -> SrptPlan:

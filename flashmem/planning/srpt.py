@@ -12,6 +12,7 @@ their capacity, up to a ceiling, where that costs least.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from flashmem.planning.problem import Problem, WeightSpec
 _SENSITIVITY = {"elemental": 1.0, "reusable": 1.0, "hierarchical": 8.0}
 """How much dearer a chunk above capacity is beside an operator of that class (FlashMem Figure 4: hierarchical ones suffer)."""
 
-_SCAN = 128
+_SCAN = 32
 """Layers looked at when a chunk is moved above capacity: those nearest to its use."""
 
 
@@ -30,8 +31,7 @@ _SCAN = 128
 class SrptPlan:
     """Decisions for one W. `load_layers` and `moves` hold the streamed weights; `capacities` are C_l after relaxation.
 
-    `resident_bytes[l - 1]` is in flight at layer l. A plan that is not `feasible` stopped at `failed_layer` with
-    `excess_bytes` too many in flight there, or at layer 0 with so many bytes that no layer was left to move.
+    `resident_bytes[l - 1]` is in flight at layer l. Where a plan is not `feasible`, decisions are missing.
     """
 
     load_layers: dict[str, int]
@@ -39,8 +39,6 @@ class SrptPlan:
     capacities: tuple[int, ...]
     resident_bytes: tuple[int, ...]
     feasible: bool
-    failed_layer: int = 0
-    excess_bytes: int = 0
 
     def distance(self, problem: Problem) -> int:
         """Sum of i_w - z_w over the streamed weights."""
@@ -50,7 +48,7 @@ class SrptPlan:
 def srpt(problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None = None) -> SrptPlan:
     """Plan all weights outside `preload`. `ceiling[l - 1]` is the most C_l may be raised to; without it no C_l is raised."""
     walk = _Walk(problem, preload, ceiling)
-    failed_layer, excess = walk.run()
+    excess = walk.run()
     moves = {w.name: tuple(sorted(walk.moved[w.name].items())) for w in walk.streamed}
     used = [0] * len(problem.layers)
     for parts in moves.values():
@@ -62,9 +60,20 @@ def srpt(problem: Problem, preload: Collection[str], ceiling: Sequence[int] | No
         capacities=tuple(max(spec.capacity, n) for spec, n in zip(problem.layers, used, strict=True)),
         resident_bytes=_resident(problem, walk.streamed, moves),
         feasible=excess == 0,
-        failed_layer=failed_layer,
-        excess_bytes=excess,
     )
+
+
+def offenders(
+    problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None = None, room: int | None = None
+) -> frozenset[str]:
+    """Weights to preload besides `preload` so that the walk gets through: the heaviest in flight wherever it would stop.
+
+    `room`: most bytes they may take; with too little of it they do not suffice.
+    """
+    walk = _Walk(problem, preload, ceiling)
+    walk.room = sum(w.nbytes for w in walk.streamed) if room is None else room
+    walk.run()
+    return frozenset(walk.evicted)
 
 
 def _resident(
@@ -88,40 +97,66 @@ class _Walk:
         self.chunk = problem.chunk_bytes
         self.m_peak = problem.m_peak
         self.ceiling = ceiling
+        self.weight_above = [_SENSITIVITY[spec.operator_class] / max(spec.seconds, 1e-9) for spec in problem.layers]
         self.streamed = [w for w in problem.weights if w.name not in preload]
         self.chunks = [problem.chunks(w) for w in self.streamed]
         self.moved: dict[str, dict[int, int]] = {w.name: {} for w in self.streamed}
         self.used = [0] * (len(problem.layers) + 1)
         self.pending: list[tuple[int, bool, int, int]] = []
         self.pending_bytes = 0
+        self.in_use: set[int] = set()  # first used at this layer or before, last used at it or after
+        self.room = 0  # bytes that may be evicted to W
+        self.evicted: list[str] = []
 
-    def run(self) -> tuple[int, int]:
-        """(0, 0), or where it failed and by how many bytes."""
+    def run(self) -> int:
+        """Walk to layer 1; the bytes that were too many where the walk stopped, 0 if it got through."""
         arrivals: defaultdict[int, list[int]] = defaultdict(list)
-        whole = [0] * (len(self.layers) + 3)  # change of the bytes held by weights already used, by layer
+        last_uses: defaultdict[int, list[int]] = defaultdict(list)
         for index, w in enumerate(self.streamed):
             arrivals[w.first_use].append(index)
-            whole[w.last_use] += w.nbytes
-            whole[w.first_use - 1] -= w.nbytes
-        held = 0
+            last_uses[w.last_use].append(index)
         for layer in range(len(self.layers), 0, -1):
-            held += whole[layer]
-            new = arrivals[layer + 1]
-            fixed = held + sum(self.streamed[index].nbytes for index in new)
-            excess = fixed + self.pending_bytes - self.m_peak
+            self.in_use.update(last_uses[layer])
+            new = [index for index in arrivals[layer + 1] if index in self.in_use]
+            excess = self.pending_bytes + sum(self.streamed[index].nbytes for index in self.in_use) - self.m_peak
             if excess > 0 and self.ceiling is not None:
                 excess = self._move_above_capacity(layer + 1, excess)
             if excess > 0:
-                return layer, excess
+                excess = self._evict(excess)
+            if excess > 0:
+                return excess
             for index in new:
-                self._release(index)
+                if index in self.in_use:
+                    self._release(index)
             self._serve(layer)
         if self.pending and self.ceiling is not None:
             self._move_above_capacity(1, self.pending_bytes)
-        at_start = self.pending_bytes + sum(self.streamed[index].nbytes for index in arrivals[1])
-        return 0, at_start
+        excess = self.pending_bytes + sum(self.streamed[index].nbytes for index in arrivals[1])
+        return self._evict(excess) if excess else 0
+
+    def _evict(self, excess: int) -> int:
+        """Send the heaviest in flight to W until `excess` bytes are gone; what is left of `excess`."""
+        in_flight = {index: self._bytes(index, remaining) for remaining, _, _, index in self.pending}
+        in_flight.update({index: self.streamed[index].nbytes for index in self.in_use})
+        for index in sorted(in_flight, key=lambda index: (-in_flight[index], index)):
+            w = self.streamed[index]
+            if excess > 0 and w.nbytes <= self.room:
+                self.room -= w.nbytes
+                self.evicted.append(w.name)
+                excess -= in_flight[index]
+                if index in self.in_use:
+                    self.in_use.remove(index)
+                else:
+                    self.pending_bytes -= in_flight[index]
+                    self.pending = [entry for entry in self.pending if entry[3] != index]
+        heapq.heapify(self.pending)
+        return max(0, excess)
+
+    def _bytes(self, index: int, remaining: int) -> int:
+        return min(self.streamed[index].nbytes, remaining * self.chunk)
 
     def _release(self, index: int) -> None:
+        self.in_use.remove(index)
         nbytes = self.streamed[index].nbytes
         heapq.heappush(self.pending, (self.chunks[index], True, -nbytes, index))
         self.pending_bytes += nbytes
@@ -141,13 +176,14 @@ class _Walk:
         parts = self.moved[w.name]
         parts[layer] = parts.get(layer, 0) + taken
         self.used[layer] += taken
-        self.pending_bytes -= min(w.nbytes, remaining * self.chunk) - min(w.nbytes, (remaining - taken) * self.chunk)
+        self.pending_bytes -= self._bytes(index, remaining) - self._bytes(index, remaining - taken)
 
     def _move_above_capacity(self, earliest: int, excess: int) -> int:
         """Move pending chunks, fewest remaining first, to layers from `earliest` on until `excess` bytes are gone.
 
         A weight that still waits here found every layer up to its use full, so whatever is moved there is above capacity.
         """
+        assert self.ceiling is not None
         target = self.pending_bytes - excess
         waiting = sorted(self.pending)
         self.pending = []
@@ -159,7 +195,7 @@ class _Walk:
                 if layer is None:
                     break
                 wanted = -(-(self.pending_bytes - target) // self.chunk)
-                taken = min(left, wanted, max(1, left // 16), self._room(layer))
+                taken = min(left, wanted, max(1, left // 8), self.ceiling[layer - 1] - self.used[layer])
                 self._take(index, left, taken, layer)
                 left -= taken
             if left:
@@ -167,17 +203,14 @@ class _Walk:
         heapq.heapify(self.pending)
         return max(0, self.pending_bytes - target)
 
-    def _room(self, layer: int) -> int:
-        assert self.ceiling is not None
-        return self.ceiling[layer - 1] - self.used[layer]
-
     def _cheapest(self, first: int, last: int) -> int | None:
         """The layer where one more chunk above capacity weighs least against the layer's own latency; the latest of equals."""
-
-        def cost(layer: int) -> float:
-            spec = self.layers[layer - 1]
-            above = max(0, self.used[layer] + 1 - spec.capacity)
-            return above * _SENSITIVITY[spec.operator_class] / max(spec.seconds, 1e-9)
-
-        candidates = [layer for layer in range(last, max(first, last - _SCAN + 1) - 1, -1) if self._room(layer) > 0]
-        return min(candidates, key=cost, default=None)
+        assert self.ceiling is not None
+        best, least = None, math.inf
+        for layer in range(last, max(first, last - _SCAN + 1) - 1, -1):
+            used = self.used[layer]
+            if used < self.ceiling[layer - 1]:
+                cost = (used + 1 - self.layers[layer - 1].capacity) * self.weight_above[layer - 1]
+                if cost < least:
+                    best, least = layer, cost
+        return best

@@ -1,0 +1,261 @@
+"""The models behind LC-OPG: the choice of W over a window of layers, its linear relaxation, and the full model over x, z and W."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ortools.linear_solver import pywraplp
+from ortools.sat.python import cp_model
+
+from flashmem.planning.paper import Decision, PaperProblem
+from flashmem.planning.problem import Problem, WeightSpec
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes are counted in units that keep the model's numbers small; rounding sizes down keeps it a relaxation."""
+
+    nbytes: int
+    m_peak: int
+    chunk: int
+    size: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, problem: Problem, weights: list[WeightSpec]) -> Unit:
+        """The unit for a model of `weights`."""
+        unit = math.gcd(problem.chunk_bytes, *(w.nbytes for w in weights))
+        unit = max(unit, problem.chunk_bytes // 64, 1)
+        exact = problem.chunk_bytes % unit == 0 and all(w.nbytes % unit == 0 for w in weights)
+        m_peak = problem.m_peak // unit if exact else -(-problem.m_peak // unit)
+        return cls(unit, m_peak, -(-problem.chunk_bytes // unit), {w.name: w.nbytes // unit for w in weights})
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One layer of the choice model: weights used at the next one, chunks that one serves, and the variables B_l, R_l, n_l."""
+
+    new: list[str]
+    served: int
+    largest: int
+    waits: list[str]
+    chunks: cp_model.IntVar
+    nbytes: cp_model.IntVar
+    count: cp_model.IntVar
+
+
+class Window:
+    """Which weights to preload: p_w, and by layer the chunks B_l, bytes R_l and weights n_l that must still be pending.
+
+    B_l and R_l follow the recurrence of the backward walk, in whole chunks and in true bytes; both are lower bounds of what any
+    plan holds. n_l, whose sum is the sum of loading distances, is at least B_l over the largest weight, and counts w for the
+    distance it would need if it were alone. Covers layers `first` to `last` and the weights moved at the latest there;
+    `carry` is what is pending from the layers after them, in chunks and in units of bytes; `room` is the most bytes that W may
+    take here.
+    """
+
+    def __init__(
+        self,
+        paper: PaperProblem,
+        alone: Mapping[str, int],
+        first: int,
+        last: int,
+        carry: tuple[int, int] = (0, 0),
+        room: int | None = None,
+    ) -> None:
+        problem = paper.problem
+        weights = [w for w in problem.weights if w.name in alone and first <= w.first_use - 1 <= last]
+        self.model = model = cp_model.CpModel()
+        self.chosen = {w.name: model.new_bool_var(f"p {w.name}") for w in weights}
+        unit = Unit.of(problem, [w for w in problem.weights if w.name in alone])
+        arrivals: defaultdict[int, list[str]] = defaultdict(list)
+        held: defaultdict[int, list[str]] = defaultdict(list)
+        waits: defaultdict[int, list[str]] = defaultdict(list)
+        for w in weights:
+            arrivals[w.first_use - 1].append(w.name)
+            for layer in range(w.first_use, min(w.last_use, last) + 1):
+                held[layer].append(w.name)
+            for layer in range(max(first, w.first_use - alone[w.name]), w.first_use):
+                waits[layer].append(w.name)
+
+        most_chunks = carry[0] + sum(paper.chunks[w.name] for w in weights)
+        chunks_above, bytes_above = (cp_model.LinearExpr.constant(pending) for pending in carry)
+        one = dict.fromkeys(self.chosen, 1)
+        largest = max((paper.chunks[w.name] for w in problem.weights if w.first_use > last and w.name in alone), default=1)
+        counts: list[cp_model.IntVar] = []
+        self.carry, self.unit, self.paper = carry, unit, paper
+        self.rows: list[_Row] = []
+        for layer in range(last, first - 1, -1):
+            new = arrivals[layer]
+            largest = max([largest, *(paper.chunks[name] for name in new)])
+            served = problem.layers[layer].capacity if layer < len(problem.layers) else 0
+            chunks = model.new_int_var(0, most_chunks, f"B {layer}")
+            model.add(chunks >= self._streamed(new, paper.chunks))
+            model.add(chunks >= self._streamed(new, paper.chunks) + chunks_above - served)
+            nbytes = model.new_int_var(0, unit.m_peak, f"R {layer}")
+            model.add(nbytes >= self._streamed(new, unit.size))
+            model.add(nbytes >= self._streamed(new, unit.size) + bytes_above - served * unit.chunk)
+            if held[layer]:
+                model.add(nbytes + self._streamed(held[layer], unit.size) <= unit.m_peak)
+            count = model.new_int_var(0, len(problem.weights), f"n {layer}")
+            model.add(count * largest >= chunks)
+            if waits[layer]:
+                model.add(count >= self._streamed(waits[layer], one))
+            counts.append(count)
+            self.rows.append(_Row(new, served, largest, waits[layer], chunks, nbytes, count))
+            chunks_above, bytes_above = chunks, nbytes
+        if first == 1:
+            model.add(chunks_above <= problem.layers[0].capacity)
+        if room is not None:
+            model.add(self._preloaded(list(self.chosen), paper.sizes) <= room)
+        cost = paper.preload_cost * self._preloaded(list(self.chosen), paper.chunks)
+        model.minimize(cost + paper.distance_cost * cp_model.LinearExpr.sum(counts))
+
+    def hint(self, preload: frozenset[str]) -> None:
+        """Start CP-SAT at W = `preload`, every variable at its least."""
+        for name, var in self.chosen.items():
+            self.model.add_hint(var, name in preload)
+        chunks, nbytes = self.carry
+        for row in self.rows:
+            new = [name for name in row.new if name not in preload]
+            chunks = max(0, chunks - row.served) + sum(self.paper.chunks[name] for name in new)
+            nbytes = max(0, nbytes - row.served * self.unit.chunk) + sum(self.unit.size[name] for name in new)
+            self.model.add_hint(row.chunks, chunks)
+            self.model.add_hint(row.nbytes, nbytes)
+            self.model.add_hint(row.count, max(-(-chunks // row.largest), sum(name not in preload for name in row.waits)))
+
+    def _preloaded(self, names: list[str], value: Mapping[str, int]) -> cp_model.LinearExpr:
+        return cp_model.LinearExpr.weighted_sum([self.chosen[name] for name in names], [value[name] for name in names])
+
+    def _streamed(self, names: list[str], value: Mapping[str, int]) -> cp_model.LinearExpr:
+        return sum(value[name] for name in names) - self._preloaded(names, value)
+
+
+def linear_bound(model: cp_model.CpModel, seconds: float) -> tuple[float, list[float]]:
+    """A proven lower bound of a model of linear constraints that is minimised, and the relaxation's value of each variable.
+
+    Whatever multipliers y the simplex method ends with, every solution costs at least what y times the constraints and the
+    variables' own bounds leave; so rounding errors of the method cannot make the bound wrong.
+    """
+    lp = pywraplp.Solver.CreateSolver("GLOP")
+    lp.SetSolverSpecificParametersAsString("use_dual_simplex: true")
+    lp.set_time_limit(max(1, int(1000 * seconds)))
+    boxes = [list(var.domain) for var in model.proto.variables]
+    variables = [lp.NumVar(box[0], box[-1], "") for box in boxes]
+    rows = []
+    for constraint in model.proto.constraints:
+        low, high = (
+            None if abs(end) > 2**61 else end for end in (min(constraint.linear.domain), max(constraint.linear.domain))
+        )
+        terms = list(zip(constraint.linear.vars, constraint.linear.coeffs, strict=True))
+        row = lp.Constraint(-lp.infinity() if low is None else low, lp.infinity() if high is None else high)
+        for var, coefficient in terms:
+            row.SetCoefficient(variables[var], coefficient)
+        rows.append((row, low, high, terms))
+    slopes = [0.0] * len(variables)
+    for var, coefficient in zip(model.proto.objective.vars, model.proto.objective.coeffs, strict=True):
+        lp.Objective().SetCoefficient(variables[var], coefficient)
+        slopes[var] = coefficient
+    lp.Objective().SetMinimization()
+    bound = float(model.proto.objective.offset)
+    if lp.Solve() != pywraplp.Solver.OPTIMAL:
+        return bound + sum(min(s * box[0], s * box[-1]) for s, box in zip(slopes, boxes, strict=True)), [0.0] * len(variables)
+    fractions = [var.solution_value() for var in variables]
+    for row, low, high, terms in rows:
+        y = row.dual_value()
+        side = low if y > 0 else high
+        if y and side is not None:
+            bound += y * side
+            for var, coefficient in terms:
+                slopes[var] -= y * coefficient
+    bound += math.fsum(min(slope * box[0], slope * box[-1]) for slope, box in zip(slopes, boxes, strict=True))
+    return bound - 1e-9 * abs(bound), fractions
+
+
+class FullModel:
+    """x_{w,l}, z_w and W at once, for problems small enough: what it proves, it proves of the true objective."""
+
+    def __init__(self, paper: PaperProblem, forced: frozenset[str]) -> None:
+        self.paper = paper
+        self.forced = forced
+        self.weights = [w for w in paper.problem.weights if w.name not in forced]
+        self.size = sum(w.first_use - 1 for w in self.weights)
+
+    def solve(self, hint: Decision | None, cp: cp_model.CpSolver) -> tuple[Decision | None, int]:
+        """The best plan found, if any, and a proven bound on the cost."""
+        paper, problem = self.paper, self.paper.problem
+        model = cp_model.CpModel()
+        layers = range(1, len(problem.layers) + 1)
+        moved_at: defaultdict[int, list[cp_model.IntVar]] = defaultdict(list)
+        in_flight: defaultdict[int, list[cp_model.LinearExpr]] = defaultdict(list)
+        fixed_cost = paper.preload_cost * sum(paper.chunks[name] for name in self.forced)
+        cost = [cp_model.LinearExpr.constant(fixed_cost)]
+        chosen: dict[str, cp_model.IntVar] = {}
+        moves: dict[tuple[str, int], cp_model.IntVar] = {}
+        preloaded: list[cp_model.LinearExpr] = []
+        unit = math.gcd(problem.chunk_bytes, *(w.nbytes for w in self.weights))
+        for w in self.weights:
+            total, slack = paper.chunks[w.name], paper.chunks[w.name] * problem.chunk_bytes - w.nbytes
+            p = chosen[w.name] = model.new_bool_var(f"p {w.name}")
+            hinted = hint is not None and w.name in hint.preload
+            if hint is not None:
+                model.add_hint(p, hinted)
+            planned = dict(hint.moves[w.name]) if hint is not None and not hinted else {}
+            done = cp_model.LinearExpr.constant(0)
+            earlier: cp_model.IntVar | None = None
+            for layer in range(1, w.first_use):
+                most = min(total, problem.layers[layer - 1].capacity)
+                x = moves[w.name, layer] = model.new_int_var(0, most, f"x {w.name} {layer}")
+                loading = model.new_bool_var(f"z {w.name} <= {layer}")
+                model.add(x <= most * loading)
+                if earlier is not None:
+                    model.add_implication(earlier, loading)
+                if hint is not None:
+                    model.add_hint(x, planned.get(layer, 0))
+                    model.add_hint(loading, not hinted and hint.load_layers[w.name] <= layer)
+                done = done + x
+                nbytes: cp_model.LinearExpr = done * (problem.chunk_bytes // unit)
+                if slack:
+                    complete = model.new_bool_var(f"all of {w.name} by {layer}")
+                    model.add(done >= total * complete)
+                    nbytes = nbytes - complete * (slack // unit)
+                in_flight[layer].append(nbytes)
+                moved_at[layer].append(x)
+                cost.append(paper.distance_cost * loading)
+                earlier = loading
+            model.add(done + total * p == total)
+            for layer in range(w.first_use, w.last_use + 1):
+                in_flight[layer].append((1 - p) * (w.nbytes // unit))
+            preloaded.append(p * w.nbytes)
+            cost.append(paper.preload_cost * total * p)
+        for layer in layers:
+            if in_flight[layer]:
+                model.add(cp_model.LinearExpr.sum(in_flight[layer]) <= problem.m_peak // unit)
+            if moved_at[layer]:
+                model.add(cp_model.LinearExpr.sum(moved_at[layer]) <= problem.layers[layer - 1].capacity)
+        if paper.limit is not None and preloaded:
+            fixed = sum(paper.sizes[name] for name in self.forced)
+            model.add(cp_model.LinearExpr.sum(preloaded) <= paper.limit - fixed)
+        model.minimize(cp_model.LinearExpr.sum(cost))
+        if cp.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, 0
+        preload = self.forced | {name for name, p in chosen.items() if cp.boolean_value(p)}
+        found = {
+            w.name: tuple((layer, n) for layer in range(1, w.first_use) if (n := cp.value(moves[w.name, layer])))
+            for w in self.weights
+            if w.name not in preload
+        }
+        decision = Decision(preload, {name: parts[0][0] for name, parts in found.items()}, found, round(cp.objective_value))
+        return decision, math.ceil(cp.best_objective_bound - 1e-6)
+
+
+def cp_solver(workers: int, seconds: float) -> cp_model.CpSolver:
+    """CP-SAT, repeatable as far as its time limit allows."""
+    cp = cp_model.CpSolver()
+    cp.parameters.max_time_in_seconds = max(seconds, 0.01)
+    cp.parameters.num_workers = workers
+    cp.parameters.random_seed = 1
+    cp.parameters.cp_model_presolve = seconds > 1  # presolve of one window alone takes about as long
+    return cp

@@ -1,0 +1,120 @@
+"""The paper's objective, and what can be done for it without a solver: costs, local search, the fallback tiers of C4.
+
+Costs are integers: the objective times the denominator of lambda, so that bounds and plans compare exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from flashmem.planning.assemble import Moves
+from flashmem.planning.greedy import greedy, incremental_preload, soft_ceiling
+from flashmem.planning.plan import Tier
+from flashmem.planning.problem import Problem
+from flashmem.planning.srpt import SrptPlan, srpt
+
+
+@dataclass(frozen=True)
+class Decision:
+    """W, z and x of the streamed weights, and what they cost."""
+
+    preload: frozenset[str]
+    load_layers: Mapping[str, int]
+    moves: Moves
+    cost: int
+
+
+class PaperProblem:
+    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others.
+
+    `forced` are the weights that must be in W; `limit` is the most bytes W may take (None: any).
+    """
+
+    def __init__(self, problem: Problem, forced: frozenset[str], lambda_: float, preload_limit: int | None) -> None:
+        self.problem = problem
+        self.forced = forced
+        self.sizes = {w.name: w.nbytes for w in problem.weights}
+        self.chunks = {w.name: problem.chunks(w) for w in problem.weights}
+        self.limit = None if preload_limit is None else preload_limit + self.bytes_of(forced)
+        share = Fraction(lambda_).limit_denominator(10**6)
+        self.scale = share.denominator
+        self.preload_cost = share.numerator  # of a chunk in W
+        self.distance_cost = share.denominator - share.numerator  # of a layer between z_w and i_w
+
+    def bytes_of(self, preload: frozenset[str]) -> int:
+        """Bytes of the weights in `preload`."""
+        return sum(self.sizes[name] for name in preload)
+
+    def distances_alone(self) -> dict[str, int]:
+        """i_w - z_w of each weight if it were the only one; without those that cannot be streamed within C_l and M_peak."""
+        capacity = [0, *accumulate(spec.capacity for spec in self.problem.layers)]
+        alone = {}
+        for w in self.problem.weights:
+            spare = capacity[w.first_use - 1] - self.chunks[w.name]
+            if w.name not in self.forced and spare >= 0 and w.nbytes <= self.problem.m_peak:
+                alone[w.name] = w.first_use - bisect_right(capacity, spare, 0, w.first_use)
+        return alone
+
+    def decision(self, preload: frozenset[str], plan: SrptPlan) -> Decision:
+        """The decision that SRPT made for W = `preload`."""
+        cost = self.preload_cost * sum(self.chunks[name] for name in preload) + self.distance_cost * plan.distance(self.problem)
+        return Decision(preload, plan.load_layers, plan.moves, cost)
+
+    def repaired(self, preload: frozenset[str]) -> Decision | None:
+        """SRPT for W = `preload`, which grows where that does not fit; None where it may not grow enough."""
+        grown = incremental_preload(self.problem, preload, None, self.limit)
+        if grown is None or (self.limit is not None and self.bytes_of(grown[0]) > self.limit):
+            return None
+        return self.decision(*grown)
+
+    def polished(self, best: Decision, until: float) -> Decision:
+        """Weights moved in and out of W, one at a time, while that lowers the cost and `time.monotonic` is below `until`."""
+        fixed = self.sizes.keys() - self.distances_alone().keys()
+        improved = True
+        while improved:
+            improved = False
+            for name in self._exchange_order(best, fixed):
+                if time.monotonic() > until:
+                    return best
+                preload = best.preload ^ {name}
+                if self.limit is not None and self.bytes_of(preload) > self.limit:
+                    continue
+                plan = srpt(self.problem, preload)
+                if plan.feasible and (candidate := self.decision(preload, plan)).cost < best.cost:
+                    best, improved = candidate, True
+        return best
+
+    def _exchange_order(self, best: Decision, fixed: set[str]) -> list[str]:
+        """Weights whose change of side promises most: what each costs now less what it would cost if it stood alone."""
+        promise: dict[str, int] = {}
+        for w in self.problem.weights:
+            if w.name not in fixed:
+                inside = self.preload_cost * self.chunks[w.name]
+                preloaded = w.name in best.preload
+                outside = self.distance_cost * (1 if preloaded else w.first_use - best.load_layers[w.name])
+                promise[w.name] = inside - outside if preloaded else outside - inside
+        return sorted(promise, key=lambda name: -promise[name])
+
+    def fallback(self) -> tuple[Decision, Tier, int]:
+        """The tiers of C4 that may relax C_l, in order, and a bound on the cost that supposes C_l without limit.
+
+        Raises:
+            BudgetError: no W of at most `limit` bytes was found that fits M_peak.
+        """
+        bound = sum(
+            self.preload_cost * chunks if name in self.forced else min(self.preload_cost * chunks, self.distance_cost)
+            for name, chunks in self.chunks.items()
+        )
+        ceiling = soft_ceiling(self.problem)
+        soft = srpt(self.problem, self.forced, ceiling)
+        if soft.feasible:
+            return self.decision(self.forced, soft), "soft-threshold", bound
+        grown = incremental_preload(self.problem, self.forced, ceiling, self.limit)
+        if grown is not None:
+            return self.decision(*grown), "incremental-preload", bound
+        return self.decision(self.forced, greedy(self.problem, self.forced)), "greedy", bound
