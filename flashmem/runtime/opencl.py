@@ -142,7 +142,7 @@ class Queue:
     """An in-order command queue."""
 
     def __init__(self, context: Any, device: Any, *, profiling: bool) -> None:
-        properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else None
+        properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
         self.handle = cl.CommandQueue(context, device, properties)
 
     def launch(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> Event:

@@ -1,0 +1,276 @@
+"""Checks of a bundle before anything in it is used: types first, then every number against what it points into.
+
+The runtime reads where a bundle tells it to. After these checks nothing it is told lies outside the weight file, the arena, a
+pool or a texture.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from flashmem.errors import BundleError
+from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
+from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program, RowGather, Slice
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_TEXEL_BYTES = {"float": 16, "half": 8}
+_LARGEST = 2**62  # offsets and sizes stay far from the end of 64 bits
+
+Checker = Callable[[Any], bool]
+
+
+def check_bundle(program: Program, plan: OverlapPlan) -> None:
+    """Raise BundleError unless `program` and `plan` hold together and point nowhere outside."""
+    check_types(program, "program.json")
+    check_types(plan, "plan.json")
+    _check_weight_file(program)
+    _check_arena(program)
+    _check_launches(program)
+    _check_gathers(program)
+    _check_plan(program, plan)
+    for mode, layout in plan.layouts.items():
+        _check_layout(program, mode, layout)
+
+
+def check_types(data: Any, where: str) -> None:
+    """Raise BundleError unless every field of the dataclass `data`, however deep, has the type its class declares.
+
+    Integers must not be negative nor past 2**62, except the numbers that kernels take.
+    """
+    if not _checker(type(data))(data):
+        raise BundleError(f"{where} of the bundle holds a value of the wrong type or range; compile the model again")
+
+
+@functools.cache
+def _checker(declared: Any) -> Checker:
+    """A function that says whether a value is of type `declared`, made once for each type."""
+    origin, arguments = get_origin(declared), get_args(declared)
+    if declared is int:
+        return lambda value: type(value) is int and 0 <= value < _LARGEST
+    if declared is float:
+        return lambda value: type(value) in (int, float) and not math.isnan(value)
+    if origin is Literal:
+        return lambda value: type(value) is str and value in arguments
+    if origin in (Union, types.UnionType):
+        options = [_checker(option) for option in arguments]
+        return lambda value: any(option(value) for option in options)
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            item = _checker(arguments[0])
+            return lambda value: type(value) is tuple and all(map(item, value))
+        items = [_checker(argument) for argument in arguments]
+        return lambda value: (
+            type(value) is tuple and len(value) == len(items) and all(ok(v) for ok, v in zip(items, value, strict=True))
+        )
+    if origin is dict:
+        key, item = map(_checker, arguments)
+        return lambda value: type(value) is dict and all(map(key, value)) and all(map(item, value.values()))
+    if is_dataclass(declared):
+        return _dataclass_checker(declared)
+    return lambda value: type(value) is declared
+
+
+def _dataclass_checker(declared: Any) -> Checker:
+    if declared is Arg:
+        return _is_arg
+    hints = get_type_hints(declared)
+    parts = [(field.name, _checker(hints[field.name])) for field in fields(declared)]
+    return lambda value: type(value) is declared and all(ok(getattr(value, name)) for name, ok in parts)
+
+
+_ARG_VALUES: dict[Any, tuple[type, ...]] = {
+    "tensor": (str,), "slice": (str,), "constant": (int,), "int": (int,), "float": (int, float),
+}  # fmt: skip
+
+
+def _is_arg(value: Any) -> bool:
+    """An `Arg` whose value suits its kind; numbers may be negative, and must fit the kernel's 32 bits."""
+    if type(value) is not Arg or type(value.kind) is not str or type(value.value) not in _ARG_VALUES.get(value.kind, ()):
+        return False
+    if type(value.nbytes) is not int or not 0 <= value.nbytes < _LARGEST:
+        return False
+    return value.kind != "int" or -(2**31) <= cast(int, value.value) < 2**31
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise BundleError(f"the bundle is damaged: {what}; compile the model again")
+
+
+def _require_unique(names: Iterable[str], what: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    _require(not twice, f"two {what} are called {twice[0]!r}" if twice else "")
+
+
+def _file_bytes(part: Slice) -> int:
+    return part.row_pitch * part.height if part.is_image else part.nbytes
+
+
+def _check_weight_file(program: Program) -> None:
+    """Slices and constants lie inside the weight file."""
+    _require_unique((part.name for part in program.slices), "slices")
+    for part in program.slices:
+        name = f"slice {part.name!r}"
+        _require(part.nbytes > 0, f"{name} is empty")
+        _require(part.offset % SLICE_ALIGNMENT == 0, f"{name} does not start on a page")
+        if part.is_image:
+            texel = _TEXEL_BYTES[part.channel]
+            _require(part.height > 0, f"{name} has no rows")
+            _require(part.row_pitch >= part.width * texel and part.row_pitch % texel == 0, f"{name} has rows that overlap")
+            _require(part.nbytes <= _file_bytes(part), f"{name} is larger than its texture")
+        _require(part.offset + _file_bytes(part) <= program.weights_bytes, f"{name} lies outside the weight file")
+    end = program.constants_offset + program.constants_bytes
+    _require(program.constants_offset % SLICE_ALIGNMENT == 0, "the constants do not start on a page")
+    _require(end <= program.weights_bytes, "the constants lie outside the weight file")
+
+
+def _check_arena(program: Program) -> None:
+    """Tensors lie inside the arena and hold what their shapes say; ports name tensors of their own size."""
+    _require_unique((tensor.name for tensor in program.tensors), "tensors")
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    for tensor in program.tensors:
+        name = f"tensor {tensor.name!r}"
+        _require(tensor.offset % TENSOR_ALIGNMENT == 0, f"{name} is not aligned")
+        _require(tensor.nbytes > 0 and 4 * math.prod(tensor.shape) <= tensor.nbytes, f"{name} is smaller than its shape")
+        _require(tensor.offset + tensor.nbytes <= program.arena_bytes, f"{name} lies outside the arena")
+    _require_unique((port.name for port in program.inputs), "inputs")
+    for port in (*program.inputs, *program.outputs):
+        try:
+            kind = np.dtype(port.dtype).kind
+        except TypeError:
+            kind = "?"
+        _require(kind in "fiub", f"port {port.name!r} has the unknown dtype {port.dtype!r}")
+        if port.tensor is not None:
+            _require(port.tensor in tensors, f"port {port.name!r} names the unknown tensor {port.tensor!r}")
+            room = tensors[port.tensor].nbytes
+            _require(4 * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
+            device = "float32" if kind == "f" else "int32"
+            _require(tensors[port.tensor].dtype == device, f"port {port.name!r} and its tensor differ in type")
+    _require(all(port.tensor is not None for port in program.outputs), "an output has no tensor")
+
+
+def _check_launches(program: Program) -> None:
+    """Launches have sizes a device takes, and refer to what is there."""
+    tensors = {tensor.name for tensor in program.tensors}
+    slices = {part.name for part in program.slices}
+    _require(len(program.launches) > 0, "it has no layers")
+    for launch in program.launches:
+        name = f"layer {launch.name!r}"
+        _require(_IDENTIFIER.fullmatch(launch.kernel) is not None, f"{name} names no kernel")
+        _require(_sizes_fit(launch), f"{name} has a bad global or local size")
+        for arg in launch.args:
+            if arg.kind == "tensor":
+                _require(arg.value in tensors, f"{name} reads the unknown tensor {arg.value!r}")
+            elif arg.kind == "slice":
+                _require(arg.value in slices, f"{name} reads the unknown slice {arg.value!r}")
+            elif arg.kind == "constant":
+                start = cast(int, arg.value)
+                _require(start >= 0 and start % TENSOR_ALIGNMENT == 0, f"{name} reads a constant that is not aligned")
+                inside = 0 < arg.nbytes <= program.constants_bytes - start
+                _require(inside, f"{name} reads a constant outside the constants")
+    unused = slices - program.uses().keys()
+    _require(not unused, f"no layer reads the slice {min(unused, default='')!r}")
+
+
+def _sizes_fit(launch: Launch) -> bool:
+    size, group = launch.global_size, launch.local_size
+    if not 1 <= len(size) <= 3 or min(size) < 1 or max(size) >= 2**31:
+        return False
+    return group is None or (
+        len(group) == len(size) and min(group) >= 1 and all(n % g == 0 for n, g in zip(size, group, strict=True))
+    )
+
+
+def _check_gathers(program: Program) -> None:
+    """Every row of every table lies inside the weight file, and the rows gathered fit their tensor."""
+    inputs = {port.name: port for port in program.inputs}
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    for gather in program.row_gathers:
+        name = f"the table read by {gather.indices!r}"
+        _require(gather.indices in inputs and gather.tensor in tensors, f"{name} has no input or no tensor")
+        port, tensor = inputs[gather.indices], tensors[gather.tensor]
+        _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
+        _require(min(gather.rows, gather.columns, gather.panel) > 0, f"{name} is empty")
+        _require(_last_byte(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
+        size = 4 * math.prod(port.shape) * gather.columns
+        _require(tensor.dtype == "float32" and size <= tensor.nbytes, f"{name} does not fit its tensor")
+
+
+def _last_byte(gather: RowGather) -> int:
+    panels = -(-gather.rows // gather.panel)
+    itemsize = np.dtype(gather.dtype).itemsize
+    span = (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
+    return gather.offset + (panels - 1) * gather.row_stride + span
+
+
+@dataclass(frozen=True)
+class _Layer:
+    capacity: int
+
+
+@dataclass(frozen=True)
+class _Weight:
+    name: str
+    nbytes: int
+    first_use: int
+    last_use: int
+
+
+@dataclass(frozen=True)
+class _HeldProblem:
+    """As much of the planner's problem as a bundle holds, for `OverlapPlan.check`: capacities are those the plan claims."""
+
+    layers: tuple[_Layer, ...]
+    weights: tuple[_Weight, ...]
+    chunk_bytes: int
+    m_peak: int
+
+
+def _check_plan(program: Program, plan: OverlapPlan) -> None:
+    """The plan is one of this program, and keeps C0-C3 and its own layouts."""
+    sizes = {part.name: part.nbytes for part in program.slices}
+    _require(plan.chunk_bytes > 0, "its plan has no chunk size")
+    _require(len(plan.capacities) == len(program.launches), "its plan has another number of layers")
+    weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
+    problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak)
+    try:
+        plan.check(cast(Any, problem), program.slices)
+    except (PlanViolation, KeyError, IndexError) as error:
+        raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
+
+
+def _check_layout(program: Program, mode: str, layout: PoolLayout) -> None:
+    """Every place that `layout` names lies inside its pool, slot or staging."""
+    _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
+    if mode == "map":
+        return
+    for part in program.slices:
+        name = f"slice {part.name!r} in mode {mode}"
+        words = -(-_file_bytes(part) // 16) * 16  # stream lanes move whole words
+        if part.name in layout.slot_of:
+            _require(part.is_image and mode != "alias", f"{name} is no texture of its own")
+            _require(layout.slot_of[part.name] < len(layout.slots), f"{name} has no texture slot")
+            slot = layout.slots[layout.slot_of[part.name]]
+            fits = slot.width >= part.width and slot.height >= part.height and slot.channel == part.channel
+            _require(fits, f"{name} does not fit its texture slot")
+        else:
+            _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
+            _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
+        if mode == "interleave":
+            _check_place(f"{name} (staging)", layout.staging.get(part.name), words, layout.staging_bytes)
+
+
+def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:
+    _require(offset is not None, f"{name} has no place")
+    assert offset is not None
+    _require(offset % TENSOR_ALIGNMENT == 0, f"{name} is not aligned")
+    _require(offset + nbytes <= room, f"{name} lies outside its pool")

@@ -1,0 +1,191 @@
+"""The engine: everything of a session that is on the device, made once and played by every run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.bundle import Bundle
+from flashmem.device import TransferMode
+from flashmem.errors import RunError
+from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.program import Launch, output_bytes, scratch_bytes
+from flashmem.runtime.devices import Device
+from flashmem.runtime.executor import Executor, Resources, make_steps
+from flashmem.runtime.lanes import LayerMoves, layer_moves
+from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.loader import LoaderRun, Span, planned_frees, planned_loads
+from flashmem.runtime.opencl import Context, Memory
+from flashmem.runtime.program_cache import CachedProgram, ProgramCache
+from flashmem.runtime.transfer import InterleaveTransfer, make_transfer
+from flashmem.runtime.weight_file import WeightFile
+
+LOADER_THREADS = 2
+"""Threads that load weights; layouts give each a part of staging."""
+
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Played:
+    """What happened in a run, and when. `layers` only if the engine traces."""
+
+    loads: tuple[Span, ...]
+    layers: tuple[Span, ...]
+
+
+class Engine:
+    """Device, memory, kernels and loaders of one session."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        file: WeightFile,
+        device: Device,
+        mode: TransferMode,
+        plan: OverlapPlan,
+        layout: PoolLayout,
+        budget: int | None,
+        *,
+        trace: bool,
+    ) -> None:
+        """Allocate, compile or load the kernels, set their arguments. Reads the constants, no weights.
+
+        Raises:
+            RunError: the device or the budget refuses.
+        """
+        program = bundle.program
+        self._bundle, self._file, self._plan, self._trace = bundle, file, plan, trace
+        self._context = Context(device)
+        self._queue = self._context.queue(profiling=trace)
+        self.ledger = Ledger(self._context, budget)
+        slices = {part.name: part for part in program.slices}
+        moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
+        self._plain, self._lane = self._open_programs(moves)
+        arena = self.ledger.buffer("arena", program.arena_bytes, "the activation arena")
+        constants = self._load_constants()
+        self.ledger.reserve("outputs", output_bytes(program), "the arrays that are handed back")
+        self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
+        self._transfer = make_transfer(mode, self._context, self.ledger, file, program.slices, layout, LOADER_THREADS)
+        staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
+        resources = Resources(self._context, arena, constants, self._transfer.memories, staged)
+        steps = make_steps(
+            program, self._needs(moves), moves, resources, self._plain.program, self._lane and self._lane.program
+        )
+        self._executor = Executor(self._queue, steps)
+        ports = {port.tensor for port in (*program.inputs, *program.outputs)} | {g.tensor for g in program.row_gathers}
+        self._ports: dict[str, Memory] = {
+            tensor.name: self._context.sub_buffer(arena, tensor.offset, tensor.nbytes)
+            for tensor in program.tensors
+            if tensor.name in ports
+        }
+        self._w_loads = [load for load in planned_loads(plan, slices, preload=True) if load.preload]
+        self._loads = planned_loads(plan, slices, preload=False)
+        self._all_loads = planned_loads(plan, slices, preload=True)
+        self._frees = planned_frees(plan, slices)
+        self._w_is_resident = not self._w_loads
+        self._has_run = False
+
+    def _open_programs(self, moves: Mapping[int, LayerMoves]) -> tuple[CachedProgram, CachedProgram | None]:
+        """The plain kernels, and those with a stream lane if any layer uses one."""
+        program, source, cache = self._bundle.program, self._bundle.source, ProgramCache()
+        plain: list[Launch] = []
+        laned: list[Launch] = []
+        for layer, launch in enumerate(program.launches, start=1):
+            rides = layer in moves and moves[layer].riding is not None
+            (laned if rides else plain).append(launch)
+        opened = CachedProgram(cache, self._context, source.plain, program.build_options, plain)
+        if not moves:
+            return opened, None
+        return opened, CachedProgram(cache, self._context, source.lane, program.build_options, laned)
+
+    def _load_constants(self) -> Memory | None:
+        program = self._bundle.program
+        if not program.constants_bytes:
+            return None
+        constants = self.ledger.buffer("constants", program.constants_bytes, "the constants")
+        piece = np.empty(min(_COPY_BYTES, program.constants_bytes), np.uint8)
+        for first in range(0, program.constants_bytes, piece.nbytes):
+            part = piece[: program.constants_bytes - first]
+            self._file.read_into(part, program.constants_offset + first)
+            self._queue.write(constants, part, offset=first)
+        return constants
+
+    def _needs(self, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:
+        """The slices that must be loaded before a layer: those it is the first to use, or to move."""
+        needs: dict[int, list[str]] = {}
+        first_moved: dict[str, int] = {}
+        for layer in sorted(moves):
+            moving = moves[layer]
+            for move in (*((moving.riding,) if moving.riding else ()), *moving.separate):
+                first_moved.setdefault(move.part.name, layer)
+        for w in self._plan.weights:
+            needs.setdefault(first_moved.get(w.name, w.first_use), []).append(w.name)
+        return {layer: tuple(names) for layer, names in needs.items()}
+
+    def preload(self) -> None:
+        """Make W resident. Raises RunError when a load fails."""
+        if self._w_is_resident:
+            return
+        threads = self._transfer.preload_threads or LOADER_THREADS
+        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=threads)
+        try:
+            for load in self._w_loads:
+                loader.wait(load.part.name)
+        finally:
+            loader.stop()
+        self._w_is_resident = True
+
+    def run(self) -> Played:
+        """Play all layers once; W comes in with them if it is not resident yet and the mode can do that.
+
+        Raises:
+            RunError: a load or a launch failed; the engine can only be closed then.
+        """
+        if not self._w_is_resident and self._transfer.preload_threads is not None:
+            self.preload()
+        loads = self._loads if self._w_is_resident else self._all_loads
+        layers: list[Span] = []
+        loader = LoaderRun(self._transfer, loads, self._frees, threads=LOADER_THREADS) if loads else None
+        try:
+            self._executor.run(loader, layers if self._trace else None)
+        except BaseException:
+            self._executor.drain()  # nothing may be freed while the device still reads it
+            if loader is not None:
+                with suppress(RunError):  # the first failure is the one to tell
+                    loader.stop()
+            raise
+        if loader is not None:
+            loader.stop()
+        self._w_is_resident = self._has_run = True
+        return Played(tuple(loader.spans) if loader else (), tuple(layers))
+
+    def write(self, tensor: str, data: NDArray[Any]) -> None:
+        """Fill a tensor of a port from contiguous host memory."""
+        if data.nbytes:
+            self._queue.write(self._ports[tensor], data)
+
+    def read(self, data: NDArray[Any], tensor: str) -> None:
+        """Read a tensor of a port into contiguous host memory."""
+        if data.nbytes:
+            self._queue.read(data, self._ports[tensor])
+
+    def close(self) -> None:
+        """Give everything back. Programs that were compiled go into the cache if their kernels have all run."""
+        if self._has_run:
+            for cached in (self._plain, self._lane):
+                if cached is not None:
+                    with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+                        cached.save()
+        self._executor.drain()
+        with suppress(RunError):  # a lost device has nothing to give back
+            self._transfer.close()
+        self._ports.clear()
+        del self._executor
+        with suppress(RunError):
+            self.ledger.close()

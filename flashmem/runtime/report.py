@@ -1,0 +1,57 @@
+"""What a run reports: latency, memory, and what happened when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmem.runtime.ledger import Category
+from flashmem.runtime.loader import Span
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds. `integrated` is from the creation of the session to outputs in host memory.
+
+    For the first run it is `init` (making the session) plus `exec`; a later run makes nothing, so its `init` is 0.
+    """
+
+    integrated: float
+    init: float
+    exec: float
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes that the session held, as its ledger counted them; the process and the page cache apart.
+
+    `peak_bytes` and `average_bytes` (over time) are of the run, for the first run since the session's creation; `by_category` is
+    what made up the peak. `process_peak_rss_bytes` is the whole process since its start, drivers included; None where the
+    system does not say.
+    """
+
+    peak_bytes: int
+    average_bytes: float
+    budget_bytes: int | None
+    by_category: dict[Category, int]
+    process_peak_rss_bytes: int | None
+    over_time: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`."""
+
+    latency: Latency
+    memory: MemoryUse
+    loads: tuple[Span, ...]
+    layers: tuple[Span, ...]
+
+
+def process_peak_rss() -> int | None:
+    """VmHWM of this process in bytes; None where /proc does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)

@@ -1,0 +1,61 @@
+"""Where slices live in a session: the plan's layout for streaming, or everything resident for `--strategy preload`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashmem.device import TransferMode
+from flashmem.errors import UserError
+from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot
+from flashmem.program import SLICE_ALIGNMENT, Program
+from flashmem.runtime.opencl import TEXEL_BYTES
+from flashmem.runtime.transfer import file_bytes
+
+_STAGING_PART = 8 << 20
+"""Bytes of staging a loader thread has while everything is preloaded: large reads keep a disk busy."""
+
+
+def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
+    """The layout that the plan settled for `mode`.
+
+    Raises:
+        UserError: the bundle was not compiled for that mode.
+    """
+    if mode not in plan.layouts:
+        modes = ", ".join(plan.layouts) or "none"
+        raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
+    return plan.layouts[mode]
+
+
+def preloaded(plan: OverlapPlan) -> OverlapPlan:
+    """The same plan with every weight in W."""
+    weights = tuple(replace(w, preload=True, load_layer=0, moves=()) for w in plan.weights)
+    return replace(plan, weights=weights)
+
+
+def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
+    """A place of its own for every slice."""
+    sizes = {part.name: -(-file_bytes(part) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for part in program.slices}
+    if mode == "map":
+        return PoolLayout(mapped_peak_bytes=sum(sizes.values()))
+    offsets: dict[str, int] = {}
+    slots: list[TextureSlot] = []
+    slot_of: dict[str, int] = {}
+    end = 0
+    for part in program.slices:
+        if part.is_image and mode != "alias":
+            slot_of[part.name] = len(slots)
+            nbytes = part.width * part.height * TEXEL_BYTES[part.channel]
+            slots.append(TextureSlot(part.width, part.height, part.channel, nbytes))
+        else:
+            offsets[part.name] = end
+            end += sizes[part.name]
+    layout = PoolLayout(pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of)
+    largest = max(sizes.values(), default=0)
+    if mode == "dma":
+        pitch = max((part.row_pitch for part in program.slices), default=0)
+        part_bytes = max(min(largest, _STAGING_PART), -(-pitch // SLICE_ALIGNMENT) * SLICE_ALIGNMENT)
+        return replace(layout, staging_bytes=threads * part_bytes)
+    if mode == "interleave":  # one entrance that slices pass through
+        return replace(layout, staging_bytes=largest, staging=dict.fromkeys(sizes, 0))
+    return layout

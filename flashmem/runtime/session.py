@@ -1,0 +1,221 @@
+"""A session: a bundle on a device, ready to run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.bundle import Bundle
+from flashmem.device import TRANSFER_MODES, TransferMode
+from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.program import fixed_bytes
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
+from flashmem.runtime.opencl import find_device
+from flashmem.runtime.ports import check_inputs, device_dtype, from_device, gather_rows, to_device
+from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
+from flashmem.runtime.residence import preloaded, preloaded_layout, streamed_layout
+from flashmem.runtime.weight_file import WeightFile
+from flashmem.units import format_size, parse_size
+
+Array = NDArray[Any]
+Strategy = Literal["stream", "preload"]
+
+__all__ = ["RunReport", "Session", "Strategy"]
+
+
+class Session:
+    """A bundle on a device. Use it as a context manager, or call `close`.
+
+    Runs are made one at a time. A run that fails closes the session; an input that is refused does not.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        *,
+        device: str = "auto",
+        mode: TransferMode | Literal["auto"] = "auto",
+        strategy: Strategy = "stream",
+        budget: int | str | None = None,
+        trace: bool = False,
+    ) -> None:
+        """Make everything ready that is not weights (`strategy` "preload": weights too).
+
+        Args:
+            bundle: a bundle or its path.
+            device: "auto", or what `runtime.devices.choose` understands.
+            mode: how weights travel; "auto" takes the device's first on the bundle's memory path.
+            strategy: "stream" follows the plan; "preload" makes everything resident first, as engines do.
+            budget: most bytes to hold; the bundle's by default, and none with "preload".
+            trace: record when each layer ran on the device.
+
+        Raises:
+            UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs.
+            RunError: the device refuses, or (preload) the weights cannot be read.
+        """
+        begun = perf_counter()
+        if strategy not in ("stream", "preload"):
+            raise UserError(f"strategy {strategy!r} is unknown; name one of: stream, preload")
+        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        self.device = find_device(device, prefer=self.bundle.descriptor.name)
+        self.strategy: Strategy = strategy
+        self.mode = self._choose_mode(mode)
+        program, plan = self.bundle.program, self.bundle.plan
+        if strategy == "preload":
+            plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
+        else:
+            layout = streamed_layout(plan, self.mode)
+        self.budget = self._settle_budget(budget, fixed_bytes(program) + layout.total_bytes)
+        self.last_run: RunReport | None = None
+        self._runs = 0
+        self._lock = threading.Lock()
+        self._closed: str | None = None  # why
+        self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
+        try:
+            self._engine = Engine(self.bundle, self._file, self.device, self.mode, plan, layout, self.budget, trace=trace)
+        except BaseException:
+            self._file.close()
+            raise
+        if strategy == "preload":
+            try:
+                self._engine.preload()
+            except BaseException:
+                self.close()
+                raise
+        self._init_seconds = perf_counter() - begun
+
+    def _choose_mode(self, mode: str) -> TransferMode:
+        path = self.bundle.program.memory_path
+        descriptor = descriptor_for(self.device)
+        if path not in descriptor.memory_paths:
+            raise UserError(f"device {self.device.name} has no memory path {path!r}, which the bundle uses; compile for it")
+        modes = descriptor.modes[path]
+        if mode == "auto":
+            if self.strategy == "preload":
+                return "dma"
+            return next((m for m in modes if m in self.bundle.plan.layouts), modes[0])
+        if mode not in TRANSFER_MODES:
+            raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(TRANSFER_MODES)}")
+        if mode not in modes:
+            raise UserError(
+                f"device {self.device.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}"
+            )
+        return cast(TransferMode, mode)
+
+    def _settle_budget(self, budget: int | str | None, needed: int) -> int | None:
+        """The budget in bytes, which covers what is needed."""
+        limit = None if self.strategy == "preload" else self.bundle.budget_bytes
+        if budget is not None:
+            limit = parse_size(budget, what="budget")
+        if limit is not None and limit < needed:
+            raise BudgetError(
+                f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {self.mode}; "
+                "raise the budget, or compile the model for this one",
+                smallest_bytes=needed,
+                binding=f"the layout for transfer mode {self.mode}",
+            )
+        return limit
+
+    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
+        """Run the model once.
+
+        Args:
+            output_names: which outputs, in this order; None for all, in the model's order.
+            inputs: an array for every input, of exactly its shape and dtype.
+
+        Returns:
+            The outputs, in the model's dtypes. `last_run` then reports how it went.
+
+        Raises:
+            ValueError: an input or an output name that does not fit; the session stays usable.
+            RunError: the run failed, and the session is closed; or it was closed before.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise RunError(f"the session is closed ({self._closed}); open a new one")
+            begun = perf_counter()
+            outputs = {port.name: port for port in self.bundle.program.outputs}
+            chosen = list(outputs) if output_names is None else list(output_names)
+            for name in chosen:
+                if name not in outputs:
+                    raise ValueError(f"the model has no output {name!r}; it gives: {', '.join(outputs)}")
+            check_inputs(self.bundle.program.inputs, inputs)
+            if self._runs:
+                self._engine.ledger.restart_history()
+            try:
+                self._write_inputs(inputs)
+                played = self._engine.run()
+                results = {name: self._read_output(name) for name in dict.fromkeys(chosen)}
+            except ValueError:  # indices outside a table: nothing has started yet
+                raise
+            except BaseException as error:
+                self._close(f"its last run failed: {error}")
+                raise
+            self._report(begun, played)
+            return [results[name] for name in chosen]
+
+    def _write_inputs(self, inputs: Mapping[str, Array]) -> None:
+        program = self.bundle.program
+        for port in program.inputs:
+            if port.tensor is not None:
+                self._engine.write(port.tensor, to_device(port, inputs[port.name]))
+        for gather in program.row_gathers:
+            self._engine.write(gather.tensor, gather_rows(self._file, gather, inputs[gather.indices]))
+
+    def _read_output(self, name: str) -> Array:
+        port = next(port for port in self.bundle.program.outputs if port.name == name)
+        assert port.tensor is not None
+        data = np.empty(port.shape, device_dtype(port))
+        self._engine.read(data, port.tensor)
+        return from_device(port, data)
+
+    def _report(self, begun: float, played: Played) -> None:
+        ended = perf_counter()
+        init = 0.0 if self._runs else self._init_seconds
+        ledger = self._engine.ledger
+        self.last_run = RunReport(
+            Latency(init + ended - begun, init, ended - begun),
+            MemoryUse(
+                ledger.peak,
+                ledger.average(ended),
+                self.budget,
+                dict(ledger.peak_by_category),
+                process_peak_rss(),
+                tuple(ledger.history),
+            ),
+            played.loads,
+            played.layers,
+        )
+        self._runs += 1
+
+    def page_cache_bytes(self) -> int | None:
+        """Bytes of the weight file in the page cache, whoever read them; None where the system does not say.
+
+        They are the system's, not the session's: it takes them back when memory is short.
+        """
+        return None if self._closed else self._file.cached_bytes()
+
+    def close(self) -> None:
+        """Give everything back. Closing again does nothing."""
+        with self._lock:
+            self._close("close was called")
+
+    def _close(self, why: str) -> None:
+        if self._closed is None:
+            self._closed = why
+            self._engine.close()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
