@@ -12,8 +12,8 @@ from typing import Literal
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.codegen.program import generate
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, load_descriptor
-from flashmem.errors import MissingFileError, UserError
+from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
+from flashmem.errors import MissingFileError, NoDeviceError, UserError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
@@ -26,6 +26,8 @@ from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan
 from flashmem.planning.planner import Limits, make_plan
 from flashmem.program import MemoryPath, Program
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl import find_device
 from flashmem.units import parse_size
 
 Progress = Callable[[str, float], None]
@@ -148,12 +150,14 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
 
 def _describe(device: str) -> DeviceDescriptor:
     """The descriptor of a device that is here, or one that was written down."""
-    from flashmem.device import descriptor_names
-    from flashmem.runtime.opencl import descriptor_for, find_device
-
-    if device in descriptor_names() or device.endswith(".toml"):
+    if device.endswith(".toml"):
         return load_descriptor(device)
-    return descriptor_for(find_device(device))
+    try:
+        return descriptor_for(find_device(device))
+    except NoDeviceError:
+        if device not in descriptor_names():
+            raise
+        return load_descriptor(device)
 
 
 def _mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:

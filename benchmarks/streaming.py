@@ -1,0 +1,191 @@
+"""Streamed against preloaded against ONNX Runtime: latency, memory, and a hard limit, in one run.
+
+    python -m benchmarks.streaming --zoo DIR [--device pocl] [--runs 5] [--json results.json]
+
+DIR holds resnet50, vit-b16 and gptneo-125m as `flashmem zoo export` writes them (each in a folder of its own, with external
+data). Every number is the median of fresh processes that take turns; the kernels' program cache is filled first. "Cold" drops
+the file from the page cache (the host of a virtual machine may still hold it), and the disk's rate is measured the same way in
+the same run. Needs the `bench` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashmem
+from benchmarks.hard_limit import HardLimit
+from benchmarks.worker import drop
+from flashmem.units import parse_size
+
+BUDGETS = {"resnet50": "64MB", "vit-b16": "96MB", "gptneo-125m": "128MB"}
+MIB = 1 << 20
+
+
+class Bench:
+    """The processes of one model."""
+
+    def __init__(self, name: str, model: Path, folder: Path, device: str, runs: int) -> None:
+        self.name, self.model, self.folder, self.device, self.runs = name, model, folder, device, runs
+        self.budget = parse_size(BUDGETS[name])
+        self.bundle = folder / f"{name}.flashmem"
+        self.limit: int | None = None
+
+    def compile(self) -> dict[str, float]:
+        """Compile in a process of its own: seconds and peak memory."""
+        begun = time.perf_counter()
+        code = (
+            "import flashmem, resource, sys; "
+            f"flashmem.compile({str(self.model)!r}, {str(self.bundle)!r}, device={self.device!r}, budget={self.budget}); "
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        )
+        peak = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+        return {"seconds": time.perf_counter() - begun, "peak": peak}
+
+    def flashmem(self, *extra: str, cold: bool = False, limit: int | None = None) -> dict[str, Any]:
+        """One run of ours."""
+        files = [self.bundle / "weights.bin"] if cold else []
+        command = ["flashmem", "--bundle", str(self.bundle), "--device", self.device, *extra]
+        return self._worker([*command, *(["--cold", *map(str, files)] if cold else [])], limit)
+
+    def onnxruntime(self, *extra: str, cold: bool = False) -> dict[str, Any]:
+        """One run of ONNX Runtime."""
+        files = [path for path in self.model.parent.iterdir() if path.is_file()] if cold else []
+        command = ["onnxruntime", "--model", str(self.model), *extra]
+        return self._worker([*command, *(["--cold", *map(str, files)] if cold else [])], None)
+
+    def _worker(self, arguments: list[str], limit: int | None) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.worker", *arguments]
+        if limit is None:
+            done = subprocess.run(command, capture_output=True, text=True)
+        else:
+            with HardLimit(limit) as group:
+                done = group.run(command)
+        if done.returncode != 0:
+            return {"failed": done.returncode, "why": done.stderr.strip().splitlines()[-1:] or [""]}
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    def measure(self) -> dict[str, Any]:
+        """All numbers of this model."""
+        compiled = self.compile()
+        self.flashmem("--repeat", "2")  # fills the program cache of the streamed kernels
+        self.flashmem("--strategy", "preload", "--repeat", "2")
+        variants = {
+            "stream, cold": lambda: self.flashmem(cold=True),
+            "stream, cached": lambda: self.flashmem(),
+            "preload, cached": lambda: self.flashmem("--strategy", "preload"),
+            "preload, cold": lambda: self.flashmem("--strategy", "preload", cold=True),
+            "ONNX Runtime, cold": lambda: self.onnxruntime(cold=True),
+            "ONNX Runtime, cached": lambda: self.onnxruntime(),
+            "ONNX Runtime mapped, cached": lambda: self.onnxruntime("--mapped"),
+        }
+        rows: dict[str, list[dict[str, Any]]] = {key: [] for key in variants}
+        rates = []
+        for _ in range(self.runs):
+            for key, variant in variants.items():
+                rows[key].append(variant())
+            rates.append(self.disk_rate())
+        table = {key: _median(values) for key, values in rows.items()}
+        table["warm"] = {
+            "flashmem": self.flashmem("--repeat", "6").get("warm"),
+            "ONNX Runtime": self.onnxruntime("--repeat", "6").get("warm"),
+        }
+        bare = table["stream, cached"]["bare"]
+        limit = int(bare + self.budget + 48 * MIB)
+        return {
+            "budget": self.budget,
+            "bundle_bytes": sum(path.stat().st_size for path in self.bundle.iterdir()),
+            "disk_bytes_per_second": statistics.median(rates),
+            "compile": compiled,
+            "variants": table,
+            "outputs": self.compare(),
+            "hard limit": {
+                "bytes": limit,
+                "streamed": self.flashmem(limit=limit),
+                "preloaded": self.flashmem("--strategy", "preload", limit=limit),
+            },
+        }
+
+    def disk_rate(self) -> float:
+        """Bytes per second of a cold sequential read of the weights."""
+        path = self.bundle / "weights.bin"
+        drop([path])
+        buffer = bytearray(8 * MIB)
+        begun = time.perf_counter()
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+        return path.stat().st_size / (time.perf_counter() - begun)
+
+    def compare(self) -> dict[str, Any]:
+        """Streamed against preloaded bit by bit, and against ONNX Runtime."""
+        arrays = {}
+        for key, run in (("streamed", self.flashmem), ("preloaded", self.flashmem), ("reference", self.onnxruntime)):
+            path = self.folder / f"{key}.npz"
+            extra = ("--strategy", "preload") if key == "preloaded" else ()
+            run("--outputs", str(path), *extra)
+            with np.load(path) as file:
+                arrays[key] = [file[name] for name in file.files]
+        pairs = list(zip(arrays["streamed"], arrays["reference"], strict=True))
+        return {
+            "bit_identical": all(np.array_equal(a, b) for a, b in zip(arrays["streamed"], arrays["preloaded"], strict=True)),
+            "relative_error": max(float(np.abs(a - b).max() / np.ptp(b)) for a, b in pairs),
+        }
+
+
+def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of each number; a failed process is shown instead."""
+    failed = [row for row in rows if "failed" in row]
+    if failed:
+        return failed[0]
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0] if rows[0][key] is not None}
+
+
+def report(name: str, result: dict[str, Any]) -> None:
+    """The model's table, for a reader."""
+    print(f"\n### {name}, budget {result['budget'] / 1e6:.0f} MB\n\n| run | integrated, s | above bare process, MiB |\n|---|---|---|")
+    for key, row in result["variants"].items():
+        if "integrated" in row:
+            print(f"| {key} | {row['integrated']:.3f} | {row['above_bare'] / MIB:.0f} |")
+        elif key != "warm":
+            print(f"| {key} | failed: {row} | |")
+    shown = ("budget", "bundle_bytes", "disk_bytes_per_second", "compile", "outputs", "hard limit")
+    print("\n" + json.dumps({key: result[key] for key in shown} | {"warm": result["variants"]["warm"]}, default=str))
+
+
+def main() -> None:
+    """Measure every model found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--zoo", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--models", nargs="*", default=list(BUDGETS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print(f"flashmem {flashmem.__version__}, {os.cpu_count()} cores, device {args.device}, medians of {args.runs}")
+    results = {}
+    for name in args.models:
+        folder = Path(tempfile.mkdtemp(prefix="flashmem-bench-"))
+        try:
+            results[name] = Bench(name, args.zoo / name / "model.onnx", folder, args.device, args.runs).measure()
+        finally:
+            shutil.rmtree(folder)
+        report(name, results[name])
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()

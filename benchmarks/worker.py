@@ -1,0 +1,120 @@
+"""One measurement in one fresh process; prints one JSON object.
+
+    python -m benchmarks.worker flashmem --bundle B [--mode M] [--strategy S]
+    python -m benchmarks.worker onnxruntime --model M [--mapped]
+
+`above_bare` is the peak resident memory (VmHWM) over that of the same process just before the model is opened, with its engine
+imported and, for flashmem, the OpenCL device opened. `integrated` is the time from creating the session to the outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def vm(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def draw(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+    """The same input for every engine: token ids below 50000, or standard normal values."""
+    generator = np.random.default_rng(sum(map(ord, name)))
+    if "int" in dtype:
+        return generator.integers(0, 50000, shape).astype(dtype)
+    return generator.standard_normal(shape).astype(dtype)
+
+
+def drop(paths: list[Path]) -> None:
+    """Drop files from the page cache (a virtual machine's host may still hold them)."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
+    """Open the bundle, run it `--repeat` times."""
+    import flashmem
+    from flashmem.runtime.opencl import Context, find_device
+
+    driver = Context(find_device(args.device)).queue()
+    bare = vm("VmHWM")
+    started = time.perf_counter()
+    with flashmem.Session(args.bundle, device=args.device, mode=args.mode, strategy=args.strategy) as session:
+        ports = session.bundle.program.inputs
+        inputs = {port.name: draw(port.name, port.shape, port.dtype) for port in ports}
+        outputs = session.run(None, inputs)
+        integrated = time.perf_counter() - started
+        report = session.last_run
+        again = []
+        for _ in range(args.repeat - 1):
+            begun = time.perf_counter()
+            outputs_again = session.run(None, inputs)
+            again.append(time.perf_counter() - begun)
+            if any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(outputs, outputs_again, strict=True)):
+                raise SystemExit("two runs of one session differ")
+        ledger = report.memory.peak_bytes
+    driver.finish()
+    return {"integrated": integrated, "warm": min(again, default=None), "bare": bare, "ledger_peak": ledger, "outputs": outputs}
+
+
+def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
+    """ONNX Runtime as installed, or with mapped external data, no prepacking and no arena."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    if args.mapped:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_cpu_mem_arena = False
+    bare = vm("VmHWM")
+    started = time.perf_counter()
+    session = ort.InferenceSession(args.model, options)
+    types = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+    inputs = {i.name: draw(i.name, tuple(i.shape), types[i.type]) for i in session.get_inputs()}
+    outputs = session.run(None, inputs)
+    integrated = time.perf_counter() - started
+    again = []
+    for _ in range(args.repeat - 1):
+        begun = time.perf_counter()
+        session.run(None, inputs)
+        again.append(time.perf_counter() - begun)
+    return {"integrated": integrated, "warm": min(again, default=None), "bare": bare, "outputs": outputs}
+
+
+def main() -> None:
+    """Parse, drop caches if asked, measure, print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=("flashmem", "onnxruntime"))
+    parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--mapped", action="store_true")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--strategy", default="stream")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--cold", type=Path, nargs="*", default=[])
+    parser.add_argument("--outputs", type=Path)
+    args = parser.parse_args()
+    drop(args.cold)
+    result = (run_flashmem if args.engine == "flashmem" else run_onnxruntime)(args)
+    outputs = result.pop("outputs")
+    if args.outputs:
+        np.savez(args.outputs, *outputs)
+    result["above_bare"] = vm("VmHWM") - result["bare"]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Whole models, small: every device, memory path and transfer mode gives ONNX Runtime's answer, and all of them the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+
+import flashmem
+from flashmem.errors import BudgetError
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl import list_devices
+
+DATA = Path(__file__).parent / "data"
+SHAPES = {"gptneo-tiny-dynamic": {"input_ids": (1, 12)}, "gptneo-tiny-dynamic-legacy": {"input_ids": (1, 12)}}
+MODELS = sorted(path.stem for path in DATA.glob("*.onnx"))
+PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
+IDS = [f"{device.descriptor_name}-{path}" for device, path in PLACES]
+
+
+def _inputs(model: Path, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, NDArray[Any]]:
+    generator = np.random.default_rng(seed)
+    inputs: dict[str, NDArray[Any]] = {}
+    for port in onnxruntime.InferenceSession(model).get_inputs():
+        shape = shapes.get(port.name, port.shape)
+        whole = "int" in port.type
+        inputs[port.name] = (
+            generator.integers(0, 100, shape) if whole else generator.standard_normal(shape).astype(np.float32)
+        )
+    return inputs
+
+
+def _reference(model: Path, inputs: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    return onnxruntime.InferenceSession(model).run(None, inputs)  # type: ignore[no-any-return]
+
+
+def _error(outputs: list[NDArray[Any]], expected: list[NDArray[Any]]) -> float:
+    return max(float(np.abs(a - b).max() / np.ptp(b)) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("device", "path"), PLACES, ids=IDS)
+def test_streamed_answer_is_onnxruntimes(name: str, device: Any, path: str, tmp_path: Path) -> None:
+    model, shapes = DATA / f"{name}.onnx", SHAPES.get(name, {})
+    inputs = _inputs(model, shapes)
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", device=device.descriptor_name, shapes=shapes, memory_path=path)
+    with flashmem.Session(bundle, device=device.descriptor_name) as session:
+        first = session.run(None, inputs)
+        others = [session.run(None, inputs) for _ in range(4)]
+    assert _error(first, _reference(model, inputs)) <= 1e-3
+    for again in others:
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["resnet-tiny", "gptneo-tiny", "regnet-tiny"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("device", "path"), PLACES, ids=IDS)
+def test_every_mode_gives_the_same_bits(name: str, precision: str, device: Any, path: str, tmp_path: Path) -> None:
+    model = DATA / f"{name}.onnx"
+    inputs = _inputs(model, {})
+    bundle = flashmem.compile(
+        model, tmp_path / "m.flashmem", device=device.descriptor_name, memory_path=path, precision=precision, chunk="4KiB"
+    )
+    answers = {}
+    for mode in descriptor_for(device).modes[path]:
+        with flashmem.Session(bundle, device=device.descriptor_name, mode=mode) as session:
+            answers[mode] = session.run(None, inputs)
+    with flashmem.Session(bundle, device=device.descriptor_name, strategy="preload") as session:
+        answers["preload"] = session.run(None, inputs)
+    assert len(answers) >= 3
+    expected = answers.pop("preload")
+    assert _error(expected, _reference(model, inputs)) <= (1e-3 if precision == "fp32" else 1e-2)
+    for mode, outputs in answers.items():
+        assert all(np.array_equal(a, b) for a, b in zip(outputs, expected, strict=True)), mode
+
+
+@pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
+def test_the_smallest_budget_works_and_one_byte_less_does_not(mode: str, tmp_path: Path) -> None:
+    model = DATA / "gptneo-tiny.onnx"
+    inputs = _inputs(model, {})
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, tmp_path / "m.flashmem", budget=1, mode=mode, chunk="4KiB")
+    smallest = refused.value.smallest_bytes
+    assert str(smallest) in str(refused.value)
+    assert refused.value.binding
+    with pytest.raises(BudgetError):
+        flashmem.compile(model, tmp_path / "m.flashmem", budget=smallest - 1, mode=mode, chunk="4KiB")
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=smallest, mode=mode, chunk="4KiB")
+    with flashmem.Session(bundle, mode=mode) as session:
+        outputs = session.run(None, inputs)
+        assert session.last_run.memory.peak_bytes <= smallest
+    assert _error(outputs, _reference(model, inputs)) <= 1e-3
+
+
+def test_a_tied_table_is_stored_once(tmp_path: Path) -> None:
+    """The embedding of the tied export feeds both the head and the row gather: its bytes appear once."""
+    bundle = flashmem.compile(DATA / "gptneo-tiny-tied.onnx", tmp_path / "tied.flashmem", memory_path="buffer")
+    untied = flashmem.compile(DATA / "gptneo-tiny.onnx", tmp_path / "untied.flashmem", memory_path="buffer")
+    (gather,) = bundle.program.row_gathers or (None,)
+    if gather is not None:
+        assert any(part.offset <= gather.offset < part.offset + part.nbytes for part in bundle.program.slices)
+    assert bundle.program.weights_bytes < untied.program.weights_bytes
+
+
+def test_nan_passes_through(tmp_path: Path) -> None:
+    model = DATA / "vit-tiny.onnx"
+    inputs = {name: np.full_like(array, np.nan) for name, array in _inputs(model, {}).items()}
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem")
+    with flashmem.Session(bundle) as session:
+        (output, *_) = session.run(None, inputs)
+    assert np.isnan(output).all()
