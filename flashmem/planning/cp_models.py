@@ -1,4 +1,4 @@
-"""The models behind LC-OPG: the choice of W over a window of layers, its linear relaxation, and the full model over x, z and W."""
+"""The models behind LC-OPG: the choice of W over a window of layers, its linear relaxation, the full model over x, z and W."""
 
 from __future__ import annotations
 

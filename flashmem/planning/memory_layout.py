@@ -6,6 +6,7 @@ never overlap. `lay_out_pools` derives from an overlap plan what each transfer m
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import numpy as np
 from flashmem.device import TransferMode
 from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, TextureSlot
 from flashmem.program import SLICE_ALIGNMENT, Slice
+
+_RING_STEPS = 12
 
 _TEXEL_BYTES = {"float": 16, "half": 8}  # RGBA
 
@@ -42,8 +45,9 @@ def max_concurrent(intervals: Iterable[Interval], alignment: int = 1) -> int:
 def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
     """Offsets (multiples of `alignment`) by name, and the size of the buffer that holds them.
 
-    Placed one after the other where the smallest gap among those alive at the same time takes them, in a few orders; the
-    smallest result is kept, and the search ends when one meets `max_concurrent`.
+    Placed one after the other where the smallest gap among those alive at the same time takes them, in a few orders; then, as
+    streams come and go in order, round a ring as small as a bisection finds. The smallest result is kept, and the search ends
+    when one meets `max_concurrent`.
 
     Raises:
         ValueError: two intervals of one name.
@@ -65,6 +69,16 @@ def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, in
         if best[1] <= bound:
             break
     assert best is not None
+    low, in_time = bound, sorted(intervals, key=lambda i: (i.first, i.last, -i.nbytes))
+    for _ in range(_RING_STEPS):
+        if best[1] - low <= alignment:
+            break
+        middle = _round_up((low + best[1]) // 2, alignment)
+        ring = _ring(in_time, alignment, middle)
+        if ring is None:
+            low = middle
+        else:
+            best = ring
     return best
 
 
@@ -83,6 +97,41 @@ def _place(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int
         start[at] = tops[fits[np.argmin(gaps[fits])]] if fits.size else tops[-1]
     offsets = {i.name: int(offset) for i, offset in zip(intervals, start, strict=True)}
     return offsets, int(np.max(start + size, initial=0))
+
+
+def _ring(intervals: Sequence[Interval], alignment: int, size: int) -> tuple[dict[str, int], int] | None:
+    """Next fit in order of time within `size` bytes, starting again at 0 where the end is reached; None if one does not fit."""
+    offsets: dict[str, int] = {}
+    alive: list[tuple[int, int]] = []  # (offset, end), sorted
+    expiry: list[tuple[int, int, int]] = []  # (last, offset, end), a heap
+    hand = top = 0
+    for i in intervals:
+        while expiry and expiry[0][0] < i.first:
+            _, offset, end = heapq.heappop(expiry)
+            del alive[bisect_left(alive, (offset, end))]
+        nbytes = _round_up(i.nbytes, alignment)
+        found = _next_fit(alive, nbytes, hand, size)
+        if found is None:
+            found = _next_fit(alive, nbytes, 0, size)
+        if found is None:
+            return None
+        offset = found
+        hand = offset + nbytes
+        top = max(top, hand)
+        offsets[i.name] = offset
+        insort(alive, (offset, hand))
+        heapq.heappush(expiry, (i.last, offset, hand))
+    return offsets, top
+
+
+def _next_fit(alive: Sequence[tuple[int, int]], nbytes: int, start: int, size: int) -> int | None:
+    """The first offset from `start` on with `nbytes` free below `size`."""
+    at = bisect_left(alive, (start, start))
+    offset = max(start, alive[at - 1][1]) if at else start
+    while at < len(alive) and alive[at][0] - offset < nbytes:
+        offset = max(offset, alive[at][1])
+        at += 1
+    return offset if offset + nbytes <= size else None
 
 
 def lay_out_pools(
