@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashmem.bundle import Bundle as Bundle
     from flashmem.compile import compile as compile
-    from flashmem.runtime.session import RunReport as RunReport
+    from flashmem.runtime.report import RunReport as RunReport
     from flashmem.runtime.session import Session as Session
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ __all__ = ["Bundle", "RunReport", "Session", "__version__", "compile"]
 
 _HOMES = {
     "Bundle": "flashmem.bundle",
-    "RunReport": "flashmem.runtime.session",
+    "RunReport": "flashmem.runtime.report",
     "Session": "flashmem.runtime.session",
     "compile": "flashmem.compile",
 }

@@ -194,7 +194,7 @@ def run(
         mode,
         objective,
     )
-    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, strategy, seed, trace))
+    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, strategy.value, seed, trace))
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -44,6 +44,23 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     out().print(table)
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """One line for each: a label and what it says."""
+    width = max(map(len, facts))
+    for label, text in facts.items():
+        out().print(f"{label:<{width}}  {text}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def waiting(what: str, *, quiet: bool) -> Iterator[None]:
+    """Shows on a terminal's stderr that something is going on, unless `quiet`."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(what):
+        yield
 
 
 @contextmanager

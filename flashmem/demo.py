@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,12 +21,13 @@ from flashmem.commands.compiling import CompileOptions, compile_apart
 from flashmem.console import out, print_table, say
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.paths import cache_folder
+from flashmem.runtime.session import Session
 from flashmem.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from flashmem.runtime.session import RunReport, Session
+    from flashmem.runtime.report import RunReport
 
 PAGE = (
     (44, "The Analytical Engine"),
@@ -37,6 +39,7 @@ PAGE = (
 )
 """What the page says, line by line, each with its size in pixels."""
 
+_INPUT = "x"  # of both networks
 _PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
 
 
@@ -49,7 +52,8 @@ class Counted:
 
     def __call__(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
         """Runs the network once."""
-        (answer,) = self.session.run(None, {self.session.inputs[0].name: pixels})
+        (answer,) = self.session.run(None, {_INPUT: pixels})
+        assert self.session.last_run is not None
         self.reports.append(self.session.last_run)
         return answer
 
@@ -92,21 +96,19 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
         UserError: the `demo` extra is missing, `image` cannot be read, or `budget` is too small.
         RunError: the page that was drawn was not read as it was written.
     """
-    import flashmem
-
     models = ocr.find_models()
     parse_size(budget, what="--budget")
     page = open_image(image) if image else _drawn_and_kept()
     bundles = [
-        compile_apart(model, CompileOptions(device=device, budget=budget, shape=(f"x={'x'.join(map(str, shape))}",)))
+        compile_apart(model, CompileOptions(device=device, budget=budget, shape=(f"{_INPUT}={'x'.join(map(str, shape))}",)))
         for model, shape in ((models.detector, ocr.DETECTOR_SHAPE), (models.recogniser, ocr.LINE_SHAPE))
     ]
     alphabet = ocr.read_alphabet(models.recogniser)
     started = time.perf_counter()
-    with flashmem.Session(bundles[0], device=device) as session:
+    with Session(bundles[0], device=device) as session:
         detector = Counted(session)
         found = ocr.find_lines(np.asarray(page), detector)
-    with flashmem.Session(bundles[1], device=device) as session:
+    with Session(bundles[1], device=device) as session:
         recogniser = Counted(session)
         lines = ocr.read_lines(np.asarray(page), found, recogniser, alphabet)
     seconds = time.perf_counter() - started
@@ -139,26 +141,27 @@ def _show(lines: Sequence[ocr.Line], drawn: Sequence[str]) -> None:
 def _account(networks: dict[str, Counted], seconds: float) -> None:
     print_table(
         ("network", "runs", "first answer", "later ones", "memory", "budget", "device"),
-        [_row(name, network.reports) for name, network in networks.items() if network.reports],
+        [_row(name, network) for name, network in networks.items() if network.reports],
     )
     out().print(f"{seconds:.2f} s in all; memory is everything flashmem held on the device and in staging")
 
 
-def _row(name: str, reports: Sequence[RunReport]) -> tuple[object, ...]:
+def _row(name: str, network: Counted) -> tuple[object, ...]:
+    reports = network.reports
     first, *later = reports
     return (
         name,
         len(reports),
         _milliseconds(first.latency.integrated),
-        _milliseconds(float(np.median([report.latency.exec for report in later]))) if later else "",
+        _milliseconds(median(report.latency.exec for report in later)) if later else "",
         format_size(max(report.memory.peak_bytes for report in reports)),
-        format_size(first.memory.budget_bytes),
-        f"{first.device}, {first.transfer_mode}",
+        format_size(first.memory.budget_bytes or 0),
+        f"{network.session.device.name}, mode {network.session.mode}",
     )
 
 
-def _milliseconds(milliseconds: float) -> str:
-    return f"{milliseconds:.0f} ms"
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
 
 
 def main() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.commands.files import written_whole
 from flashmem.errors import MissingFileError, UserError
 from flashmem.program import Port, Program
 
@@ -40,14 +39,8 @@ def read_inputs(path: Path) -> Arrays:
 
 def write_outputs(path: Path, names: Sequence[str], arrays: Sequence[NDArray[Any]]) -> None:
     """Writes an .npz file, whole or not at all."""
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _write_npz(file, zip(names, arrays, strict=True))
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    with written_whole(path) as file:
+        _write_npz(file, zip(names, arrays, strict=True))
 
 
 def _write_npz(file: IO[bytes], arrays: Iterable[tuple[str, NDArray[Any]]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, bundle_of
-from flashmem.console import emit_json, out, print_table
+from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program
 from flashmem.units import format_size
@@ -97,7 +97,7 @@ def _as_json(bundle: Bundle, rows: list[LayerRow]) -> dict[str, Any]:
 
 
 def _print(bundle: Bundle, rows: list[LayerRow]) -> None:
-    plan, console = bundle.plan, out()
+    plan = bundle.plan
     total = sum(weight.nbytes for weight in plan.weights)
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
     most = max((row.in_flight_bytes for row in rows), default=0)
@@ -112,10 +112,9 @@ def _print(bundle: Bundle, rows: list[LayerRow]) -> None:
     }
     if plan.expected_slowdown > 0:
         facts["slowdown"] = f"{plan.expected_slowdown:.0%} expected over running with no memory limit"
-    for label, text in facts.items():
-        console.print(f"{label:<10} {text}", markup=False)
+    print_facts(facts)
     for note in plan.notes:
-        console.print(f"{'note':<10} {note}", markup=False)
+        print_facts({"note": note})
     print_table(
         ("layer", "operator", "class", "C_ℓ", "moved", "in flight", "starts loading"),
         (

@@ -1,0 +1,178 @@
+"""`flashmem run`: an answer, and what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from numpy.typing import NDArray
+
+from flashmem.bundle import Bundle
+from flashmem.commands.compiling import CompileOptions, bundle_of
+from flashmem.commands.files import check_target
+from flashmem.commands.inputs import complete_inputs, read_inputs, write_outputs
+from flashmem.commands.plan import summary
+from flashmem.commands.trace import write_trace
+from flashmem.commands.verify import TOLERANCE, Verification, compare, reference
+from flashmem.console import emit_json, print_facts, waiting
+from flashmem.device import TransferMode
+from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.runtime.report import RunReport
+from flashmem.runtime.session import Session, Strategy
+from flashmem.units import format_size
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `run` does with a bundle; see the command line's help."""
+
+    input: Path | None = None
+    output: Path | None = None
+    repeat: int = 1
+    verify: bool = False
+    reference: Path | None = None
+    json: bool = False
+    strategy: str = "stream"
+    seed: int = 0
+    trace: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the runs of one session left: the answers of the last one, and a report of each."""
+
+    bundle: Bundle
+    device: str
+    transfer_mode: str
+    outputs: list[NDArray[Any]]
+    reports: list[RunReport]
+
+
+def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> None:
+    """Runs `model`, a bundle or an ONNX file, and prints the report.
+
+    Raises:
+        UserError: something in the files or options has to be changed.
+        RunError: the run failed, or `--verify` found a difference (after the report is printed).
+    """
+    for path, flag in ((options.output, "--output"), (options.trace, "--trace")):
+        if path is not None:
+            check_target(path, flag)
+    given = read_inputs(options.input) if options.input else {}
+    if options.reference is not None and not options.reference.is_file():
+        raise MissingFileError(f"--model {options.reference}: no such file")
+    bundle = Bundle.open(bundle_of(model, compiling))
+    inputs = complete_inputs(bundle.program, given, options.seed)
+    # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
+    outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None)
+    names = [port.name for port in bundle.program.outputs]
+    if options.output is not None:
+        write_outputs(options.output, names, outcome.outputs)
+    if options.trace is not None:
+        write_trace(options.trace, outcome.reports[0])
+    verification = None
+    if options.verify:
+        original = options.reference or Path(str(bundle.meta.get("model_path", "")))
+        verification = compare(outcome.outputs, reference(original, inputs, names), bundle.program.precision)
+    if options.json:
+        emit_json(report_json(outcome, options, verification))
+    else:
+        _print(outcome, options, verification)
+    if verification is not None and not verification.ok:
+        raise RunError(
+            f"the answer differs from ONNX Runtime's by {verification.relative_error:.2g} of the output's range; "
+            f"{TOLERANCE[bundle.program.precision]:g} is allowed"
+        )
+
+
+def _run(
+    bundle: Bundle, inputs: dict[str, NDArray[Any]], options: RunOptions, compiling: CompileOptions, *, budget: str | None
+) -> Outcome:
+    reports = []
+    with (
+        waiting("preparing kernels and running", quiet=options.json),
+        Session(
+            bundle,
+            device=_device(compiling),
+            mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses what it does not know
+            strategy=cast(Strategy, options.strategy),
+            budget=budget,
+            trace=options.trace is not None,
+        ) as session,
+    ):
+        for _ in range(options.repeat):
+            try:
+                outputs = session.run(None, inputs)
+            except ValueError as error:  # an input of the wrong shape, type or range, as the Python API says it
+                raise UserError(str(error)) from error
+            assert session.last_run is not None
+            reports.append(session.last_run)
+        device = f"{session.device.platform}: {session.device.name}"
+        return Outcome(bundle, device, session.mode, outputs, reports)
+
+
+def _device(compiling: CompileOptions) -> str:
+    """The device to run on; a descriptor in a file says what to compile for, and the bundle asks for such a device itself."""
+    named = compiling.device or "auto"
+    return "auto" if named.endswith(".toml") else named
+
+
+def report_json(outcome: Outcome, options: RunOptions, verification: Verification | None) -> dict[str, Any]:
+    """The object that `--json` prints. `latency_ms` is of the first run, `warm` the median over the others."""
+    first, *later = outcome.reports
+    memory = first.memory
+    latency = {"integrated": first.latency.integrated, "init": first.latency.init, "exec": first.latency.exec}
+    if later:
+        latency["warm"] = _warm(later)
+    report = {
+        "device": outcome.device,
+        "memory_path": outcome.bundle.program.memory_path,
+        "transfer_mode": outcome.transfer_mode,
+        "strategy": options.strategy,
+        "precision": outcome.bundle.program.precision,
+        "latency_ms": {name: 1e3 * seconds for name, seconds in latency.items()},
+        "memory": {
+            "peak_bytes": max(report.memory.peak_bytes for report in outcome.reports),
+            "average_bytes": memory.average_bytes,
+            "budget_bytes": memory.budget_bytes,
+            "process_peak_rss_bytes": outcome.reports[-1].memory.process_peak_rss_bytes,
+            "by_category": dict(memory.by_category),
+        },
+        "plan": summary(outcome.bundle.plan),
+    }
+    if verification is not None:
+        report["verify"] = verification.to_json()
+    return report
+
+
+def _warm(later: Sequence[RunReport]) -> float:
+    return median(report.latency.exec for report in later)
+
+
+def _print(outcome: Outcome, options: RunOptions, verification: Verification | None) -> None:
+    first, *later = outcome.reports
+    plan, memory, latency = outcome.bundle.plan, first.memory, first.latency
+    peak = max(report.memory.peak_bytes for report in outcome.reports)
+    budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
+    process = "" if memory.process_peak_rss_bytes is None else f"; process {format_size(memory.process_peak_rss_bytes)}"
+    answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
+    how = f"{outcome.bundle.program.memory_path} path, mode {outcome.transfer_mode}, {options.strategy}"
+    facts = {
+        "device": f"{outcome.device}, {how}",
+        "first answer": answer + (f", later ones {1e3 * _warm(later):.1f} ms" if later else ""),
+        "memory": f"{format_size(peak)} at most, {format_size(memory.average_bytes)} on average, {budget}{process}",
+        "plan": f"{plan.status} by {plan.tier}, gap {plan.gap:.2%}, {plan.preload_ratio:.0%} of the weights preloaded",
+    }
+    for port, array in zip(outcome.bundle.program.outputs, outcome.outputs, strict=True):
+        facts[f"output {port.name}"] = f"{array.dtype} {'x'.join(map(str, array.shape))}{_range(array)}"
+    if verification is not None:
+        verdict = "equal to ONNX Runtime's" if verification.ok else "NOT equal to ONNX Runtime's"
+        facts["verify"] = f"{verdict}, error {verification.relative_error:.2g} of the range"
+    print_facts(facts)
+
+
+def _range(array: NDArray[Any]) -> str:
+    return f", {array.min():.4g} to {array.max():.4g}" if array.size else ""
