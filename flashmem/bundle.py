@@ -144,10 +144,9 @@ def _check_weights_size(path: Path, manifest: Mapping[str, Any]) -> None:
         size = (path / WEIGHTS).stat().st_size
     except OSError as error:
         raise BundleError(f"bundle {path} lacks {WEIGHTS} ({error.strerror}); compile the model again") from error
-    if size != manifest["weights"]["nbytes"]:
-        raise BundleError(
-            f"bundle {path} is damaged: {WEIGHTS} has {size} bytes, not {manifest['weights']['nbytes']}; compile the model again"
-        )
+    expected = manifest["weights"]["nbytes"]
+    if size != expected:
+        raise BundleError(f"bundle {path} is damaged: {WEIGHTS} has {size} bytes, not {expected}; compile the model again")
 
 
 def _fingerprint(content: bytes) -> dict[str, Any]:

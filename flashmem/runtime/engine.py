@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
@@ -27,8 +26,6 @@ from flashmem.runtime.weight_file import WeightFile
 
 LOADER_THREADS = 2
 """Threads that load weights; layouts give each a part of staging."""
-
-_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,18 @@ class Engine:
         Raises:
             RunError: the device or the budget refuses.
         """
-        program = bundle.program
         self._bundle, self._file, self._plan, self._trace = bundle, file, plan, trace
         self._context = Context(device)
         self._queue = self._context.queue(profiling=trace)
         self.ledger = Ledger(self._context, budget)
+        try:
+            self._set_up(mode, layout)
+        except BaseException:
+            self.ledger.close()
+            raise
+
+    def _set_up(self, mode: TransferMode, layout: PoolLayout) -> None:
+        program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
         moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
         self._plain, self._lane = self._open_programs(moves)
@@ -71,22 +75,21 @@ class Engine:
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that are handed back")
         self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
-        self._transfer = make_transfer(mode, self._context, self.ledger, file, program.slices, layout, LOADER_THREADS)
+        self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, LOADER_THREADS)
         staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
-        resources = Resources(self._context, arena, constants, self._transfer.memories, staged)
-        steps = make_steps(
-            program, self._needs(moves), moves, resources, self._plain.program, self._lane and self._lane.program
-        )
+        resources = Resources(context, arena, constants, self._transfer.memories, staged)
+        lane = self._lane.program if self._lane is not None else None
+        steps = make_steps(program, self._needs(moves), moves, resources, self._plain.program, lane)
         self._executor = Executor(self._queue, steps)
         ports = {port.tensor for port in (*program.inputs, *program.outputs)} | {g.tensor for g in program.row_gathers}
         self._ports: dict[str, Memory] = {
-            tensor.name: self._context.sub_buffer(arena, tensor.offset, tensor.nbytes)
+            tensor.name: context.sub_buffer(arena, tensor.offset, tensor.nbytes)
             for tensor in program.tensors
             if tensor.name in ports
         }
-        self._w_loads = [load for load in planned_loads(plan, slices, preload=True) if load.preload]
-        self._loads = planned_loads(plan, slices, preload=False)
         self._all_loads = planned_loads(plan, slices, preload=True)
+        self._loads = planned_loads(plan, slices, preload=False)
+        self._w_loads = [load for load in self._all_loads if load.preload]
         self._frees = planned_frees(plan, slices)
         self._w_is_resident = not self._w_loads
         self._has_run = False
@@ -108,12 +111,10 @@ class Engine:
         program = self._bundle.program
         if not program.constants_bytes:
             return None
-        constants = self.ledger.buffer("constants", program.constants_bytes, "the constants")
-        piece = np.empty(min(_COPY_BYTES, program.constants_bytes), np.uint8)
-        for first in range(0, program.constants_bytes, piece.nbytes):
-            part = piece[: program.constants_bytes - first]
-            self._file.read_into(part, program.constants_offset + first)
-            self._queue.write(constants, part, offset=first)
+        constants = self.ledger.buffer("constants", program.constants_bytes, "the constants", host_visible=True)
+        view = self._queue.map(constants, program.constants_bytes, invalidate=True)
+        self._file.read_into(view, program.constants_offset)
+        self._queue.unmap(view)
         return constants
 
     def _needs(self, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashmem.errors import RunError
-from flashmem.program import Arg, Launch
+from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_ITEMS, LayerMoves, Move
 from flashmem.runtime.loader import LoaderRun, Span
@@ -26,11 +26,12 @@ LAYERS_AHEAD = 8
 
 @dataclass(frozen=True)
 class Command:
-    """One kernel launch, ready to be enqueued."""
+    """One kernel launch, ready to be enqueued. `arguments` are held because a kernel does not keep its memory alive."""
 
     kernel: Kernel
     global_size: tuple[int, ...]
     local_size: tuple[int, ...] | None
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,22 @@ def make_steps(
         moving = moves.get(layer)
         commands = []
         if moving is None or moving.riding is None:
-            commands.append(_command(plain, launch, arguments))
+            commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments))
         else:
             assert lane is not None
-            commands.append(_command(lane, launch, [*arguments, *_lane(moving.riding, resources)]))
+            arguments += _lane(moving.riding, resources)
+            commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments))
         for move in moving.separate if moving else ():
             assert lane is not None
-            kernel = lane.kernel(move.copier, _lane(move, resources))
-            commands.append(Command(kernel, (COPY_ITEMS,), None))
+            commands.append(_command(lane, move.copier, (COPY_ITEMS,), None, _lane(move, resources)))
         steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
     return steps
 
 
-def _command(program: Program, launch: Launch, arguments: Sequence[Any]) -> Command:
-    return Command(program.kernel(launch.kernel, arguments), launch.global_size, launch.local_size)
+def _command(
+    program: Program, name: str, size: tuple[int, ...], group: tuple[int, ...] | None, arguments: Sequence[Any]
+) -> Command:
+    return Command(program.kernel(name, arguments), size, group, tuple(arguments))
 
 
 def _lane(move: Move, resources: Resources) -> list[Any]:

@@ -25,9 +25,9 @@ class Latency:
 class MemoryUse:
     """Bytes that the session held, as its ledger counted them; the process and the page cache apart.
 
-    `peak_bytes` and `average_bytes` (over time) are of the run, for the first run since the session's creation; `by_category` is
-    what made up the peak. `process_peak_rss_bytes` is the whole process since its start, drivers included; None where the
-    system does not say.
+    `peak_bytes` and `average_bytes` (over time) are of the run, for the first run since the session's creation; `by_category`
+    is what made up the peak. `process_peak_rss_bytes` is the whole process since its start, drivers included; None where the
+    system does not say. `over_time`: (seconds, bytes from then on).
     """
 
     peak_bytes: int

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.device import TRANSFER_MODES, TransferMode
 from flashmem.errors import BudgetError, RunError, UserError
-from flashmem.program import fixed_bytes
+from flashmem.program import Port, fixed_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
 from flashmem.runtime.opencl import find_device
@@ -92,7 +93,7 @@ class Session:
                 raise
         self._init_seconds = perf_counter() - begun
 
-    def _choose_mode(self, mode: str) -> TransferMode:
+    def _choose_mode(self, mode: TransferMode | Literal["auto"]) -> TransferMode:
         path = self.bundle.program.memory_path
         descriptor = descriptor_for(self.device)
         if path not in descriptor.memory_paths:
@@ -108,7 +109,7 @@ class Session:
             raise UserError(
                 f"device {self.device.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}"
             )
-        return cast(TransferMode, mode)
+        return mode
 
     def _settle_budget(self, budget: int | str | None, needed: int) -> int | None:
         """The budget in bytes, which covers what is needed."""
@@ -150,15 +151,11 @@ class Session:
             check_inputs(self.bundle.program.inputs, inputs)
             if self._runs:
                 self._engine.ledger.restart_history()
-            try:
+            with self._closed_by_failure(but=ValueError):  # an index outside a table: nothing has started yet
                 self._write_inputs(inputs)
+            with self._closed_by_failure():
                 played = self._engine.run()
-                results = {name: self._read_output(name) for name in dict.fromkeys(chosen)}
-            except ValueError:  # indices outside a table: nothing has started yet
-                raise
-            except BaseException as error:
-                self._close(f"its last run failed: {error}")
-                raise
+                results = {name: self._read_output(outputs[name]) for name in dict.fromkeys(chosen)}
             self._report(begun, played)
             return [results[name] for name in chosen]
 
@@ -170,12 +167,21 @@ class Session:
         for gather in program.row_gathers:
             self._engine.write(gather.tensor, gather_rows(self._file, gather, inputs[gather.indices]))
 
-    def _read_output(self, name: str) -> Array:
-        port = next(port for port in self.bundle.program.outputs if port.name == name)
+    def _read_output(self, port: Port) -> Array:
         assert port.tensor is not None
         data = np.empty(port.shape, device_dtype(port))
         self._engine.read(data, port.tensor)
         return from_device(port, data)
+
+    @contextmanager
+    def _closed_by_failure(self, but: type[Exception] | None = None) -> Iterator[None]:
+        """Whatever fails inside closes the session, so that it is never half-alive."""
+        try:
+            yield
+        except BaseException as error:
+            if but is None or not isinstance(error, but):
+                self._close(f"its last run failed: {error}")
+            raise
 
     def _report(self, begun: float, played: Played) -> None:
         ended = perf_counter()
