@@ -1,0 +1,105 @@
+"""The clock against hand-made examples, an independent recursion, and every choice of load layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from planning_problems import layers_of, problems
+
+from flashmem.planning.clock import fastest_seconds, play, unlimited_seconds
+from flashmem.planning.latency import earliest_load_layers, forced_preload, latency_plan, smallest_m_peak
+from flashmem.planning.problem import Problem, WeightSpec
+
+
+def reference(problem: Problem, load_layers: dict[str, int]) -> float:
+    """Integrated latency by the definition: when each load and each layer ends, by recursion."""
+    order = sorted(problem.weights, key=lambda w: (load_layers[w.name], w.first_use))
+
+    @cache
+    def loaded(number: int) -> float:
+        w = order[number]
+        begin = max(loaded(number - 1) if number else 0.0, done(max(0, load_layers[w.name] - 1)))
+        return begin + w.nbytes / problem.load_bandwidth
+
+    @cache
+    def done(layer: int) -> float:
+        if layer == 0:
+            return 0.0
+        needed = [n for n, w in enumerate(order) if w.first_use <= layer or load_layers[w.name] == 0]
+        return max([done(layer - 1), *map(loaded, needed)]) + problem.layers[layer - 1].seconds
+
+    return done(len(problem.layers))
+
+
+def test_a_load_hidden_and_a_load_waited_for() -> None:
+    weights = (WeightSpec("a", 4, 1, 1), WeightSpec("b", 2, 2, 2), WeightSpec("c", 8, 3, 3))
+    problem = Problem(layers_of([9, 9, 9], seconds=3.0), weights, 1, 100, 2.0)
+    # a: 0-2; layer 1: 2-5; b: 2-3; layer 2: 5-8; c from layer 2 on: 5-9; layer 3: 9-12
+    clock = play(problem, {"a": 0, "b": 1, "c": 2})
+    assert clock.loaded == {"a": 2.0, "b": 3.0, "c": 9.0}
+    assert clock.started == (2.0, 5.0, 9.0) and clock.done == (5.0, 8.0, 12.0) and clock.seconds == 12.0
+    # with no limit c follows b at once: 3-7, and no layer waits
+    assert unlimited_seconds(problem, {"a"}) == 11.0
+    # in M_peak 8 neither all of c nor a part of it longer than 6 fits beside b: c ends 1 s after layer 2
+    assert latency_plan(replace(problem, m_peak=10)).objective == 11.0
+    assert latency_plan(replace(problem, m_peak=10)).status == "OPTIMAL"
+
+
+def test_the_slowdown_of_a_tight_limit_is_expected() -> None:
+    weights = tuple(WeightSpec(f"w{n}", 6, n, n) for n in range(1, 5))
+    problem = Problem(layers_of([9] * 4, seconds=4.0), weights, 1, 12, 1.0)
+    tight, roomy = latency_plan(problem), latency_plan(replace(problem, m_peak=100))
+    assert roomy.expected_slowdown == 0 and roomy.objective == unlimited_seconds(problem, {"w1"})
+    assert tight.expected_slowdown == pytest.approx(tight.objective / roomy.objective - 1)
+    assert tight.objective >= roomy.objective
+
+
+@given(problems(most_layers=8, most_weights=8))
+@settings(max_examples=100, deadline=None)
+def test_the_clock_agrees_with_the_recursion(problem: Problem) -> None:
+    tight = replace(problem, m_peak=smallest_m_peak(problem)[0])
+    load_layers = earliest_load_layers(tight, forced_preload(tight))
+    assert play(tight, load_layers).seconds == pytest.approx(reference(tight, load_layers))
+
+
+@given(problems(most_layers=5, most_weights=4, most_chunks=3))
+@settings(max_examples=100, deadline=None)
+def test_no_choice_of_load_layers_is_faster(problem: Problem) -> None:
+    limit = max(problem.m_peak, smallest_m_peak(problem)[0])
+    inside = replace(problem, m_peak=limit)
+    plan = latency_plan(inside)
+    streamed = [w for w in plan.weights if not w.preload]
+    in_use_order = sorted(streamed, key=lambda w: w.first_use)
+    times = []
+    for choice in product(*(range(1, w.first_use) for w in in_use_order)):
+        fits = all(
+            sum(w.nbytes for w, z in zip(in_use_order, choice, strict=True) if z <= layer <= w.last_use) <= limit
+            for layer in range(1, len(problem.layers) + 1)
+        )
+        if fits and list(choice) == sorted(choice):
+            chosen = {w.name: 0 for w in plan.weights if w.preload}
+            chosen.update({w.name: z for w, z in zip(in_use_order, choice, strict=True)})
+            times.append(reference(inside, chosen))
+    assert plan.objective == pytest.approx(min(times))
+    assert plan.bound <= min(times) + 1e-9
+
+
+@given(problems(most_layers=5, most_weights=4, most_chunks=3))
+@settings(max_examples=100, deadline=None)
+def test_the_bound_holds_for_loads_in_any_order(problem: Problem) -> None:
+    inside = replace(problem, m_peak=max(problem.m_peak, smallest_m_peak(problem)[0]))
+    forced = forced_preload(problem)
+    bound = fastest_seconds(inside, forced)
+    streamed = [w for w in problem.weights if w.name not in forced]
+    for choice in product(*(range(1, w.first_use) for w in streamed)):
+        if all(
+            sum(w.nbytes for w, z in zip(streamed, choice, strict=True) if z <= layer <= w.last_use) <= inside.m_peak
+            for layer in range(1, len(problem.layers) + 1)
+        ):
+            chosen = dict.fromkeys(forced, 0) | {w.name: z for w, z in zip(streamed, choice, strict=True)}
+            assert bound <= reference(inside, chosen) + 1e-9
+    assert bound >= unlimited_seconds(problem, forced) - 1e-9
