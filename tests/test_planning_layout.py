@@ -1,0 +1,124 @@
+"""Static layouts: nothing alive at once overlaps, and how close they come to what must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_problems import problems, slices_for
+
+from flashmem.planning.latency import latency_plan, smallest_m_peak
+from flashmem.planning.lc_opg import solve
+from flashmem.planning.memory_layout import Interval, colour_slots, lay_out, lay_out_pools, max_concurrent
+from flashmem.planning.plan import PlanViolation
+from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.program import SLICE_ALIGNMENT, Slice
+
+
+@st.composite
+def intervals(draw: st.DrawFn) -> list[Interval]:
+    ends = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8), st.integers(1, 300)), max_size=25))
+    return [Interval(f"i{n}", nbytes, first, first + length) for n, (first, length, nbytes) in enumerate(ends)]
+
+
+@given(intervals(), st.sampled_from([1, 16, 256]))
+@settings(max_examples=200, deadline=None)
+def test_layouts_are_valid_and_never_below_the_bound(parts: list[Interval], alignment: int) -> None:
+    offsets, total = lay_out(parts, alignment)
+    rounded = {p.name: -(-p.nbytes // alignment) * alignment for p in parts}
+    bound = max((sum(rounded[p.name] for p in parts if p.first <= at <= p.last) for at in range(30)), default=0)
+    assert max_concurrent(parts, alignment) == bound <= total
+    for p in parts:
+        assert offsets[p.name] % alignment == 0 and 0 <= offsets[p.name] <= total - rounded[p.name]
+        for q in parts:
+            if p is not q and p.first <= q.last and q.first <= p.last:
+                assert offsets[p.name] + p.nbytes <= offsets[q.name] or offsets[q.name] + q.nbytes <= offsets[p.name]
+
+
+def test_a_layout_that_meets_the_bound_is_found() -> None:
+    parts = [Interval("a", 10, 1, 2), Interval("b", 20, 2, 3), Interval("c", 10, 3, 4), Interval("d", 20, 4, 5)]
+    assert lay_out(parts, 1)[1] == 30
+    assert lay_out([], 4096) == ({}, 0)
+
+
+def test_streams_of_mixed_sizes_waste_little() -> None:
+    sizes = [1 + (n * 7919) % 1000 for n in range(600)]
+    parts = [Interval(f"i{n}", size, n, n + 20) for n, size in enumerate(sizes)]
+    assert lay_out(parts, 1)[1] < 1.1 * max_concurrent(parts)
+
+
+def test_names_must_differ() -> None:
+    with pytest.raises(ValueError, match="same name"):
+        lay_out([Interval("a", 1, 0, 1), Interval("a", 1, 2, 3)], 1)
+
+
+def image(name: str, width: int, height: int, channel: str = "float") -> Slice:
+    pitch = width * (16 if channel == "float" else 8)
+    return Slice(name, name, 0, pitch * height, width, height, pitch, channel)  # type: ignore[arg-type]
+
+
+def test_slots_are_reused_by_what_fits() -> None:
+    images = [
+        (image("wide", 8, 2), 1, 3),
+        (image("small", 4, 2), 4, 5),
+        (image("tall", 2, 8), 4, 6),
+        (image("late", 8, 2), 6, 7),
+    ]
+    slots, slot_of = colour_slots(images)
+    assert slot_of["wide"] == slot_of["small"] == slot_of["late"] != slot_of["tall"]
+    assert sorted((slot.width, slot.height, slot.nbytes) for slot in slots) == [(2, 8, 256), (8, 2, 256)]
+    slots, slot_of = colour_slots([(image("f", 4, 4), 1, 1), (image("h", 4, 4, "half"), 2, 2)])
+    assert (slots[slot_of["f"]].channel, slots[slot_of["h"]].channel) == ("float", "half")
+
+
+@given(problems(whole_chunks=True), st.booleans(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, paper: bool) -> None:
+    sixteenfold = tuple(replace(w, nbytes=16 * w.nbytes) for w in problem.weights)
+    problem = replace(problem, weights=sixteenfold, chunk_bytes=16 * problem.chunk_bytes)
+    problem = replace(problem, m_peak=max(16 * problem.m_peak, smallest_m_peak(problem)[0]))
+    plan = solve(problem, time_limit=0.1) if paper else latency_plan(problem)
+    slices = slices_for(problem, images=images)
+    layouts = lay_out_pools(slices, plan, ["map", "alias", "dma", "interleave"], loader_threads=3)
+    replace(plan, layouts=layouts).check(problem, slices)
+
+    def held(layer: int) -> int:
+        pages = [-(-w.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for w in plan.weights if w.load_layer <= layer
+                 and (w.preload or layer <= w.last_use)]  # fmt: skip
+        return sum(pages)
+
+    assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(problem.layers) + 1))
+    assert layouts["alias"].total_bytes == layouts["alias"].pool_bytes >= layouts["map"].mapped_peak_bytes
+    largest = max((-(-w.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for w in plan.weights), default=0)
+    assert layouts["dma"].staging_bytes == 3 * largest
+    assert set(layouts["interleave"].staging) == {w.name for w in plan.weights}
+    in_slots = {s.name for s in slices if s.is_image}
+    for mode in ("dma", "interleave"):
+        assert (
+            set(layouts[mode].slot_of) == in_slots and set(layouts[mode].offsets) == {w.name for w in plan.weights} - in_slots
+        )
+
+
+@given(problems(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_two_live_slices_in_one_place_are_caught(problem: Problem, data: st.DataObject) -> None:
+    problem = replace(problem, m_peak=max(problem.m_peak, smallest_m_peak(problem)[0]))
+    plan = latency_plan(problem)
+    layout = lay_out_pools(slices_for(problem, images=False), plan, ["alias"])["alias"]
+    lives = {w.name: (0, len(problem.layers)) if w.preload else (w.load_layer, w.last_use) for w in plan.weights}
+    pairs = [(a, b) for a in lives for b in lives if a < b and lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]]
+    if pairs:
+        a, b = data.draw(st.sampled_from(pairs))
+        shared = replace(layout, offsets={**layout.offsets, b: layout.offsets[a]})
+        with pytest.raises(PlanViolation, match="overlap"):
+            replace(plan, layouts={"alias": shared}).check(problem)
+
+
+def test_a_plan_of_another_program_is_refused() -> None:
+    problem = Problem((), (), 1, 1, 1.0)
+    assert lay_out_pools([], latency_plan(problem), ["map"])["map"].total_bytes == 0
+    plan = latency_plan(replace(problem, layers=(), weights=(WeightSpec("w", 1, 1, 1),)))
+    with pytest.raises(ValueError, match="'w'"):
+        lay_out_pools([], plan, ["map"])
