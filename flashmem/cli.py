@@ -107,6 +107,35 @@ def options_before_the_command(
     """Run neural networks larger than memory on OpenCL devices."""
 
 
+def _compile_options(
+    device: str | None,
+    budget: str | None,
+    m_peak: str | None,
+    lambda_: float | None,
+    chunk: str | None,
+    precision: Precision | None,
+    shape: list[str] | None,
+    preload: list[str] | None,
+    memory_path: MemoryPath | None,
+    mode: Mode | None,
+    objective: Objective | None,
+) -> CompileOptions:
+    """The options as plain strings: beyond this module nobody knows the command line's enumerations."""
+    return CompileOptions(
+        device=device,
+        budget=budget,
+        m_peak=m_peak,
+        lambda_=lambda_,
+        chunk=chunk,
+        precision=precision and precision.value,
+        shape=tuple(shape or ()),
+        preload=tuple(preload or ()),
+        memory_path=memory_path and memory_path.value,
+        mode=mode and mode.value,
+        objective=objective and objective.value,
+    )
+
+
 @app.command()
 def devices(json: Json = False) -> None:
     """Show which devices are here, the memory path and transfer mode each would use, and why not others."""
@@ -136,19 +165,7 @@ def compile_(
     """Compile a model into a bundle, and print the bundle's path."""
     from flashmem.commands.compiling import compile_here
 
-    options = CompileOptions(
-        device,
-        budget,
-        m_peak,
-        lambda_,
-        chunk,
-        precision,
-        tuple(shape or ()),
-        tuple(preload or ()),
-        memory_path,
-        mode,
-        objective,
-    )
+    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
     print(compile_here(model, output, options).path)
 
 
@@ -181,19 +198,7 @@ def run(
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
-    options = CompileOptions(
-        device,
-        budget,
-        m_peak,
-        lambda_,
-        chunk,
-        precision,
-        tuple(shape or ()),
-        tuple(preload or ()),
-        memory_path,
-        mode,
-        objective,
-    )
+    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
     run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, strategy.value, seed, trace))
 
 
@@ -216,19 +221,7 @@ def plan(
     """Show the overlap plan of a bundle, or of a model compiled with these options, and check it."""
     from flashmem.commands.plan import show_plan
 
-    options = CompileOptions(
-        device,
-        budget,
-        m_peak,
-        lambda_,
-        chunk,
-        precision,
-        tuple(shape or ()),
-        tuple(preload or ()),
-        memory_path,
-        mode,
-        objective,
-    )
+    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
     show_plan(model, options, as_json=json)
 
 

@@ -100,6 +100,7 @@ def test_the_page_is_read_inside_the_budget_as_the_reference_reads_it(
         reference = references[name]
         seen = list(reference.inputs)
         with flashmem.Session(path) as session:
+            assert session.device.descriptor_name == session.bundle.descriptor.name
             answers = [session.run(None, {"x": pixels})[0] for pixels in seen]
             assert 0 < session.last_run.memory.peak_bytes <= 64_000_000
         result = compare(answers, [reference(pixels) for pixels in seen], "fp32")
