@@ -218,9 +218,7 @@ def _append_weights(
     return slices, places
 
 
-def _launches(
-    slices: list[Slice], places: list[tuple[int, int, int]], stride: int, final: str
-) -> tuple[Launch, ...]:
+def _launches(slices: list[Slice], places: list[tuple[int, int, int]], stride: int, final: str) -> tuple[Launch, ...]:
     def launch(name: str, kernel: str, size: int, args: tuple[Arg, ...]) -> Launch:
         return Launch(name, kernel, (size,), (1,), args, "reusable", (name,), 1000, 1000)
 

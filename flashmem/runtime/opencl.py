@@ -240,18 +240,12 @@ class Context:
     def image(self, width: int, height: int, channel: Channel) -> Memory:
         """A texture of RGBA texels that kernels read and may write."""
         with _explained(f"allocate a texture of {width} x {height} texels"):
-            return cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), shape=(width, height))
+            return cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), desc=_image2d(width, height))
 
     def image_view(self, buffer: Memory, width: int, height: int, row_pitch: int, channel: Channel) -> Memory:
         """A texture over a buffer's memory, rows `row_pitch` bytes apart (cl_khr_image2d_from_buffer)."""
-        shape = cl.ImageDescriptor()
-        shape.image_type = cl.mem_object_type.IMAGE2D
-        shape.shape = (width, height, 0)
-        shape.array_size = 0
-        shape.pitches = (row_pitch, 0)
-        shape.num_mip_levels = shape.num_samples = 0
-        shape.buffer = buffer
         with _explained(f"lay a texture of {width} x {height} texels over a buffer"):
+            shape = _image2d(width, height, row_pitch, buffer)
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 
     def build(self, source: str, options: Sequence[str]) -> Program:
@@ -289,6 +283,17 @@ class Program:
         with _explained("fetch compiled kernels"):
             binaries: list[bytes] = self._handle.get_info(cl.program_info.BINARIES)
             return binaries[0]
+
+
+def _image2d(width: int, height: int, row_pitch: int = 0, buffer: Memory | None = None) -> Any:
+    shape = cl.ImageDescriptor()
+    shape.image_type = cl.mem_object_type.IMAGE2D
+    shape.shape = (width, height, 0)
+    shape.array_size = 0
+    shape.pitches = (row_pitch, 0)
+    shape.num_mip_levels = shape.num_samples = 0
+    shape.buffer = buffer
+    return shape
 
 
 def _format(channel: Channel) -> Any:

@@ -1,0 +1,149 @@
+"""The program cache: the second process compiles nothing, and any doubt is a miss."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mini_bundle import write_mini_bundle
+
+from flashmem import Session
+from flashmem.program import Launch
+from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.program_cache import CachedProgram, ProgramCache, program_key
+
+KEY = "ab" * 32
+LAUNCH = Launch("l", "f", (64,), (1,), (), "elemental", (), 0, 0)
+SOURCE = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"
+
+_RUN_BUNDLE = """
+import json, sys, time
+import numpy as np
+from flashmem import Session
+from flashmem.runtime.opencl import find_device
+from flashmem.runtime.report import process_peak_rss
+find_device(sys.argv[2])
+before = process_peak_rss()
+with Session(sys.argv[1], device=sys.argv[2], mode=sys.argv[3]) as session:
+    session.run(None, dict(np.load(sys.argv[4])))
+    after = process_peak_rss()
+print(json.dumps({"grown": after - before, "init": session.last_run.latency.init}))
+"""
+
+
+@pytest.mark.parametrize("mode", ["map", "interleave"])
+@pytest.mark.parametrize("device", [device.descriptor_name for device in list_devices() if device.kind == "cpu"])
+def test_the_second_process_neither_compiles_nor_holds_a_compiler(device: str, mode: str, tmp_path: Path) -> None:
+    """Peak memory (VmHWM) tells: compiling costs LLVM's memory. PoCL's own cache is empty for both processes."""
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    np.savez(tmp_path / "inputs.npz", **model.inputs())
+
+    def run(name: str) -> dict[str, float]:
+        environment = {**os.environ, "FLASHMEM_CACHE_DIR": str(tmp_path / "cache"), "POCL_CACHE_DIR": str(tmp_path / name)}
+        (tmp_path / name).mkdir()
+        arguments = [str(tmp_path / "m.flashmem"), device, mode, str(tmp_path / "inputs.npz")]
+        done = subprocess.run(
+            [sys.executable, "-c", _RUN_BUNDLE, *arguments], env=environment, capture_output=True, text=True, check=True
+        )
+        result: dict[str, float] = json.loads(done.stdout)
+        return result
+
+    first, second = run("first"), run("second")
+    assert first["grown"] > 64 << 20
+    assert second["grown"] < 20 << 20
+    assert second["init"] < first["init"] / 2
+
+
+def test_a_session_fills_the_cache_when_it_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    with Session(model.path, mode="map"):
+        pass
+    assert not (tmp_path / "cache").exists()  # no kernel has run: some drivers would give half a program
+    with Session(model.path, mode="map") as session:
+        session.run(None, model.inputs())
+    assert len(list((tmp_path / "cache/programs").glob("*.bin"))) == 1
+    assert len(list((tmp_path / "cache/programs").iterdir())) == 1  # nothing temporary stays
+
+
+@pytest.mark.parametrize("spoil", ["truncated", "flipped", "empty", "garbage", "other key"])
+def test_a_spoiled_entry_is_a_miss_and_is_written_anew(spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path))
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    inputs = model.inputs()
+    with Session(model.path, mode="map") as session:
+        expected = session.run(None, inputs)
+    (entry,) = (tmp_path / "programs").glob("*.bin")
+    whole = entry.read_bytes()
+    middle = len(whole) // 2
+    entry.write_bytes(
+        {
+            "truncated": whole[:-7],
+            "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "empty": b"",
+            "garbage": b"\x7fELF" * 100,
+            "other key": whole.replace(bytes.fromhex(entry.stem), bytes(32)),
+        }[spoil]
+    )
+    assert ProgramCache().read(entry.stem) is None
+    with Session(model.path, mode="map") as session:
+        for got, wanted in zip(session.run(None, inputs), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    assert ProgramCache().read(entry.stem) is not None
+
+
+def test_a_binary_that_the_driver_refuses_is_a_miss(tmp_path: Path) -> None:
+    context, cache = Context(list_devices()[0]), ProgramCache(tmp_path)
+    key = program_key(context.device.key, SOURCE, (), [LAUNCH])
+    cache.write(key, b"no program of any driver")
+    opened = CachedProgram(cache, context, SOURCE, (), [LAUNCH])
+    assert not opened.was_cached
+    opened.save()
+    assert CachedProgram(cache, context, SOURCE, (), [LAUNCH]).was_cached
+
+
+def test_the_key_depends_on_everything_that_matters() -> None:
+    changes = [
+        ("device", SOURCE, ("-a",), [LAUNCH]),
+        ("other", SOURCE, ("-a",), [LAUNCH]),
+        ("device", SOURCE + " ", ("-a",), [LAUNCH]),
+        ("device", SOURCE, ("-b",), [LAUNCH]),
+        ("device", SOURCE, (), [LAUNCH]),
+        ("device", SOURCE, ("-a",), [replace(LAUNCH, global_size=(128,))]),
+        ("device", SOURCE, ("-a",), [replace(LAUNCH, local_size=(2,))]),
+        ("device", SOURCE, ("-a",), [replace(LAUNCH, kernel="g")]),
+    ]
+    keys = [program_key(*change) for change in changes]
+    assert len(set(keys)) == len(keys)
+    assert program_key("device", SOURCE, ("-a",), [replace(LAUNCH, name="other name")]) == keys[0]
+
+
+@given(binary=st.binary(min_size=1, max_size=200), at=st.integers(0, 10_000), byte=st.integers(1, 255))
+def test_any_change_of_any_byte_is_a_miss(binary: bytes, at: int, byte: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = ProgramCache(tmp_path_factory.mktemp("cache"))
+    cache.write(KEY, binary)
+    assert cache.read(KEY) == binary
+    path = cache.folder / f"{KEY}.bin"
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= byte
+    path.write_bytes(content)
+    assert cache.read(KEY) is None
+    assert not path.exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "file"))
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    session = Session(model.path, mode="map")
+    session.run(None, model.inputs())
+    with pytest.warns(UserWarning, match="the program cache .* cannot be written"):
+        session.close()
