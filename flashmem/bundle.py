@@ -86,7 +86,7 @@ class Bundle:
             program = Program.from_json(json.loads(texts["program.json"]))
             plan = OverlapPlan.from_json(json.loads(texts["plan.json"]))
             descriptor = DeviceDescriptor.from_dict(manifest["device"], where=f"{path}/{MANIFEST}")
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again") from error
         check_bundle(program, plan)
         if program.weights_bytes != manifest["weights"]["nbytes"]:

@@ -6,7 +6,7 @@ into slices that are a launch each; outputs are y, y as float16, and how many of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,9 +107,9 @@ class MiniModel:
     """A bundle, and what it should compute."""
 
     path: Path
-    table: NDArray[Any]
-    weights: list[NDArray[Any]]
-    biases: list[NDArray[np.float32]]
+    table: NDArray[Any] = field(repr=False)
+    weights: list[NDArray[Any]] = field(repr=False)
+    biases: list[NDArray[np.float32]] = field(repr=False)
 
     def inputs(self, seed: int = 0) -> dict[str, NDArray[Any]]:
         rng = np.random.default_rng(seed)

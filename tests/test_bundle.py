@@ -325,6 +325,8 @@ def test_whatever_is_put_anywhere_is_refused_or_harmless(
     path = data.draw(st.sampled_from(_leaves(original)))
     changed = copy.deepcopy(original)
     _put(changed, path, value)
+    for file in ("program.json", "plan.json", "manifest.json"):
+        shutil.copy(written.path / file, model.path / file)
     rewrite(model.path, name, lambda content: (content.clear(), content.update(changed)))
     try:
         bundle = Bundle.open(model.path)
