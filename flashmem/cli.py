@@ -251,7 +251,7 @@ def zoo_export(
 @app.command()
 def demo(
     image: Annotated[Path | None, typer.Argument(help="An image to read; a page drawn for it without one.")] = None,
-    budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit for each of the two networks.")] = "64MB",
+    budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit for each of the two networks.")] = "50MB",
     device: Device = None,
 ) -> None:
     """Read the text in an image with two trained networks, inside a memory budget."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flashmem import ocr
 from flashmem.commands.compiling import CompileOptions, compile_apart
-from flashmem.console import out, print_table, say
+from flashmem.console import out, print_table, say, waiting
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.paths import cache_folder
 from flashmem.runtime.session import Session
@@ -105,10 +105,10 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
     ]
     alphabet = ocr.read_alphabet(models.recogniser)
     started = time.perf_counter()
-    with Session(bundles[0], device=device) as session:
+    with waiting("finding the lines", quiet=False), Session(bundles[0], device=device) as session:
         detector = Counted(session)
         found = ocr.find_lines(np.asarray(page), detector)
-    with Session(bundles[1], device=device) as session:
+    with waiting("reading the lines", quiet=False), Session(bundles[1], device=device) as session:
         recogniser = Counted(session)
         lines = ocr.read_lines(np.asarray(page), found, recogniser, alphabet)
     seconds = time.perf_counter() - started
@@ -143,7 +143,8 @@ def _account(networks: dict[str, Counted], seconds: float) -> None:
         ("network", "runs", "first answer", "later ones", "memory", "budget", "device"),
         [_row(name, network) for name, network in networks.items() if network.reports],
     )
-    out().print(f"{seconds:.2f} s in all; memory is everything flashmem held on the device and in staging")
+    out().print(f"{seconds:.2f} s in all. Memory is everything flashmem held on the device and in staging.")
+    out().print("The first run on a device builds the kernels, which are kept: a second run shows the latency without.")
 
 
 def _row(name: str, network: Counted) -> tuple[object, ...]:

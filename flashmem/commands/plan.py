@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program
 from flashmem.units import format_size
+
+_NAMES_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,14 @@ def _print(bundle: Bundle, rows: list[LayerRow]) -> None:
                 r.capacity_chunks,
                 r.moved_chunks,
                 format_size(r.in_flight_bytes),
-                " ".join(r.loads),
+                _shortened(r.loads),
             )
             for r in rows
         ),
     )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """The first few of `names`; `--json` has them all."""
+    left = len(names) - _NAMES_SHOWN
+    return " ".join(names[:_NAMES_SHOWN]) + (f" and {left} more" if left > 0 else "")
