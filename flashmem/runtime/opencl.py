@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
+import importlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from flashmem.runtime.devices import descriptor_for as descriptor_for
 from flashmem.runtime.devices import why_not as why_not
 from flashmem.runtime.icd import vendors_folder
 
-os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # flashmem keeps compiled programs itself (program_cache.py)
 try:
     import pyopencl
 except ImportError as error:
@@ -270,7 +270,8 @@ class Program:
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A kernel object of its own with its arguments set: memory objects, `numpy.int32`, `numpy.float32`."""
         with _explained(f"set up the kernel {name}"):
-            kernel = cl.Kernel(self._handle, name)
+            with _without_invokers():
+                kernel = cl.Kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
             setter: Callable[[int, Any], None] = kernel.set_arg
@@ -283,6 +284,25 @@ class Program:
         with _explained("fetch compiled kernels"):
             binaries: list[bytes] = self._handle.get_info(cl.program_info.BINARIES)
             return binaries[0]
+
+
+@contextmanager
+def _without_invokers() -> Iterator[None]:
+    """Kernels made inside cannot be called as Python functions, which flashmem never does.
+
+    pyopencl writes and compiles Python code for that, 0.2 ms a kernel object: for a model of 500 layers, a tenth of a second.
+    """
+    invoker: Any = importlib.import_module("pyopencl.invoker")
+    generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
+
+    def skip_here(*args: Any, **kwargs: Any) -> Any:
+        return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
+
+    invoker.generate_enqueue_and_set_args = skip_here
+    try:
+        yield
+    finally:
+        invoker.generate_enqueue_and_set_args = generate
 
 
 def _image2d(width: int, height: int, row_pitch: int = 0, buffer: Memory | None = None) -> Any:
