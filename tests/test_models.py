@@ -28,9 +28,7 @@ def _inputs(model: Path, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> d
     for port in onnxruntime.InferenceSession(model).get_inputs():
         shape = shapes.get(port.name, port.shape)
         whole = "int" in port.type
-        inputs[port.name] = (
-            generator.integers(0, 100, shape) if whole else generator.standard_normal(shape).astype(np.float32)
-        )
+        inputs[port.name] = generator.integers(0, 100, shape) if whole else generator.standard_normal(shape).astype(np.float32)
     return inputs
 
 
