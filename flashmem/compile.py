@@ -18,7 +18,7 @@ from flashmem.graph.fusion import fuse
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_external import model_files
-from flashmem.graph.onnx_import import import_model
+from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.paths import cache_folder
@@ -115,6 +115,7 @@ def compile(
 def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
     told("import", 0.0)
     graph = import_model(model, options.shapes, why_unsupported)
+    collect_unsupported(graph, why_unsupported)
     graph = assign_layouts(normalize(graph))
     layers = fuse(graph)
     total, packed = sum(value.size for value in graph.constants()) or 1, 0

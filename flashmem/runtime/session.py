@@ -53,7 +53,7 @@ class Session:
         Args:
             bundle: a bundle or its path.
             device: "auto", or what `runtime.devices.choose` understands.
-            mode: how weights travel; "auto" takes the device's first on the bundle's memory path.
+            mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first on its memory path.
             strategy: "stream" follows the plan; "preload" makes everything resident first, as engines do.
             budget: most bytes to hold; the bundle's by default, and none with "preload".
             trace: record when each layer ran on the device.
@@ -102,7 +102,8 @@ class Session:
         if mode == "auto":
             if self.strategy == "preload":
                 return "dma"
-            return next((m for m in modes if m in self.bundle.plan.layouts), modes[0])
+            planned = self.bundle.meta.get("mode")
+            return next((m for m in modes if m == planned), modes[0])
         if mode not in TRANSFER_MODES:
             raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(TRANSFER_MODES)}")
         if mode not in modes:
