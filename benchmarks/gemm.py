@@ -56,12 +56,14 @@ def main() -> None:
                     ours, theirs = [], []
                     for _ in range(TURNS):
                         session.run(None, {"x": x})
-                        ours.append(sum(layer.end - layer.start for layer in session.last_run.layers))
+                        ours.append(sum(span.end - span.start for span in session.last_run.layers))
                         begun = time.perf_counter()
                         np.matmul(x, w)
                         theirs.append(time.perf_counter() - begun)
                 mine, blas = flops / statistics.median(ours) / 1e9, flops / statistics.median(theirs) / 1e9
-                print(f"| {rows} x {depth} x {columns} | {device.descriptor_name} | {mine:.0f} | {blas:.0f} | {mine / blas:.2f} |")
+                print(
+                    f"| {rows} x {depth} x {columns} | {device.descriptor_name} | {mine:.0f} | {blas:.0f} | {mine / blas:.2f} |"
+                )
 
 
 if __name__ == "__main__":

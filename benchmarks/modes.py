@@ -1,8 +1,8 @@
-"""Every transfer mode of a device on one memory path, streamed, beside preloading: latency, memory, and whether the answer holds.
+"""Every transfer mode of a device on one memory path beside preloading: latency, memory, and whether the answer holds.
 
     python -m benchmarks.modes --zoo DIR --device nvidia --memory-path texture [--budget-ratio 0.5] [--runs 5]
 
-DIR holds models as `flashmem zoo export` writes them. The budget is `--budget-ratio` of the weights, but at least what the plan
+DIR holds models as `flashmem zoo export` writes them. The budget is `--budget-ratio` of the weights, at least what the plan
 needs. Medians of fresh processes; the first run of each kind, which compiles the kernels, is not counted. The answer is compared
 with ONNX Runtime's, and the modes with each other bit by bit. Needs the `bench` extra.
 """

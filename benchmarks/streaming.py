@@ -155,7 +155,8 @@ def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def report(name: str, result: dict[str, Any]) -> None:
     """The model's table, for a reader."""
-    print(f"\n### {name}, budget {result['budget'] / 1e6:.0f} MB\n\n| run | integrated, s | above bare process, MiB |\n|---|---|---|")
+    print(f"\n### {name}, budget {result['budget'] / 1e6:.0f} MB\n")
+    print("| run | integrated, s | above bare process, MiB |\n|---|---|---|")
     for key, row in result["variants"].items():
         if "integrated" in row:
             print(f"| {key} | {row['integrated']:.3f} | {row['above_bare'] / MIB:.0f} |")

@@ -1,4 +1,4 @@
-"""Whole models, small: every device, memory path and transfer mode gives ONNX Runtime's answer, and all of them the same bits."""
+"""Whole models, small: every device, memory path and transfer mode gives ONNX Runtime's answer, and all the same bits."""
 
 from __future__ import annotations
 

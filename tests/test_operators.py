@@ -16,8 +16,7 @@ import pytest
 from onnx import numpy_helper
 
 import flashmem
-from flashmem.errors import UnsupportedModelError, UserError
-from flashmem.graph.operators import is_elementwise, why_unsupported
+from flashmem.errors import UnsupportedModelError
 from flashmem.graph.operators.elementwise import ELEMENTWISE
 from flashmem.graph.operators.rules import RULES
 from flashmem.runtime.opencl import list_devices

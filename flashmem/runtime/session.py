@@ -53,7 +53,7 @@ class Session:
         Args:
             bundle: a bundle or its path.
             device: "auto", or what `runtime.devices.choose` understands.
-            mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first on its memory path.
+            mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first.
             strategy: "stream" follows the plan; "preload" makes everything resident first, as engines do.
             budget: most bytes to hold; the bundle's by default, and none with "preload".
             trace: record when each layer ran on the device.
