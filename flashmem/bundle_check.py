@@ -46,7 +46,8 @@ def check_types(data: Any, where: str) -> None:
 
     Integers must not be negative nor past 2**62, except the numbers that kernels take.
     """
-    if not _checker(type(data))(data):
+    kind: Any = type(data)
+    if not _checker(kind)(data):
         raise BundleError(f"{where} of the bundle holds a value of the wrong type or range; compile the model again")
 
 
@@ -144,11 +145,8 @@ def _check_arena(program: Program) -> None:
         _require(tensor.offset + tensor.nbytes <= program.arena_bytes, f"{name} lies outside the arena")
     _require_unique((port.name for port in program.inputs), "inputs")
     for port in (*program.inputs, *program.outputs):
-        try:
-            kind = np.dtype(port.dtype).kind
-        except TypeError:
-            kind = "?"
-        _require(kind in "fiub", f"port {port.name!r} has the unknown dtype {port.dtype!r}")
+        kind = _dtype_kind(port.dtype)
+        _require(kind in ("f", "i", "u", "b"), f"port {port.name!r} has the unknown dtype {port.dtype!r}")
         if port.tensor is not None:
             _require(port.tensor in tensors, f"port {port.name!r} names the unknown tensor {port.tensor!r}")
             room = tensors[port.tensor].nbytes
@@ -156,6 +154,13 @@ def _check_arena(program: Program) -> None:
             device = "float32" if kind == "f" else "int32"
             _require(tensors[port.tensor].dtype == device, f"port {port.name!r} and its tensor differ in type")
     _require(all(port.tensor is not None for port in program.outputs), "an output has no tensor")
+
+
+def _dtype_kind(name: str) -> str:
+    try:
+        return np.dtype(name).kind
+    except TypeError:
+        return ""
 
 
 def _check_launches(program: Program) -> None:
