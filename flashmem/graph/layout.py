@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Graph, Node, Value
-from flashmem.graph.normalize import transpose
 from flashmem.graph.operators import is_elementwise
+from flashmem.graph.rewrites.common import transpose
 
 TO_LAST = (0, 2, 3, 1)
 """N, C, H, W -> N, H, W, C: physical axis i holds logical axis TO_LAST[i]."""
