@@ -2,9 +2,9 @@
 
     python -m benchmarks.modes --zoo DIR --device nvidia --memory-path texture [--budget-ratio 0.5] [--runs 5]
 
-DIR holds models as `flashmem zoo export` writes them. The budget is `--budget-ratio` of the weights, at least what the plan
-needs. Medians of fresh processes; the first run of each kind, which compiles the kernels, is not counted. The answer is compared
-with ONNX Runtime's, and the modes with each other bit by bit. Needs the `bench` extra.
+DIR holds models as `flashmem zoo export` writes them. The budget is `--budget-ratio` of the weights, at least what the
+plan needs. Medians of fresh processes; the first run of each kind, which compiles the kernels, is not counted. The answer is
+compared with ONNX Runtime's, and the modes with each other bit by bit. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16"))
     parser.add_argument("--budget-ratio", type=float, default=0.5)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--models", nargs="*", default=["resnet50", "vit-b16", "gptneo-125m"])
     args = parser.parse_args()
-    for model in sorted(args.zoo.glob("*/model.onnx")):
+    for model in sorted(path for path in args.zoo.glob("*/model.onnx") if path.parent.name in args.models):
         with tempfile.TemporaryDirectory() as folder:
             measure(model, Path(folder), args)
 

