@@ -130,7 +130,9 @@ class Expression:
         """The function `name(seed, row, col, operands...)`, or nothing if there is nothing to compute."""
         vector = VectorType(self.vector)
         variables: dict[Value, str] = {}
-        parameters = ["const int row", "const int col", *self.parameters()]
+        # No `restrict` here: inlined, it becomes scopes that simulators of devices do not know. The kernel has it.
+        pointers = [parameter.replace(" restrict", "") for parameter in self.parameters()]
+        parameters = ["const int row", "const int col", *pointers]
         if self.seed is not None:
             variables[self.seed] = "v0"
             parameters.insert(0, f"{vector.of(self.seed.dtype)} v0")

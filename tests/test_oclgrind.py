@@ -1,0 +1,79 @@
+"""Kernels under Oclgrind, which simulates a device and reports races between work-items and accesses outside a buffer.
+
+With the tiles of a GPU (work-groups, local memory) and the stream lane, which no CPU runtime would show to be racy.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIBRARIES = sorted(Path("/usr/lib").glob("**/oclgrind/liboclgrind-rt-icd.so"))
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+import sys
+import numpy as np, onnxruntime
+import flashmem
+model, path, mode, folder = sys.argv[1:]
+bundle = flashmem.compile(
+    model, folder + "/m.flashmem", device="devices/nvidia.toml", memory_path=path, mode=mode, chunk="4KiB"
+)
+generator = np.random.default_rng(0)
+inputs = {
+    port.name: generator.integers(0, 90, port.shape)
+    if "int" in port.dtype
+    else generator.standard_normal(port.shape, port.dtype)
+    for port in bundle.program.inputs
+}
+with flashmem.Session(bundle, device="oclgrind", mode=mode) as session:
+    outputs = session.run(None, inputs)
+for answer, expected in zip(outputs, onnxruntime.InferenceSession(model).run(None, inputs), strict=True):
+    assert np.abs(answer - expected).max() <= 1e-3 * np.ptp(expected)
+print("answered")
+"""
+
+
+RACY = """
+import numpy as np, pyopencl as cl
+context = cl.Context(cl.get_platforms()[0].get_devices())
+queue = cl.CommandQueue(context)
+y = cl.Buffer(context, cl.mem_flags.READ_WRITE, 16)
+program = cl.Program(context, "__kernel void k(__global int* y) { y[0] = get_global_id(0); y[get_global_id(0)] = 1; }").build()
+program.k(queue, (8,), (8,), y)
+queue.finish()
+"""
+
+
+def _run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`script` in a process that sees Oclgrind's device alone."""
+    vendors = folder / "vendors"
+    vendors.mkdir()
+    (vendors / "oclgrind.icd").write_text(f"{LIBRARIES[0]}\n")
+    settings = {"OCL_ICD_VENDORS": str(vendors), "OCLGRIND_DATA_RACES": "1", "FLASHMEM_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def _complains(done: subprocess.CompletedProcess[str]) -> bool:
+    return "Invalid" in done.stderr or "race" in done.stderr.lower()
+
+
+needs_oclgrind = pytest.mark.skipif(not LIBRARIES, reason="oclgrind is not installed")
+
+
+@needs_oclgrind
+def test_a_race_would_be_seen(tmp_path: Path) -> None:
+    assert _complains(_run(RACY, tmp_path))
+
+
+@needs_oclgrind
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+@pytest.mark.parametrize("model", ["gptneo-tiny", "regnet-tiny", "vit-tiny"])
+def test_no_race_and_nothing_out_of_bounds(model: str, path: str, tmp_path: Path) -> None:
+    done = _run(SCRIPT, tmp_path, str(ROOT / f"tests/data/{model}.onnx"), path, "interleave", str(tmp_path))
+    assert done.stdout.strip() == "answered", done.stderr
+    assert not _complains(done), done.stderr
