@@ -36,13 +36,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds."""
+    """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds.
+
+    `contention`, by transfer mode, is the share of a transfer's time by which it delays what computes meanwhile: 0 with a copy
+    engine to spare, 1 where compute stands still until the bytes are there.
+    """
 
     gemm_flops: float = 100e9
     memory_bandwidth: float = 10e9
     copy_bandwidth: float = 5e9  # host memory -> texture, or populating mapped pages
-    disk_bandwidth: float = 1e9
+    disk_bandwidth: float = 1e9  # a file that is not in the page cache
+    cached_bandwidth: float = 4e9  # a file that is
     launch_seconds: float = 20e-6
+    load_seconds: float = 50e-6  # each slice, beside its bytes
+    session_seconds: float = 50e-3  # opening a session, beside kernels and weights
+    kernel_seconds: float = 1e-3  # one kernel from the program cache
+    contention: dict[TransferMode, float] = field(default_factory=dict)  # 0 for a mode that is not named
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
+from flashmem.device import TRANSFER_MODES, TRANSFER_MODES, DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
 from flashmem.errors import MissingFileError, UserError
 
 FOLDER = Path(__file__).parent.parent / "devices"
@@ -28,7 +28,8 @@ def test_a_shipped_descriptor_makes_sense(name: str) -> None:
     tile = descriptor.tile
     assert tile.columns % tile.vector == 0, "a panel is a whole number of vectors"
     assert min(tile.rows, tile.columns, tile.vector, tile.lanes, *tile.local_size) >= 1
-    assert all(rate > 0 for rate in vars(descriptor.rates).values())
+    assert all(rate > 0 for name, rate in vars(descriptor.rates).items() if name != "contention")
+    assert all(mode in TRANSFER_MODES and share >= 0 for mode, share in descriptor.rates.contention.items())
     assert set(descriptor.sources) <= {*vars(descriptor.rates), *vars(descriptor)}, "a source must be of something"
     if {"map", "alias"} & set(descriptor.modes.get("texture", ())):
         assert descriptor.image_pitch_alignment > 0, "a texture over a buffer needs the device's row pitch"
