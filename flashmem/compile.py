@@ -117,28 +117,14 @@ def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bun
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
     graph = assign_layouts(normalize(graph))
-    layers = fuse(graph)
-    total, packed = sum(value.size for value in graph.constants()) or 1, 0
-
-    def on_weight(name: str, nbytes: int) -> None:
-        nonlocal packed
-        packed += nbytes // (2 if options.precision == "fp16" else 4)
-        told("pack weights", min(1.0, packed / total))
-
+    generated = generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+    told("plan", 0.0)
+    plan = plan_program(generated.program, options)
     with BundleWriter(output) as bundle:
-        program, source = generate(
-            graph,
-            layers,
-            options.descriptor,
-            bundle,
-            precision=options.precision,
-            slice_bytes=SLICE_BYTES,
-            on_weight=on_weight,
+        generated.weights.write(
+            bundle, lambda name, nbytes: told("pack weights", bundle.size / generated.program.weights_bytes)
         )
-        told("plan", 0.0)
-        plan = plan_program(program, options)
-        told("plan", 1.0)
-        bundle.commit(program, source, plan, options.descriptor, _about(model, options))
+        bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
 
 

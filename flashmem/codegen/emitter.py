@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
+from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.elementwise import VectorType
-from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, MemoryPath, OperatorClass, Slice
+from flashmem.program import TENSOR_ALIGNMENT, Arg, Launch, MemoryPath, OperatorClass, Slice
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
@@ -29,14 +30,6 @@ WORK_GROUP = 64
 """Work-items of a work-group where a kernel has no tile of its own."""
 
 
-class WeightSink(Protocol):
-    """Where packed weights go: a bundle being written."""
-
-    def append(self, data: NDArray[Any], alignment: int = ...) -> int:
-        """Write `data` at the next multiple of `alignment` and return that offset."""
-        ...
-
-
 @dataclass
 class Emitter:
     """Collects a program. Values become tensors by identity; a Reshape shares its source's tensor."""
@@ -45,8 +38,8 @@ class Emitter:
     memory_path: MemoryPath
     half: bool
     slice_bytes: int
-    sink: WeightSink
     kernels: KernelLibrary
+    weights: PackingList = field(default_factory=PackingList)
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     tensors: dict[str, Value] = field(default_factory=dict)
@@ -54,7 +47,6 @@ class Emitter:
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
     _names: dict[Value, str] = field(default_factory=dict)
     _placed: dict[object, Arg] = field(default_factory=dict)
-    on_weight: Callable[[str, int], None] = lambda name, nbytes: None
 
     # -- memory
 
@@ -87,30 +79,35 @@ class Emitter:
         if value not in self._placed:
             assert value.constant is not None
             dtype = np.float32 if value.dtype == "float32" else np.int32
-            data = value.constant.array()
-            if data.dtype.kind in "iu":
-                data = np.clip(data, -(2**31), 2**31 - 1)
-            self._placed[value] = self.data(value.name, np.ascontiguousarray(data, dtype))
+            read = value.constant.array
+
+            def plain() -> NDArray[Any]:
+                data = read()
+                if data.dtype.kind in "iu":
+                    data = np.clip(data, -(2**31), 2**31 - 1)
+                return np.ascontiguousarray(data, dtype)
+
+            self._placed[value] = self.data(value.name, value.size, plain)
         return self._placed[value]
 
-    def data(self, name: str, array: NDArray[Any]) -> Arg:
-        """The array as a constant argument; equal small arrays are stored once."""
-        content = array.tobytes() if array.nbytes <= RESIDENT_CONSTANT_BYTES else None
-        if content is None:
-            padded = np.concatenate([array.reshape(-1).view(np.uint8), np.zeros(SLACK, np.uint8)])
-            offset = self.sink.append(padded, SLICE_ALIGNMENT)
-            self.slices.append(Slice(name, name, offset, padded.nbytes))
-            return Arg("slice", name)
-        if content not in self._placed:
-            offset = len(self.constants)
-            self.constants += content + bytes(SLACK)
-            self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
-            self._placed[content] = Arg("constant", offset, len(content) + SLACK)
-        return self._placed[content]
+    def data(self, name: str, count: int, make: Callable[[], NDArray[Any]]) -> Arg:
+        """The `count` numbers of four bytes that `make` gives, as they are; small ones resident, and stored once if equal."""
+        if 4 * count <= RESIDENT_CONSTANT_BYTES:
+            content = make().tobytes()
+            if content not in self._placed:
+                offset = len(self.constants)
+                self.constants += content + bytes(SLACK)
+                self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
+                self._placed[content] = Arg("constant", offset, len(content) + SLACK)
+            return self._placed[content]
+        nbytes = 4 * count + SLACK
+        [offset] = self.weights.place(name, [nbytes], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
+        self.slices.append(Slice(name, name, offset, nbytes))
+        return Arg("slice", name)
 
     def zeros(self, count: int) -> Arg:
         """A resident array of `count` zeros."""
-        return self.data("zeros", np.zeros(count, np.float32))
+        return self.data("zeros", count, lambda: np.zeros(count, np.float32))
 
     # -- launches
 

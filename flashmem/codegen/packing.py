@@ -9,7 +9,7 @@ a texture k runs down and columns across, four to a texel, so that neighbours in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -25,33 +25,39 @@ Columns = Callable[[int, int], NDArray[np.floating]]
 """(first, end) -> that range of output columns as [depth, end - first]."""
 
 
-def weight_columns(node: Node) -> tuple[int, int, Columns]:
-    """(depth, columns, reader) of the constant weights of a MatMul, Conv or ConvTranspose. Depth is that of one group."""
+def weight_matrix(node: Node) -> tuple[int, int]:
+    """(depth, columns) of the constant weights of a MatMul, Conv or ConvTranspose. Depth is that of one group."""
+    shape = node.input(1).shape
+    if node.op == "MatMul":
+        return (shape[-1], shape[-2]) if node.attributes["transposed"] else (shape[-2], shape[-1])
+    taps = shape[2] * shape[3]
+    return (taps * shape[1], shape[0]) if node.op == "Conv" else (taps * shape[0], shape[1])
+
+
+def weight_columns(node: Node) -> Columns:
+    """Reader of the columns of those weights."""
     weight = node.input(1)
     assert weight.constant is not None
     array = weight.constant.array()
     if node.op == "MatMul":
         matrix = array.reshape(weight.shape[-2:])
         if node.attributes["transposed"]:
-            return matrix.shape[1], matrix.shape[0], lambda first, end: matrix[first:end].T
-        return matrix.shape[0], matrix.shape[1], lambda first, end: matrix[:, first:end]
-    taps = weight.shape[2] * weight.shape[3]
+            return lambda first, end: matrix[first:end].T
+        return lambda first, end: matrix[:, first:end]
+    outer, inner, *taps = weight.shape
+    flat = array.reshape(outer, inner, math.prod(taps))
     if node.op == "Conv":
-        columns, channels = weight.shape[:2]
-        flat = array.reshape(columns, channels, taps)
-        return taps * channels, columns, lambda first, end: flat[first:end].transpose(2, 1, 0).reshape(-1, end - first)
-    channels, columns = weight.shape[:2]
-    flat = array.reshape(channels, columns, taps)
-    return taps * channels, columns, lambda first, end: flat[:, first:end].transpose(2, 0, 1).reshape(-1, end - first)
+        return lambda first, end: flat[first:end].transpose(2, 1, 0).reshape(-1, end - first)
+    return lambda first, end: flat[:, first:end].transpose(2, 0, 1).reshape(-1, end - first)
 
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """Panels `first_panel`.. of a weight, packed: for a texture `data` has its rows padded to `row_pitch` bytes."""
+    """Panels `first_panel`.. of a weight, packed in `nbytes`: for a texture, rows padded to `row_pitch` bytes."""
 
     first_panel: int
     panels: int
-    data: NDArray[np.floating]
+    nbytes: int
     width: int = 0
     height: int = 0
     row_pitch: int = 0
@@ -113,32 +119,35 @@ class Packing:
             most = min(most, across)
         return max(1, min(most, self.panels))
 
-    def slices(self, columns: Columns, slice_bytes: int) -> Iterator[PackedSlice]:
-        """The weight's slices, packed one after the other; panels are spread evenly over them."""
+    def slices(self, slice_bytes: int) -> list[PackedSlice]:
+        """The weight's slices; panels are spread evenly over them."""
         count = -(-self.panels // self.panels_per_slice(slice_bytes))
         bounds = [self.panels * i // count for i in range(count + 1)]
-        for first, end in pairwise(bounds):
-            yield self._pack(columns, first, end)
+        return [self._slice(first, end - first) for first, end in pairwise(bounds)]
 
-    def _pack(self, columns: Columns, first: int, end: int) -> PackedSlice:
+    def _slice(self, first: int, count: int) -> PackedSlice:
+        if self.path == "buffer":
+            return PackedSlice(first, count, count * self.depth * self.panel * self.itemsize)
+        width = count * self.panel // 4 * self.folds
+        alignment = self.descriptor.image_pitch_alignment or 1
+        pitch = -(-width // alignment) * alignment * 4 * self.itemsize
+        return PackedSlice(first, count, self.fold_rows * pitch, width, self.fold_rows, pitch)
+
+    def pack(self, part: PackedSlice, columns: Columns) -> NDArray[np.floating]:
+        """The contents of one of the weight's slices."""
         dtype = np.float16 if self.half else np.float32
-        count = end - first
-        panels = np.zeros((count, self.depth, self.panel), dtype)
-        for i in range(count):
-            group, within = divmod(first + i, self.group_panels)
+        panels = np.zeros((part.panels, self.depth, self.panel), dtype)
+        for i in range(part.panels):
+            group, within = divmod(part.first_panel + i, self.group_panels)
             start = group * self.group_columns + within * self.panel
             stop = min(start + self.panel, (group + 1) * self.group_columns)
             panels[i, :, : stop - start] = columns(start, stop)
         if self.path == "buffer":
-            return PackedSlice(first, count, panels)
-        rows, folds = self.fold_rows, self.folds
-        texels = count * self.panel // 4
-        width = texels * folds
-        alignment = self.descriptor.image_pitch_alignment or 1
-        pitch = -(-width // alignment) * alignment
-        image = np.zeros((rows, pitch * 4), dtype)
-        across = panels.transpose(1, 0, 2).reshape(self.depth, texels * 4)
-        for fold in range(folds):
-            part = across[fold * rows : (fold + 1) * rows]
-            image[: len(part), fold * texels * 4 : (fold + 1) * texels * 4] = part
-        return PackedSlice(first, count, image, width, rows, pitch * 4 * self.itemsize)
+            return panels
+        floats = part.panels * self.panel
+        image = np.zeros((part.height, part.row_pitch // self.itemsize), dtype)
+        across = panels.transpose(1, 0, 2).reshape(self.depth, floats)
+        for fold in range(self.folds):
+            rows = across[fold * part.height : (fold + 1) * part.height]
+            image[: len(rows), fold * floats : (fold + 1) * floats] = rows
+        return image

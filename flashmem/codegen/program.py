@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from flashmem.codegen.emitter import Emitter, WeightSink, tensor_bytes
+from flashmem.codegen.emitter import Emitter, tensor_bytes
 from flashmem.codegen.emitters import EMITTERS
+from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.row_gather import host_indices, place_rows
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.planning.memory_layout import Interval, lay_out
-from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Port, Program, RowGather, Source, Tensor
+from flashmem.program import TENSOR_ALIGNMENT, Port, Program, RowGather, Source, Tensor
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A program, the OpenCL C of its kernels, and its weights, not yet read."""
+
+    program: Program
+    source: Source
+    weights: PackingList
 
 
 def generate(
     graph: Graph,
     layers: Sequence[Layer],
     descriptor: DeviceDescriptor,
-    sink: WeightSink,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
     slice_bytes: int = 4 << 20,
-    on_weight: Callable[[str, int], None] = lambda name, nbytes: None,
-) -> tuple[Program, Source]:
-    """The program that runs `layers` on `descriptor`'s default memory path; its weights go to `sink` as they are packed.
-
-    `on_weight(name, bytes)` is told of each slice, for progress.
-    """
+) -> Generated:
+    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later."""
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
     lane = "buffer" if path == "buffer" else "half" if half else "float"
-    emitter = Emitter(descriptor, path, half, slice_bytes, sink, KernelLibrary(lane), on_weight=on_weight)
+    emitter = Emitter(descriptor, path, half, slice_bytes, KernelLibrary(lane))
     layers = [*layers, *_output_copies(graph, emitter)]
     gathered: dict[Value, tuple[Node, str]] = {}
     for layer in layers:
@@ -53,7 +59,7 @@ def generate(
     outputs = [Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value)) for port in graph.outputs]
     tensors, arena_bytes = _arena(emitter, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
-    constants_offset = sink.append(constants, SLICE_ALIGNMENT)
+    [constants_offset] = emitter.weights.place("constants", [constants.nbytes], lambda: [constants])
     program = Program(
         memory_path=path,
         precision=precision,
@@ -66,9 +72,9 @@ def generate(
         arena_bytes=arena_bytes,
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,
-        weights_bytes=constants_offset + constants.nbytes,
+        weights_bytes=emitter.weights.size,
     )
-    return program, emitter.kernels.source()
+    return Generated(program, emitter.kernels.source(), emitter.weights)
 
 
 def _output_copies(graph: Graph, emitter: Emitter) -> list[Layer]:

@@ -5,14 +5,17 @@ A table that also feeds a matmul (a tied head) is read from that matmul's panels
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES, Emitter
 from flashmem.graph.ir import Graph, Node, Value
-from flashmem.program import SLICE_ALIGNMENT, RowGather
+from flashmem.program import RowGather
 
 ROWS_AT_ONCE = 4096
-"""Rows copied at a time while the table is written, to bound the compiler's memory."""
+"""Rows copied at a time while the table is written, to bound the compiler's memory; whole pages, so that no gap is left."""
 
 
 def host_indices(node: Node, graph: Graph) -> str | None:
@@ -47,14 +50,16 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
             )  # fmt: skip
     dtype = np.dtype(np.float16 if emitter.half else np.float32)
     assert table.constant is not None
-    array = table.constant.array()
-    offset = -1
-    for first in range(0, rows, ROWS_AT_ONCE):
-        part = np.ascontiguousarray(array[first : first + ROWS_AT_ONCE], dtype)
-        place = emitter.sink.append(part, SLICE_ALIGNMENT if first == 0 else 1)
-        offset = place if first == 0 else offset
-    emitter.on_weight(table.name, rows * columns * dtype.itemsize)
+    read = table.constant.array
+    starts = range(0, rows, ROWS_AT_ONCE)
+
+    def pieces() -> Iterator[NDArray[np.floating]]:
+        array = read()
+        return (np.ascontiguousarray(array[first : first + ROWS_AT_ONCE], dtype) for first in starts)
+
+    sizes = [min(ROWS_AT_ONCE, rows - first) * columns * dtype.itemsize for first in starts]
+    offsets = emitter.weights.place(table.name, sizes, pieces)
     return RowGather(
-        indices, tensor, offset, rows, columns, columns * dtype.itemsize, dtype.itemsize,
+        indices, tensor, offsets[0], rows, columns, columns * dtype.itemsize, dtype.itemsize,
         "float16" if emitter.half else "float32",
     )  # fmt: skip

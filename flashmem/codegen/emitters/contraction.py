@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import affine, broadcast_strides
-from flashmem.codegen.packing import Columns, PackedSlice, Packing, weight_columns
+from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node
-from flashmem.program import SLICE_ALIGNMENT, Arg, Slice
+from flashmem.program import Arg, Slice
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
@@ -105,7 +107,7 @@ def _emit_packed(
     context: dict[str, Any],
 ) -> None:
     """Pack the weights and launch `template` once for each slice."""
-    depth, columns, reader = weight_columns(layer.main)
+    depth, columns = weight_matrix(layer.main)
     packing = Packing(
         depth, columns // groups, groups, tile.columns, emitter.half, emitter.memory_path, fold_unit, emitter.descriptor
     )
@@ -116,7 +118,7 @@ def _emit_packed(
     )
     x, y = emitter.operand(layer.main.input(0)), emitter.tensor(layer.output)
     zeros = [emitter.zeros(dims[3])] if template == "conv" else []
-    sliced = _placed(emitter, layer.main, packing, reader)
+    sliced = _placed(emitter, layer.main, packing)
     for i, (name, part) in enumerate(sliced):
         folds = [packing.fold_rows, part.panels * tile.columns // 4] if tile.texture else []
         emitter.launch(
@@ -132,21 +134,24 @@ def _emit_packed(
         )
 
 
-def _placed(emitter: Emitter, node: Node, packing: Packing, reader: Columns) -> list[tuple[str, PackedSlice]]:
-    """The slices of a weight, written once however many layers use it; the data itself is not kept."""
+def _placed(emitter: Emitter, node: Node, packing: Packing) -> list[tuple[str, PackedSlice]]:
+    """The slices of a weight, placed once however many layers use it."""
     weight = node.input(1)
     key = (weight, packing)
     if key not in emitter.packed:
         name = weight.name if all(w is not weight for w, _ in emitter.packed) else f"{weight.name}#{len(emitter.packed)}"
-        found: list[tuple[str, PackedSlice]] = []
-        for i, part in enumerate(packing.slices(reader, emitter.slice_bytes)):
-            offset = emitter.sink.append(part.data, SLICE_ALIGNMENT)
+        parts = packing.slices(emitter.slice_bytes)
+
+        def pieces() -> Iterator[NDArray[np.floating]]:
+            columns = weight_columns(node)
+            return (packing.pack(part, columns) for part in parts)
+
+        channel: Literal["float", "half"] = "half" if packing.half else "float"
+        offsets = emitter.weights.place(weight.name, [part.nbytes for part in parts], pieces)
+        for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
             image = (part.width, part.height, part.row_pitch)
-            channel: Literal["float", "half"] = "half" if packing.half else "float"
-            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.data.nbytes, *image, channel))
-            emitter.on_weight(weight.name, part.data.nbytes)
-            found.append((f"{name}[{i}]", PackedSlice(part.first_panel, part.panels, np.empty(0, np.float32))))
-        emitter.packed[key] = found
+            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, channel))
+        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(parts)]
     return emitter.packed[key]
 
 
@@ -163,8 +168,8 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
     kernel = emitter.kernels.kernel("depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail))
-    taps = weight.constant.array().reshape(columns, -1).T
-    packed = emitter.data(weight.name, np.ascontiguousarray(taps, np.float32))
+    read = weight.constant.array
+    packed = emitter.data(weight.name, weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, np.float32))
     zeros = emitter.zeros(columns)
     dims = [
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,14 +42,17 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
     _, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
     scales = node.attributes["scales"][-2:]
-    tables = []
-    for axis in (0, 1):
-        at, weight = resize_taps(x.shape[1 + axis], y.shape[1 + axis], scales[axis], node.attributes)
-        tables += [emitter.data(f"{node.name}.at{axis}", at), emitter.data(f"{node.name}.weight{axis}", weight)]
+    down = resize_taps(height, y.shape[1], scales[0], node.attributes)
+    across = resize_taps(width, y.shape[2], scales[1], node.attributes)
+    tables = [
+        emitter.data(f"{node.name}.taps{i}", table.size, partial(np.asarray, table)) for i, table in enumerate([*down, *across])
+    ]
     vector = emitter.vector_for(columns)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
-    kernel = emitter.kernels.kernel("resize", taps=at.shape[1], attributes=emitter.attributes(local), **emitter.vectors(vector))
+    kernel = emitter.kernels.kernel(
+        "resize", taps=across[0].shape[1], attributes=emitter.attributes(local), **emitter.vectors(vector)
+    )
     args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
     emitter.launch(layer, kernel, args, items, local, "elemental")
 

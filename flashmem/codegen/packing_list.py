@@ -1,0 +1,59 @@
+"""The weight file before it is written: what lies where, and how each part is made.
+
+Planning needs the sizes of slices, not their contents. So a program is generated, planned, perhaps fused differently and
+generated again, before the first weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from flashmem.program import SLICE_ALIGNMENT
+
+Pieces = Callable[[], Iterable[NDArray[Any]]]
+"""Makes the arrays of one weight, one after the other; none need be kept while the next is made."""
+
+
+class WeightSink(Protocol):
+    """Where packed weights go: a bundle being written."""
+
+    def append(self, data: NDArray[Any], alignment: int = ...) -> int:
+        """Write `data` at the next multiple of `alignment` and return that offset."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    places: tuple[tuple[int, int], ...]  # offset and bytes of each piece
+    pieces: Pieces
+
+
+@dataclass
+class PackingList:
+    """Weights in the order of the file, each of one or more pieces that start on multiples of `SLICE_ALIGNMENT`."""
+
+    size: int = 0
+    _entries: list[_Entry] = field(default_factory=list)
+
+    def place(self, name: str, sizes: Sequence[int], pieces: Pieces) -> list[int]:
+        """Reserve room for pieces of `sizes` bytes, which `pieces()` will make in this order; returns their offsets."""
+        offsets = []
+        for nbytes in sizes:
+            offset = -(-self.size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+            offsets.append(offset)
+            self.size = offset + nbytes
+        self._entries.append(_Entry(name, tuple(zip(offsets, sizes, strict=True)), pieces))
+        return offsets
+
+    def write(self, sink: WeightSink, on_piece: Callable[[str, int], None] = lambda name, nbytes: None) -> None:
+        """Make every piece and append it to `sink`, which must be empty; `on_piece(weight, bytes)` is told, for progress."""
+        for entry in self._entries:
+            for (offset, nbytes), piece in zip(entry.places, entry.pieces(), strict=True):
+                written = sink.append(piece, SLICE_ALIGNMENT)
+                assert (written, piece.nbytes) == (offset, nbytes), f"{entry.name} is not what was laid out"
+                on_piece(entry.name, nbytes)
