@@ -17,6 +17,7 @@ from flashmem.runtime.opencl import list_devices
 
 
 def main() -> None:
+    """Print the table."""
     models, page = ocr.find_models(), np.asarray(demo.draw_page())
     detector, recogniser = (onnxruntime.InferenceSession(str(path)) for path in (models.detector, models.recogniser))
     name = detector.get_inputs()[0].name

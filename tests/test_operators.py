@@ -46,7 +46,7 @@ def _usable(case: Any) -> bool:
     if not 11 <= model.opset_import[0].version <= 23 or len(model.graph.node) != 1:
         return False
     node = model.graph.node[0]
-    if node.domain not in ("", "ai.onnx") or not (node.op_type in ELEMENTWISE or node.op_type in RULES or node.op_type in DEFINED):
+    if node.domain not in ("", "ai.onnx") or node.op_type not in {*ELEMENTWISE, *RULES, *DEFINED}:
         return False
     arrays = [*case.data_sets[0][0], *case.data_sets[0][1]]
     kinds = {"float32", "int32", "int64", "bool"}
