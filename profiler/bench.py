@@ -304,6 +304,10 @@ class Prepared:
             self.seconds = min(self._play(self._steps, n) for _ in range(3)) / n
         self.bursts: list[float] = []
 
+    def median_seconds(self) -> float:
+        """Latency alone: the median of all bursts without load, or the best of the first tries."""
+        return statistics.median(self.bursts) if self.bursts else self.seconds
+
     @property
     def too_slow(self) -> bool:
         """Whether measuring it would take more time than it is worth."""

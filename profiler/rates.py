@@ -33,7 +33,7 @@ _CPU_GEMMS = ((128, 1024, 1024), (256, 768, 3072), (512, 1024, 1024))
 _GPU_GEMMS = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 2048, 2048))
 _TRAFFIC_BYTES = 48 << 20
 _KERNELS = 14
-_OPENINGS = 5
+_OPENINGS = 7
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,13 @@ def _session(descriptor: DeviceDescriptor, device: str, folder: Path, mode: Tran
     """
     with tempfile.TemporaryDirectory(prefix=".flashmem-sessions-", dir=folder) as name:
         inside = Path(name)
-        cost = {}
-        for count in (1, _KERNELS):
-            bundle = inside / f"{count}.flashmem"
-            kernels = _bundle(bundle, descriptor, mode, count)
-            _open(bundle, device, inside)
-            cost[kernels] = statistics.median(_open(bundle, device, inside) for _ in range(_OPENINGS))
-    (few, least), (many, most) = sorted(cost.items())
-    kernel = max(1e-6, (most - least) / (many - few))
-    return max(1e-4, least - few * kernel), kernel
+        bundles = [inside / f"{count}.flashmem" for count in (1, _KERNELS)]
+        few, many = (_bundle(path, descriptor, mode, int(path.stem)) for path in bundles)
+        for path in bundles:
+            _open(path, device, inside)
+        times = [[_open(path, device, inside) for path in bundles] for _ in range(_OPENINGS)]
+    kernel = max(1e-6, statistics.median(most - least for least, most in times) / (many - few))
+    return max(1e-4, statistics.median(least for least, _ in times) - few * kernel), kernel
 
 
 def _bundle(path: Path, descriptor: DeviceDescriptor, mode: TransferMode, count: int) -> int:

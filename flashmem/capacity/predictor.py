@@ -75,6 +75,11 @@ class Predictor:
         self._curves: dict[tuple[Facts, TransferMode], NDArray[np.float64]] = {}
 
     @property
+    def boosters(self) -> tuple[xgboost.Booster, xgboost.Booster]:
+        """The models of latency and of slowdown."""
+        return self._seconds, self._slowdown
+
+    @property
     def note(self) -> str:
         """Says what was measured."""
         return f"load capacities from the model trained on {self.basis.source}"
