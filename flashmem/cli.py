@@ -236,9 +236,7 @@ def profile(
     model: Annotated[
         list[Path] | None, typer.Option(metavar="model.onnx", help="Measure this model's launches too; repeatable.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--fresh", help="Go on with an interrupted profile, or begin anew.")
-    ] = True,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on with an interrupted profile, or begin anew.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the kernels that are drawn.")] = 0,
     dataset: Annotated[
         Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train anew on this dataset.")

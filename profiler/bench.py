@@ -3,8 +3,10 @@
 A launch is repeated in a *burst* by the runtime's own executor. Its weights change place from one repeat to the next, so that
 they come from memory as in a model and not from a cache that holds them. Beside a loaded burst the runtime's own loader threads
 bring in slices of one chunk each, evenly spread over the burst, or (transfer mode `interleave`) the kernels' own lanes move
-bytes. A burst ends when both are done. The machine may be noisy: each loaded burst stands between two bursts of the same length
-without load, and only its ratio to these two counts.
+bytes. A burst ends when both are done.
+
+Others may use the machine, and what they take only ever adds time. So bursts with and without load take turns, and of each kind
+the lower quartile counts: on a quiet machine it is the median but for the spread of a burst.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ _TOO_SLOW_SECONDS = 150e-3
 
 @dataclass(frozen=True)
 class Measured:
-    """One answer. `slowdown`: loaded over alone; `spread`: half the range of its middle repeats, as a share of it."""
+    """One answer. `slowdown`: loaded over alone; `spread`: half the range of neighbours' middle ratios, as a share."""
 
     mode: TransferMode
     streamed_bytes: float
@@ -190,9 +192,7 @@ class Bench:
                 layout = replace(layout, staging_bytes=LOADER_THREADS * CHUNK)
             elif mode == "interleave":
                 layout = replace(layout, staging_bytes=_PARTS * CHUNK, staging=places)
-            self._transfers[mode] = make_transfer(
-                mode, self.context, self._ledger, self._file, parts, layout, LOADER_THREADS
-            )
+            self._transfers[mode] = make_transfer(mode, self.context, self._ledger, self._file, parts, layout, LOADER_THREADS)
         return self._transfers[mode]
 
     def load_run(self, mode: TransferMode, count: int) -> tuple[_Run, list[Slice]]:
@@ -220,7 +220,6 @@ class Bench:
         self.load_seconds(mode, _PARTS)
         self.load_seconds(mode, _PARTS)
         return _PARTS * CHUNK / statistics.median(self.load_seconds(mode, _PARTS) for _ in range(7))
-
 
     def cold_rate(self, mode: TransferMode) -> float:
         """Bytes per second of loads whose pages were dropped from the page cache: the median of several.
@@ -304,9 +303,9 @@ class Prepared:
             self.seconds = min(self._play(self._steps, n) for _ in range(3)) / n
         self.bursts: list[float] = []
 
-    def median_seconds(self) -> float:
-        """Latency alone: the median of all bursts without load, or the best of the first tries."""
-        return statistics.median(self.bursts) if self.bursts else self.seconds
+    def settled_seconds(self) -> float:
+        """Latency alone: the lower quartile of all bursts without load, or the best of the first tries."""
+        return lower_quartile(self.bursts) if self.bursts else self.seconds
 
     @property
     def too_slow(self) -> bool:
@@ -427,10 +426,10 @@ class Prepared:
         for _ in range(3 if slow or self.seconds > _SLOW_SECONDS else _REPEATS):
             with_load.append(loaded())
             alone.append(self._play(self._steps, count))
-        ratios = sorted(2 * b / (alone[i] + alone[i + 1]) for i, b in enumerate(with_load))
         self.bursts += [t / count for t in alone]
+        ratios = sorted(2 * b / (alone[i] + alone[i + 1]) for i, b in enumerate(with_load))
         middle = ratios[len(ratios) // 4 : len(ratios) - len(ratios) // 4]
-        slowdown = statistics.median(ratios)
+        slowdown = lower_quartile(with_load) / lower_quartile(alone)
         return Measured(mode, streamed, slowdown, (middle[-1] - middle[0]) / 2 / slowdown)
 
 
@@ -438,3 +437,7 @@ def _renamed(launch: Launch, turn: int) -> Launch:
     args: Iterable[Arg] = (replace(a, value=f"{a.value}~{turn}") if a.kind == "slice" else a for a in launch.args)
     return replace(launch, args=tuple(args))
 
+
+def lower_quartile(times: Sequence[float]) -> float:
+    """The value a quarter of the way up."""
+    return float(np.quantile(times, 0.25))

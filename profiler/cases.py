@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.program import Launch, Program, Source
 
 Precision = Literal["fp32", "fp16"]
+T = TypeVar("T")
 SLICE_BYTES = 4 << 20
 """Weights are cut as `flashmem compile` cuts them."""
 
@@ -51,13 +52,13 @@ class Draw:
         self._next += 1
         return (offset + self._index * self._PHI**-power) % 1.0
 
-    def pick(self, options: Sequence[Any]) -> Any:
+    def pick(self, options: Sequence[T]) -> T:
         """One of `options`."""
         return options[int(self.unit() * len(options))]
 
     def size(self, low: int, high: int, multiple: int = 1) -> int:
         """A number between two others, evenly in its logarithm, rounded to a multiple."""
-        return max(multiple, round(low * (high / low) ** self.unit() / multiple) * multiple)
+        return max(multiple, round(low * math.pow(high / low, self.unit()) / multiple) * multiple)
 
 
 @dataclass
@@ -160,7 +161,8 @@ def _depthwise(draw: Draw) -> Graph:
 def _attention(draw: Draw) -> Graph:
     """The two products of attention: scores (scaled, as GPT and ViT have it) and values."""
     g = _Graph()
-    heads, rows, width = draw.pick((3, 6, 12, 12, 16, 32)), draw.pick((49, 64, 128, 128, 197, 256, 512)), draw.pick((32, 64, 128))
+    heads, rows = draw.pick((3, 6, 12, 12, 16, 32)), draw.pick((49, 64, 128, 128, 197, 256, 512))
+    width = draw.pick((32, 64, 128))
     if draw.unit() < 0.5:
         a, b = g.input(1, heads, rows, width), g.input(1, heads, width, rows)
         y = g.node("MatMul", [a, b], (1, heads, rows, rows))
@@ -277,7 +279,8 @@ FAMILIES: dict[str, tuple[Maker, int]] = {
 """How a kernel of each family is drawn, and how many of them to one of the rarest."""
 
 TILES: tuple[dict[str, Any], ...] = (
-    {"rows": 4}, {"columns": 16, "vector": 8}, {"columns": 16}, {"vector": 8}, {"rows": 6, "columns": 32}, {"rows": 8, "columns": 16},
+    {"rows": 4}, {"columns": 16, "vector": 8}, {"columns": 16}, {"vector": 8}, {"rows": 6, "columns": 32},
+    {"rows": 8, "columns": 16},
 )  # fmt: skip
 LOCAL_SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (16, 4), (16, 8))
 
@@ -286,7 +289,7 @@ LOCAL_SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (16, 4), (16, 8))
 class Target:
     """One launch to measure. `operator` is the ONNX type of its main node."""
 
-    group: str  # "sample", or the model's name
+    origin: str  # "sample", or the model's name
     case: str
     operator: str
     launch: Launch
@@ -310,7 +313,7 @@ class Discard:
         return offset
 
 
-def _targets(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, group: str, case: str) -> list[Target]:
+def _targets(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
     """Every launch of `graph`, made as `flashmem compile` makes it."""
     graph = assign_layouts(normalize(graph))
     layers = fuse(graph)
@@ -321,7 +324,7 @@ def _targets(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, g
     found = []
     for i, launch in enumerate(program.launches):
         operator = operators.get(launch.operators[0], "") if launch.operators else ""
-        found.append(Target(group, f"{case}.{i}", operator or launch.shape.family, launch, program, source, constants))
+        found.append(Target(origin, f"{case}.{i}", operator or launch.shape.family, launch, program, source, constants))
     return found
 
 
@@ -356,8 +359,9 @@ def _variant(descriptor: DeviceDescriptor, choice: float) -> Tile:
     tile = replace(descriptor.tile, **TILES[int(choice * len(TILES))])
     if math.prod(tile.local_size) > 1:
         tile = replace(tile, local_size=LOCAL_SIZES[int(choice * 97) % len(LOCAL_SIZES)])
-    vector = min(tile.vector, descriptor.tile.vector, tile.columns)
-    return replace(tile, columns=min(tile.columns, descriptor.tile.columns), rows=min(tile.rows, descriptor.tile.rows), vector=vector)
+    usual = descriptor.tile
+    columns = min(tile.columns, usual.columns)
+    return replace(tile, rows=min(tile.rows, usual.rows), columns=columns, vector=min(tile.vector, usual.vector, columns))
 
 
 def of_model(path: Path, descriptor: DeviceDescriptor) -> Iterator[Target]:

@@ -23,12 +23,12 @@ SUFFIX = ".profile.csv.gz"
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. `seconds`: the launch alone; `slowdown`: with `streamed_bytes` beside it, as a factor; `spread`: see bench.
+    """A measurement. `seconds`: the launch alone; `slowdown`: by `streamed_bytes` beside it, a factor; `spread`: see bench.py.
 
     `mode` is "none" in the one row of each launch in which nothing is streamed. `spent`: seconds it took to measure.
     """
 
-    group: str  # "sample", or the model that the launch is from
+    origin: str  # "sample", or the model that the launch is from
     case: str
     operator: str
     facts: Facts
@@ -114,7 +114,7 @@ def _read(text: str, where: Path) -> list[Row]:
     try:
         return [_as_row(line) for line in csv.DictReader(io.StringIO(text))]
     except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{where} is not a profile of this version of flashmem ({error!r}); profile the device again") from error
+        raise UserError(f"{where} is not a profile of this version ({error!r}); profile the device again") from error
 
 
 def write_dataset(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:

@@ -14,8 +14,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from flashmem.bundle import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import Options, plan_program
@@ -32,6 +30,7 @@ from .dataset import Row
 _CPU_GEMMS = ((128, 1024, 1024), (256, 768, 3072), (512, 1024, 1024))
 _GPU_GEMMS = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 2048, 2048))
 _TRAFFIC_BYTES = 48 << 20
+_COPY_BYTES = 32 << 20
 _KERNELS = 14
 _OPENINGS = 7
 
@@ -115,15 +114,19 @@ def _gemm(bench: Bench, rows: int, depth: int, columns: int) -> float:
 
 def _copy_rate(bench: Bench) -> float:
     """Host memory to the device, by the command that loads use."""
-    data = np.ones(32 << 20, np.uint8)
-    buffer = bench.context.buffer(data.nbytes)
-    bench.queue.write(buffer, data)
-    times = []
-    for _ in range(7):
-        begun = perf_counter()
+    staging, buffer = bench.context.buffer(_COPY_BYTES, host_visible=True), bench.context.buffer(_COPY_BYTES)
+    data = bench.queue.map(staging, _COPY_BYTES)
+    try:
+        data[:] = 1
         bench.queue.write(buffer, data)
-        times.append(perf_counter() - begun)
-    return data.nbytes / statistics.median(times)
+        times = []
+        for _ in range(7):
+            begun = perf_counter()
+            bench.queue.write(buffer, data)
+            times.append(perf_counter() - begun)
+    finally:
+        bench.queue.unmap(data)
+    return _COPY_BYTES / statistics.median(times)
 
 
 def _session(descriptor: DeviceDescriptor, device: str, folder: Path, mode: TransferMode) -> tuple[float, float]:

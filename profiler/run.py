@@ -81,7 +81,8 @@ def profile(request: Request, told: Told) -> Path:
         _measure(request, growing, benches, known["spent"], told)
     told("train", 1.0)
     rates = replace(machine.rates, contention=contention(growing.rows, machine.mode_rates, descriptor.memory_paths[0]))
-    source = f"flashmem profile, {date.today().isoformat()}, {device.platform} {device.name.strip()}, driver {device.driver_version}"
+    today = date.today().isoformat()
+    source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
     basis = Basis(rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds, machine.mode_rates, source)
     predictor = train(growing.rows, basis)
     facts = {"source": source, "rates": replace(machine, rates=rates).to_dict(), "basis": vars(basis), "seed": request.seed}
@@ -117,29 +118,27 @@ def _measure(request: Request, growing: Growing, benches: Sequence[Bench], spent
     budget = 60 * request.minutes
     spent += sum(row.spent for row in growing.rows)
     done = growing.cases
-    for bench, target, ratios, limit in _plan(request, benches, lambda: spent / budget):
+    begun = perf_counter()
+    for bench, target, ratios, limit in _plan(request, benches):
         if spent >= budget:
             break
         if target is None or target.case in done or spent >= limit * budget:
             continue
-        told(f"{target.group}: {target.operator}, {bench.path}", min(1.0, spent / budget))
-        begun = perf_counter()
+        told(f"{target.origin}: {target.operator}, {bench.path}", min(1.0, spent / budget))
         rows = _measure_launch(bench, target, ratios, len(done))
-        took = perf_counter() - begun
+        took = perf_counter() - begun  # drawing and compiling it among the rest
+        begun += took
         spent += took
         done.add(target.case)
         if rows:
             growing.append([replace(row, spent=took if i == len(rows) - 1 else 0.0) for i, row in enumerate(rows)])
 
 
-def _plan(
-    request: Request, benches: Sequence[Bench], progress: Callable[[], float]
-) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
+def _plan(request: Request, benches: Sequence[Bench]) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
     """(bench, launch, ratios, share of the time up to which it may begin), without an end."""
-    for i, model in enumerate(request.models):
-        share = max(progress(), 0.05) + (_MODELS_SHARE - max(progress(), 0.05)) / (len(request.models) - i)
+    for i, model in enumerate(request.models, start=1):
         for target in of_model(model, benches[0].descriptor):
-            yield benches[0], target, _MODEL_RATIOS, min(share, _MODELS_SHARE)
+            yield benches[0], target, _MODEL_RATIOS, _MODELS_SHARE * i / len(request.models)
     index = 0
     while True:
         other = len(benches) > 1 and index % _OTHER_PATH == _OTHER_PATH - 1
@@ -165,10 +164,8 @@ def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], numbe
             for ratio in ratios:
                 found = prepared.measure(mode, ratio * facts.own_bytes)
                 if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * facts.own_bytes:
-                    rows.append(Row(target.group, target.case, target.operator, facts, mode, found.streamed_bytes, 0.0,
+                    rows.append(Row(target.origin, target.case, target.operator, facts, mode, found.streamed_bytes, 0.0,
                                     found.slowdown, found.spread, 0.0))  # fmt: skip
-    seconds = prepared.median_seconds()
-    alone = Row(target.group, target.case, target.operator, facts, "none", 0.0, seconds, 1.0, 0.0, 0.0)
+    seconds = prepared.settled_seconds()
+    alone = Row(target.origin, target.case, target.operator, facts, "none", 0.0, seconds, 1.0, 0.0, 0.0)
     return [alone, *(replace(row, seconds=seconds) for row in rows)]
-
-

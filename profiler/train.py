@@ -16,9 +16,9 @@ from flashmem.errors import UserError
 
 from .dataset import Row
 
-_COMMON: dict[str, Any] = {"objective": "reg:squarederror", "seed": 0, "nthread": 2, "tree_method": "hist"}
-_SECONDS_PARAMETERS = {**_COMMON, "max_depth": 5, "eta": 0.06, "subsample": 0.8, "colsample_bytree": 0.7, "min_child_weight": 2}
-_SLOWDOWN_PARAMETERS = {**_COMMON, "max_depth": 6, "eta": 0.08, "subsample": 0.8, "colsample_bytree": 0.8, "min_child_weight": 3}
+_COMMON: dict[str, Any] = {"objective": "reg:squarederror", "seed": 0, "nthread": 2, "tree_method": "hist", "subsample": 0.8}
+_SECONDS_PARAMETERS = {**_COMMON, "max_depth": 5, "eta": 0.06, "colsample_bytree": 0.7, "min_child_weight": 2}
+_SLOWDOWN_PARAMETERS = {**_COMMON, "max_depth": 6, "eta": 0.08, "colsample_bytree": 0.8, "min_child_weight": 3}
 _SECONDS_ROUNDS, _SLOWDOWN_ROUNDS = 300, 300
 _FOLDS = 5
 LEAST_LAUNCHES = 20

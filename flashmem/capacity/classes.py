@@ -64,4 +64,3 @@ def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: 
     arithmetic = 2 * launch.macs / rates.gemm_flops
     traffic = (launch.bytes + weight_bytes) / rates.memory_bandwidth
     return max(arithmetic, traffic) + rates.launch_seconds
-

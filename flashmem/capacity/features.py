@@ -30,7 +30,9 @@ MAX_RATIO: Final = 3.0
 
 @dataclass(frozen=True)
 class Facts:
-    """One launch as the dataset describes it. `items` and `group`: work-items in all, and in a work-group."""
+    """One launch as the dataset describes it. `items` and `group`: work-items in all, and in a work-group; `across`: those of
+    the first direction.
+    """
 
     family: str
     operator_class: OperatorClass
@@ -47,6 +49,7 @@ class Facts:
     bytes: int
     weight_bytes: int
     items: int
+    across: int
     group: int
 
     @property
@@ -74,14 +77,15 @@ def facts_of(launch: Launch, weight_bytes: int, memory_path: MemoryPath) -> Fact
         bytes=launch.bytes,
         weight_bytes=weight_bytes,
         items=math.prod(launch.global_size),
+        across=launch.global_size[0],
         group=math.prod(launch.local_size or (1,)),
     )
 
 
 KERNEL_FEATURES: Final = (
     *(f"is_{family}" for family in FAMILIES), "is_texture", "log_rows", "log_columns", "log_depth", "log_run", "log_stride",
-    "log_vector", "simple_ops", "special_ops", "log_macs", "log_bytes", "log_weight_bytes", "log_items", "log_group",
-    "log_outputs_per_item", "log_intensity", "log_special", "log_roofline",
+    "log_vector", "log_macs", "log_bytes", "log_weight_bytes", "log_items", "log_across", "log_group", "log_groups",
+    "log_outputs", "log_intensity", "log_special", "simple_ops", "special_ops", "log_outputs_per_item", "log_roofline",
 )  # fmt: skip
 
 LOAD_FEATURES: Final = (
@@ -103,15 +107,14 @@ def kernel_features(kernels: Sequence[Facts], roofline: Sequence[float]) -> Matr
     rows = []
     for facts, seconds in zip(kernels, roofline, strict=True):
         outputs = facts.rows * facts.columns
-        numbers = (
-            facts.rows, facts.columns, facts.depth, facts.run, facts.stride, facts.vector,
+        family = [float(facts.family == known) for known in FAMILIES]
+        logarithms = (
+            facts.rows, facts.columns, facts.depth, facts.run, facts.stride, facts.vector, facts.macs, facts.bytes,
+            facts.weight_bytes, facts.items, facts.across, facts.group, facts.items / facts.group, outputs,
+            facts.macs / (facts.bytes + facts.weight_bytes + 1), facts.special_ops * outputs,
         )  # fmt: skip
-        rows.append([
-            *(float(facts.family == family) for family in FAMILIES), float(facts.memory_path == "texture"),
-            *(_log(n) for n in numbers), facts.simple_ops, facts.special_ops, _log(facts.macs), _log(facts.bytes),
-            _log(facts.weight_bytes), _log(facts.items), _log(facts.group), math.log2(outputs / facts.items),
-            _log(facts.macs / (facts.bytes + facts.weight_bytes + 1)), _log(facts.special_ops * outputs), math.log2(seconds),
-        ])  # fmt: skip
+        numbers = [facts.simple_ops, facts.special_ops, math.log2(outputs / facts.items), math.log2(seconds)]
+        rows.append([*family, float(facts.memory_path == "texture"), *map(_log, logarithms), *numbers])
     return np.array(rows, np.float32).reshape(len(kernels), len(KERNEL_FEATURES))
 
 

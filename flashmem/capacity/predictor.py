@@ -92,7 +92,7 @@ class Predictor:
         """Latency with bytes streamed beside it. Beyond what was profiled (`MAX_RATIO`), more bytes take their full time."""
         facts = facts_of(launch, weight_bytes, self._path)
         ratio = streamed_bytes / facts.own_bytes
-        within = float(np.interp(ratio, _GRID, self.facts_curve(facts, mode))) * self.facts_seconds(facts)
+        within = self.facts_slowdown(facts, streamed_bytes, mode) * self.facts_seconds(facts)
         return within + max(0.0, ratio - MAX_RATIO) * facts.own_bytes / self.basis.rate(self._path, mode)
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
@@ -121,6 +121,10 @@ class Predictor:
             curve[0] = 1.0
             self._curves[key] = curve
         return self._curves[key]
+
+    def facts_slowdown(self, facts: Facts, streamed_bytes: float, mode: TransferMode) -> float:
+        """The factor by which `streamed_bytes`, at most `MAX_RATIO` times its own, slow it down."""
+        return float(np.interp(streamed_bytes / facts.own_bytes, _GRID, self.facts_curve(facts, mode)))
 
     def facts_streamable(self, facts: Facts, slowdown: float, mode: TransferMode) -> float:
         """`streamable_bytes` of a launch known by its facts."""
@@ -154,7 +158,7 @@ class Predictor:
 
 
 def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], allowed: float) -> float:
-    """The last ratio up to which `slowdowns` (factors, at ascending `ratios`) stay within 1 + `allowed`, on lines between them."""
+    """The last ratio up to which `slowdowns` (factors, at ascending `ratios`) stay within 1 + `allowed`; lines between them."""
     limit = 1.0 + allowed
     beyond = np.flatnonzero(slowdowns > limit)
     if not beyond.size:
