@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | profile | zoo | demo`.
 
 Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
 command is chosen, and `run` of a bundle imports the online half only.
@@ -223,6 +223,40 @@ def plan(
 
     options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
     show_plan(model, options, as_json=json)
+
+
+@app.command()
+def profile(
+    device: Device = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, over all calls that resume.")] = 15.0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where the descriptor, the model and the dataset go.")
+    ] = Path(),
+    name: Annotated[str, typer.Option(help="Name of the files.", show_default="the descriptor's")] = "",
+    model: Annotated[
+        list[Path] | None, typer.Option(metavar="model.onnx", help="Measure this model's launches too; repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on with an interrupted profile, or begin anew.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the kernels that are drawn.")] = 0,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train anew on this dataset.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="With --dataset: judge predictions, and train nothing.")] = False,
+    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="With --report: draw figures into this folder.")] = None,
+) -> None:
+    """Measure a device, train its capacity model, and print the path of the descriptor written."""
+    from flashmem.commands.profile import profile_device, report_on, retrain_model
+    from flashmem.errors import UserError
+
+    if (report and dataset is None) or (figures is not None and not report):
+        raise UserError("--report needs --dataset, and --figures needs --report; name the dataset that a profile wrote")
+    if report and dataset is not None:
+        report_on(dataset, figures)
+    elif dataset is not None:
+        print(retrain_model(dataset))
+    else:
+        models = tuple(model or ())
+        print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))
 
 
 @zoo.command("list")
