@@ -29,7 +29,7 @@ class Placeholder:
 
     shape: tuple[int, ...]
     fill: float
-    dtype: np.dtype[Any] = np.dtype(np.float32)
+    dtype: np.dtype[Any]
 
     def array(self) -> NDArray[Any]:
         """The one element, seen as the whole array."""
@@ -134,7 +134,8 @@ class Vit:
             at = f"layer.{layer}"
             y = net.layer_norm(x, f"{at}.layernorm_before")
             k, v, q = (
-                net.heads(net.linear(y, f"{at}.{part}", self.hidden, bias=True), self.heads) for part in ("key", "value", "query")
+                net.heads(net.linear(y, f"{at}.{part}", self.hidden, bias=True), self.heads)
+                for part in ("key", "value", "query")
             )
             k = net.transpose(k, (0, 1, 3, 2))
             q, k = (net.op("Mul", [each, scale], each.shape) for each in (q, k))
@@ -248,9 +249,7 @@ class _Net:
 
     # -- operators
 
-    def op(
-        self, op: str, inputs: Sequence[Value], shape: tuple[int, ...], *, name: str = "", **attributes: Any
-    ) -> Value:
+    def op(self, op: str, inputs: Sequence[Value], shape: tuple[int, ...], *, name: str = "", **attributes: Any) -> Value:
         name = name or f"{op}_{len(self.nodes)}"
         output = Value(name, shape, "float32")
         output.producer = Node(op, name, list(inputs), [output], attributes)
@@ -288,7 +287,10 @@ class _Net:
 
     def conv(self, x: Value, name: str, channels: int, kernel: int, stride: int, pad: int) -> Value:
         side = (x.shape[2] + 2 * pad - kernel) // stride + 1
-        weights = [self.weight(f"{name}.weight", (channels, x.shape[1], kernel, kernel)), self.weight(f"{name}.bias", (channels,))]
+        weights = [
+            self.weight(f"{name}.weight", (channels, x.shape[1], kernel, kernel)),
+            self.weight(f"{name}.bias", (channels,)),
+        ]
         return self.op(
             "Conv", [x, *weights], (1, channels, side, side), name=name,
             kernel_shape=(kernel, kernel), strides=(stride, stride), dilations=(1, 1), pads=(pad,) * 4, group=1,

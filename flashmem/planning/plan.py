@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Objective = Literal["paper", "latency"]
 Status = Literal["OPTIMAL", "FEASIBLE"]
-Tier = Literal["cp-sat", "soft-threshold", "incremental-preload", "greedy"]
+Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 
 
 RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-preload", "greedy"})
