@@ -46,8 +46,14 @@ _TABLE_ENTRIES = 20_000_000
 _TABLE_MOST = 2_000_000_000
 """Entries of a table that is worth computing: some ten seconds."""
 
+_FIRST_WIDTH, _WIDER = 16, 8
+"""Most labels of a layer in the first pass, and how many times more in each next one: better plans cut off more labels."""
+
 _LABEL_SECONDS = 3e-6
 """About what one label costs at one layer."""
+
+_PEAK = 4
+"""How many times the average a layer may have of labels; should all layers use that, later ones get fewer."""
 
 State = tuple[int, ...]
 """Chunks still needed by each pending weight, fewest first."""
@@ -55,9 +61,10 @@ State = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Choice:
-    """W, or None if no better one was found, and a proven bound on the cost; both without the weights that must be in W."""
+    """W (None if no better one was found), its cost to the walk, and a proven bound; all without weights that must be in W."""
 
     preload: frozenset[str] | None
+    cost: int
     bound: int
 
 
@@ -79,14 +86,17 @@ def plan_walk(paper: PaperProblem, deadline: float) -> tuple[Decision | None, in
             break
         program.fill()
         proven = program.bound()
-        found = program.search(_NEVER, deadline)
-        while found.preload is not None:
-            before, best = best, _better(best, paper.repaired(fixed | found.preload))
-            if best is None or best is before or best.cost <= fixed_cost + proven or time.monotonic() > deadline:
+        found = program.search(_NEVER, 1, deadline)
+        width = _FIRST_WIDTH
+        while True:
+            plan = None if found.preload is None else paper.repaired(fixed | found.preload)
+            best = _better(best, plan)
+            repaired = found.preload is not None and (plan is None or plan.cost > fixed_cost + found.cost)
+            if best is None or repaired or best.cost <= fixed_cost + proven or time.monotonic() > deadline:
                 break
-            # Half of the time left for the labels of each pass: a better plan cuts off more in the next.
-            found = program.search(best.cost - fixed_cost, 0.5 * (time.monotonic() + deadline))
+            found = program.search(best.cost - fixed_cost, width, deadline)
             proven = max(proven, found.bound)
+            width *= _WIDER
         if not fullness:
             bound = fixed_cost + proven
         if best is None or best.cost <= bound or time.monotonic() > deadline:
@@ -153,19 +163,18 @@ class WalkProgram:
         """A proven bound: the table's cost of everything."""
         return int(self.table.row(self.layers)[0])
 
-    def search(self, best: int, deadline: float) -> Choice:
+    def search(self, best: int, width: int, deadline: float) -> Choice:
         """The W of the cheapest walk below `best`, the cost of a plan that is known, and what is proven: `best`, at the most.
 
-        With `best` too high to cut anything off (`_NEVER`), a single label follows the table.
+        At most `width` labels are kept at a layer, fewer if otherwise the walk would not end by `deadline`.
         """
-        width = 1
         labels: dict[State, int] = {(): 0}
         origins: list[dict[State, tuple[State, int]]] = []  # from the last layer: where labels came from
         dropped = best
         serve = _Served()
         for layer in range(self.layers, 0, -1):
-            if best < _NEVER and (self.layers - layer) % 64 == 0:
-                width = max(1, int((deadline - time.monotonic()) / (layer * _LABEL_SECONDS)))
+            if (self.layers - layer) % 64 == 0:
+                allowed = max(1, min(width, int(_PEAK * (deadline - time.monotonic()) / (layer * _LABEL_SECONDS))))
             after: dict[State, int] = {}
             origin: dict[State, tuple[State, int]] = {}
             arrivals = [(self.paper.chunks[w.name], w.nbytes) for w in self.used_at[layer]] if layer in self.used_at else []
@@ -179,15 +188,15 @@ class WalkProgram:
                     if pending <= self.most and total + int(below[pending]) < best and total < after.get(reached, _NEVER):
                         after[reached] = total
                         origin[reached] = (state, streamed)
-            if len(after) > width:
+            if len(after) > allowed:
                 estimates = sorted((total + int(below[sum(state)]), state) for state, total in after.items())
-                dropped = min(dropped, estimates[width][0])
-                after = {state: after[state] for _, state in estimates[:width]}
+                dropped = min(dropped, estimates[allowed][0])
+                after = {state: after[state] for _, state in estimates[:allowed]}
             labels = after
             origins.append(origin)
             if not labels:
-                return Choice(None, dropped)
-        return Choice(self._preloaded(origins), min(dropped, labels[()]))
+                return Choice(None, _NEVER, dropped)
+        return Choice(self._preloaded(origins), labels[()], min(dropped, labels[()]))
 
     def _options(self, layer: int, left: State, pending: int, arrivals: list[tuple[int, int]]) -> list[tuple[State, int, int]]:
         """Ways to go on: the state before the next layer, the price of what is preloaded, a bit for each weight streamed."""
