@@ -44,6 +44,7 @@ class GptNeo:
     hidden: int
     heads: int
     vocabulary: int = 50257
+    window: int = 256
 
     def graph(self, name: str, tokens: int) -> Graph:
         """The graph for one sequence of `tokens`."""
@@ -51,13 +52,17 @@ class GptNeo:
         x = net.embed(self.vocabulary, self.hidden, tokens)
         x = net.op("Add", [x, net.weight("wpe", (1, tokens, self.hidden))], x.shape)
         masks = [net.weight(f"mask.{kind}", (1, 1, tokens, tokens), "int32") for kind in ("global", "local")]
+        if tokens <= self.window:
+            masks[1] = masks[0]
         causal = net.weight("mask", (1, 1, tokens, tokens))
         lowest = net.number(-3.4e38)
         for layer in range(self.layers):
             at = f"h.{layer}"
             y = net.layer_norm(x, f"{at}.ln_1")
-            q, k, v = (net.heads(net.linear(y, f"{at}.{part}", self.hidden), self.heads) for part in "qkv")
-            scores = net.matmul(q, net.transpose(k, (0, 1, 3, 2)))
+            q, k, v = [net.linear(y, f"{at}.{part}", self.hidden) for part in "qkv"]
+            q, v = (net.heads(part, self.heads) for part in (q, v))
+            k = net.transpose(net.split_heads(k, self.heads), (0, 2, 3, 1))
+            scores = net.matmul(q, k)
             scores = net.op("Where", [masks[layer % 2], scores, lowest], scores.shape)
             scores = net.op("Add", [scores, causal], scores.shape)
             y = net.merge_heads(net.matmul(net.softmax(scores), v))
@@ -309,10 +314,13 @@ class _Net:
         scaled = self.op("Mul", [x, self.op("Reciprocal", [root], mean_shape)], x.shape)
         return self.op("Mul", [self.weight(f"{name}.weight", (x.shape[-1],)), scaled], x.shape)
 
-    # -- attention: [1, tokens, heads * width] and [1, heads, tokens, width]
+    # -- attention: between [1, tokens, heads * width] and [1, heads, tokens, width]
+
+    def split_heads(self, x: Value, heads: int) -> Value:
+        return self.reshape(x, (1, x.shape[1], heads, x.shape[2] // heads))
 
     def heads(self, x: Value, heads: int) -> Value:
-        return self.transpose(self.reshape(x, (1, x.shape[1], heads, x.shape[2] // heads)), (0, 2, 1, 3))
+        return self.transpose(self.split_heads(x, heads), (0, 2, 1, 3))
 
     def merge_heads(self, x: Value) -> Value:
         return self.reshape(self.transpose(x, (0, 2, 1, 3)), (1, x.shape[2], x.shape[1] * x.shape[3]))
