@@ -83,12 +83,12 @@ def solve(
         plan = latency_plan(problem, preload, lambda_=lambda_)
     else:
         forced = forced_preload(problem, preload)
-        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit), lambda_, time_limit, workers)
+        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit), preload, lambda_, time_limit, workers)
     plan.check(problem)
     return plan
 
 
-def _solve_paper(paper: PaperProblem, lambda_: float, time_limit: float, workers: int) -> OverlapPlan:
+def _solve_paper(paper: PaperProblem, asked: frozenset[str], lambda_: float, time_limit: float, workers: int) -> OverlapPlan:
     started = time.monotonic()
     decision, bound, tier = _keeping_capacities(paper, started + time_limit, workers) if time_limit > 0 else (None, 0, None)
     if decision is None or tier is None:
@@ -98,7 +98,7 @@ def _solve_paper(paper: PaperProblem, lambda_: float, time_limit: float, workers
     return assemble(
         paper.problem, decision.preload, decision.load_layers, decision.moves, kind="paper", lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale), tier=tier,
-        started=started, notes=(), base=paper.forced,
+        started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip
 
 

@@ -112,6 +112,7 @@ class OverlapPlan:
     lambda_: float = 0.9
     expected_slowdown: float = 0.0
     notes: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()  # weights that the caller wanted in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
 
     @property
@@ -228,6 +229,7 @@ class OverlapPlan:
                 "layouts": layouts,
                 "capacities": tuple(data["capacities"]),
                 "notes": tuple(data["notes"]),
+                "asked": tuple(data.get("asked", ())),
             }
         )
 
