@@ -262,7 +262,7 @@ class _CostToGo:
     def row(self, layer: int) -> NDArray[np.int64]:
         """The row of `layer`. Asked for from the last layer to the first, each row is computed twice at most."""
         if not self.begin <= layer < self.begin + len(self.rows):
-            number = layer // self.block
+            number = max(0, layer - 1) // self.block
             self._compute(number * self.block, min((number + 1) * self.block, self.program.layers))
         return self.rows[layer - self.begin]
 
