@@ -68,6 +68,9 @@ class Strategy(StrEnum):
 
 Size = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False)]
 ModelArgument = Annotated[Path, typer.Argument(help="An .onnx model, or a bundle.", show_default=False)]
+PlannedModel = Annotated[
+    Path, typer.Argument(help="An .onnx model, a bundle, or zoo:NAME for a known architecture.", show_default=False)
+]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default="auto")]
 Budget = Annotated[
     str | None,
@@ -204,8 +207,9 @@ def run(
 
 @app.command()
 def plan(
-    model: ModelArgument,
+    model: PlannedModel,
     json: Json = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every layer and slice, however many.")] = False,
     device: Device = None,
     budget: Budget = None,
     m_peak: MPeak = None,
@@ -218,11 +222,11 @@ def plan(
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
 ) -> None:
-    """Show the overlap plan of a bundle, or of a model compiled with these options, and check it."""
+    """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
     from flashmem.commands.plan import show_plan
 
     options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
-    show_plan(model, options, as_json=json)
+    show_plan(model, options, as_json=json, show_all=show_all)
 
 
 @app.command()

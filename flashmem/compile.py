@@ -89,12 +89,12 @@ def compile(
     model = Path(model)
     if not model.is_file():
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
-    descriptor = _describe(device)
+    descriptor = find_descriptor(device)
     if memory_path != "auto":
         descriptor = descriptor.on_path(memory_path)
     options = Options(
         descriptor,
-        _mode(descriptor, mode),
+        choose_mode(descriptor, mode),
         Limits(
             budget=None if budget is None else parse_size(budget, what="budget"),
             m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
@@ -135,7 +135,7 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
 
 
-def _describe(device: str) -> DeviceDescriptor:
+def find_descriptor(device: str) -> DeviceDescriptor:
     """The descriptor of a device that is here, or one that was written down."""
     if device.endswith(".toml"):
         return load_descriptor(device)
@@ -147,7 +147,8 @@ def _describe(device: str) -> DeviceDescriptor:
         return load_descriptor(device)
 
 
-def _mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
+def choose_mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
+    """`mode`, or with "auto" the device's first, on its default memory path. Raises UserError for one it lacks."""
     path = descriptor.memory_paths[0]
     modes = descriptor.modes[path]
     if mode == "auto":

@@ -119,12 +119,13 @@ def _emit_packed(
     x, y = emitter.operand(layer.main.input(0)), emitter.tensor(layer.output)
     zeros = [emitter.zeros(dims[3])] if template == "conv" else []
     sliced = _placed(emitter, layer.main, packing)
+    operands = emitter.operand_args(tail)
     for i, (name, part) in enumerate(sliced):
         folds = [packing.fold_rows, part.panels * tile.columns // 4] if tile.texture else []
         emitter.launch(
             layer,
             kernel,
-            [x, Arg("slice", name), y, *zeros, *emitter.operand_args(tail), *dims, part.first_panel, part.panels, *folds],
+            [x, Arg("slice", name), y, *zeros, *operands, *dims, part.first_panel, part.panels, *folds],
             (-(-rows // tile.rows), part.panels),
             tile.local,
             "reusable",
