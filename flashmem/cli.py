@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | simulate | sweep | zoo | demo`.
 
 Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
 command is chosen, and `run` of a bundle imports the online half only.
@@ -64,6 +64,13 @@ class Strategy(StrEnum):
 
     STREAM = "stream"
     PRELOAD = "preload"
+
+
+class Disk(StrEnum):
+    """Where the weight file is before a simulated run."""
+
+    COLD = "cold"
+    CACHED = "cached"
 
 
 Size = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False)]
@@ -223,6 +230,34 @@ def plan(
 
     options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
     show_plan(model, options, as_json=json)
+
+
+@app.command()
+def simulate(
+    model: ModelArgument,
+    disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
+    strategy: Annotated[Strategy, typer.Option(help="When weights are loaded.")] = Strategy.STREAM,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="out.png", help="Where to draw work and memory over time (needs the plots extra).")
+    ] = None,
+    json: Json = False,
+    device: Device = None,
+    budget: Budget = None,
+    m_peak: MPeak = None,
+    lambda_: Lambda = None,
+    chunk: Chunk = None,
+    precision: PrecisionOption = None,
+    shape: Shape = None,
+    preload: Preload = None,
+    memory_path: MemoryPathOption = None,
+    mode: ModeOption = None,
+    objective: ObjectiveOption = None,
+) -> None:
+    """Predict latency and memory of a plan on a described device, which need not be here."""
+    from flashmem.commands.simulate import options_of, simulate_model
+
+    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    simulate_model(model, options, options_of(disk.value, strategy.value, json, timeline))
 
 
 @zoo.command("list")

@@ -1,8 +1,9 @@
 """Discrete events over shared resources: processes that work, wait, and work on.
 
 A process is a generator. It yields `Work` (an amount of one resource, which takes as long as the resource's speed makes it) or
-a condition (it goes on once that holds). Between two events every speed is constant, so time advances to the next completion:
-resources that share (a bus, a disk) or disturb one another (compute beside a copy) are one function from what is busy to speeds.
+a condition (it goes on once that holds). Between two events every speed is constant, so time advances to the next completion.
+How works share a resource (a bus, a disk) or disturb one another (compute beside a copy) is one function: from what is busy to
+speeds.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Events:
         self.now += step
         for resource in {running.resource for running in self._running}:
             self.busy[resource] = self.busy.get(resource, 0.0) + step
-        finished, going = [], []
+        finished: list[_Running] = []
+        going: list[_Running] = []
         for running in self._running:
             speed = speeds[running.resource]
             # Works that end together by arithmetic end together here, whatever the rounding.

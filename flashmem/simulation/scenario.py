@@ -18,7 +18,6 @@ from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
 from flashmem.program import SLICE_ALIGNMENT, Program, Slice, output_bytes, scratch_bytes
 from flashmem.runtime.engine import LOADER_THREADS
-from flashmem.runtime.executor import LAYERS_AHEAD
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import planned_frees, planned_loads
@@ -37,8 +36,7 @@ Piece = tuple[Literal["read", "copy"], int]
 class Machine:
     """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
 
-    `contention` is the share of its speed that compute loses while a loader thread moves bytes. `layers_ahead`: layers that the
-    host enqueues before it looks whether one is done.
+    `contention` is the share of its speed that compute loses while a loader thread moves bytes.
     """
 
     read_bandwidth: float
@@ -47,7 +45,6 @@ class Machine:
     load_seconds: float = 0.0
     contention: float = 0.0
     threads: int = LOADER_THREADS
-    layers_ahead: int = LAYERS_AHEAD
 
 
 @dataclass(frozen=True)
@@ -208,8 +205,8 @@ class _Travel:
         if self.mode == "alias":
             return (("read", total),)
         if self.mode == "interleave":
-            copies = int(preload) + int(not self._shares_memory)
-            return (("read", total), *[("copy", total)] * copies)
+            copy: Piece = ("copy", total)
+            return (("read", total), *[copy] * (preload + (not self._shares_memory)))
         ring = self.layout.staging_bytes // LOADER_THREADS // SLICE_ALIGNMENT * SLICE_ALIGNMENT
         step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
         ends = [*range(0, total, step), total]
@@ -239,7 +236,8 @@ def _moved_bytes(move: Move) -> int:
 
 def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
     """Distinct kernels of the plain and of the lane program."""
-    plain, lane = set(), set()
+    plain: set[str] = set()
+    lane: set[str] = set()
     for layer, launch in enumerate(program.launches, start=1):
         moving = moves.get(layer)
         (lane if moving is not None and moving.riding is not None else plain).add(launch.kernel)

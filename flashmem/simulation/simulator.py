@@ -1,12 +1,11 @@
-"""A scenario played: host, device queue, loader threads and disk as processes over shared resources.
+"""A scenario played: host, loader threads and disk as processes over shared resources.
 
 What runs at the same time, and what waits for what, is as in runtime/{session,engine,executor,loader}.py:
 
 - the disk reads what was announced, in that order; a read out of the page cache ends no sooner than the disk brought it in;
 - loader threads free what may be freed, then take the next load whose gate is open; all share one read and one copy rate;
-- the host enqueues layers, waits for the slices of each, and hears of a finished layer only when it looks: when too many are in
-  flight, or when it has to wait for a slice;
-- the device runs layers in order, slower by `contention` while a loader thread moves bytes.
+- the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread moves bytes. The
+  host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ class Prediction:
     """The first run as a session would report it, times counted from the session's creation; `later` runs in seconds.
 
     `busy`: for how many seconds of the first run each of disk, read, copy and compute was at work. `load_threads` has the
-    thread that made each of `report.loads`.
+    thread that made each of `report.loads`; `disk` is what a cold disk read when.
     """
 
     report: RunReport
     later: float
     busy: dict[str, float]
     load_threads: tuple[int, ...]
+    disk: tuple[Span, ...]
 
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
@@ -56,7 +56,7 @@ def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
         tuple(span for span, _ in first.loads),
         tuple(first.layers),
     )
-    return Prediction(report, later, first.events.busy, tuple(thread for _, thread in first.loads))
+    return Prediction(report, later, first.events.busy, tuple(thread for _, thread in first.loads), tuple(first.disk))
 
 
 def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
@@ -107,17 +107,15 @@ class _Player:
         self.opened = 0.0
         self.loads: list[tuple[Span, int]] = []
         self.layers: list[Span] = []
+        self.disk: list[Span] = []
         self._disk_queue: deque[SimulatedLoad] = deque()
         self._announced: set[str] = set()
         self._in_cache: set[str] = set()
-        self._enqueued: deque[tuple[int, float]] = deque()
-        self._finished = 0  # layers
 
     def play(self) -> float:
         """Seconds until the outputs are in host memory."""
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
-        self.events.start(self._device())
         self.events.run(self._host())
         return self.events.now
 
@@ -171,45 +169,25 @@ class _Player:
         loader.stop()
 
     def _execute(self, loader: _Loader) -> Process:
-        """The executor: layers enqueued in order, each once its slices are there, a bounded number of them ahead."""
-        flying: deque[int] = deque()
-
-        def retire() -> Process:
-            layer = flying.popleft()
-            yield lambda: self._finished >= layer
-            loader.layer_done(layer)
-
+        """Executor and compute queue: layers in order, each once its slices are there."""
         for number, layer in enumerate(self.scenario.layers, start=1):
             for name in layer.needs:
-                if loader.lacks(name):
-                    while flying:
-                        yield from retire()
-                    yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
-            self._enqueued.append((number, layer.seconds))
-            flying.append(number)
-            if len(flying) > self.machine.layers_ahead:
-                yield from retire()
-        while flying:
-            yield from retire()
+                yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
+            start = self.events.now
+            yield Work("compute", layer.seconds)
+            self.layers.append(Span(layer.name, start, self.events.now))
+            loader.layer_done(number)
 
     # What runs beside it.
-
-    def _device(self) -> Process:
-        """The compute queue."""
-        while True:
-            yield lambda: bool(self._enqueued)
-            number, seconds = self._enqueued.popleft()
-            start = self.events.now
-            yield Work("compute", seconds)
-            self.layers.append(Span(self.scenario.layers[number - 1].name, start, self.events.now))
-            self._finished = number
 
     def _disk(self) -> Process:
         """Announced parts of the file, one after the other."""
         while True:
             yield lambda: bool(self._disk_queue)
             load = self._disk_queue.popleft()
+            start = self.events.now
             yield Work("disk", load.nbytes)
+            self.disk.append(Span(load.name, start, self.events.now))
             self._in_cache.add(load.name)
 
     def announce(self, load: SimulatedLoad) -> None:
