@@ -260,6 +260,62 @@ def simulate(
     simulate_model(model, options, options_of(disk.value, strategy.value, json, timeline))
 
 
+@app.command()
+def sweep(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, or bundles.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="sweep.csv", help="Rows are added here as they finish.")
+    ] = Path("sweep.csv"),
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="sweep.png", help="Draws latency against memory here and, beside it, against preloading."),
+    ] = None,
+    m_peak: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on weights in flight.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on all memory.")] = None,
+    lambda_: Annotated[
+        str, typer.Option("--lambda", metavar="NUMBER,...", help="Weights of preloading against loading early.")
+    ] = "0.9",
+    mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0",
+    precision: Annotated[str, typer.Option(metavar="NAME,...", help="How weights are stored: fp32, fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
+    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
+    shape: Shape = None,
+    mode: Annotated[Mode, typer.Option(help="How weights reach the kernels.")] = Mode.AUTO,
+    disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
+    measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh processes for each measured point; medians are kept.")] = 3,
+    executor: Annotated[str, typer.Option(metavar="local|dask|ray", help="Where points are simulated.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the dask or ray cluster.", show_default="as configured")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="half the cores")] = None,
+) -> None:
+    """Plan, and simulate or measure, a grid of limits and parameters over models and devices; resumable."""
+    from flashmem.commands.sweep import SweepOptions
+    from flashmem.commands.sweep import sweep as run_sweep
+
+    run_sweep(
+        SweepOptions(
+            models=tuple(models),
+            output=output,
+            plot=plot,
+            m_peak=m_peak,
+            budget=budget,
+            lambda_=lambda_,
+            mu=mu,
+            precision=precision,
+            device=device,
+            chunk=chunk,
+            shape=tuple(shape or ()),
+            mode=mode.value,
+            disk=disk.value,
+            measured=measured,
+            runs=runs,
+            executor=executor,
+            address=address,
+            jobs=jobs,
+        )
+    )
+
+
 @zoo.command("list")
 def zoo_list() -> None:
     """List the models and the input size each has by default."""

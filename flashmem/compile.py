@@ -11,7 +11,7 @@ from typing import Literal
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
-from flashmem.codegen.program import generate
+from flashmem.codegen.program import Generated, generate
 from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
 from flashmem.errors import MissingFileError, NoDeviceError, UserError
 from flashmem.graph.fusion import fuse
@@ -89,12 +89,12 @@ def compile(
     model = Path(model)
     if not model.is_file():
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
-    descriptor = _describe(device)
+    descriptor = find_descriptor(device)
     if memory_path != "auto":
         descriptor = descriptor.on_path(memory_path)
     options = Options(
         descriptor,
-        _mode(descriptor, mode),
+        choose_mode(descriptor, mode),
         Limits(
             budget=None if budget is None else parse_size(budget, what="budget"),
             m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
@@ -114,10 +114,7 @@ def compile(
 
 def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
     told("import", 0.0)
-    graph = import_model(model, options.shapes, why_unsupported)
-    collect_unsupported(graph, why_unsupported)
-    graph = assign_layouts(normalize(graph))
-    generated = generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+    generated = generate_program(model, options)
     told("plan", 0.0)
     plan = plan_program(generated.program, options)
     with BundleWriter(output) as bundle:
@@ -128,6 +125,18 @@ def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bun
     return Bundle.open(output)
 
 
+def generate_program(model: Path, options: Options) -> Generated:
+    """The program of `model`. No weight is read.
+
+    Raises:
+        UserError: the model cannot be read, or not run.
+    """
+    graph = import_model(model, options.shapes, why_unsupported)
+    collect_unsupported(graph, why_unsupported)
+    graph = assign_layouts(normalize(graph))
+    return generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+
+
 def plan_program(program: Program, options: Options) -> OverlapPlan:
     """The overlap plan, with the layouts of every transfer mode that the device has on the program's memory path."""
     plan = make_plan(program, options.descriptor, options.mode, options.limits)
@@ -135,7 +144,7 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
 
 
-def _describe(device: str) -> DeviceDescriptor:
+def find_descriptor(device: str) -> DeviceDescriptor:
     """The descriptor of a device that is here, or one that was written down."""
     if device.endswith(".toml"):
         return load_descriptor(device)
@@ -147,7 +156,8 @@ def _describe(device: str) -> DeviceDescriptor:
         return load_descriptor(device)
 
 
-def _mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
+def choose_mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
+    """`mode`, or with "auto" the device's first, on its default memory path. Raises UserError for one it lacks."""
     path = descriptor.memory_paths[0]
     modes = descriptor.modes[path]
     if mode == "auto":

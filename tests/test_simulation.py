@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -202,7 +203,7 @@ def test_layers_run_in_order_with_their_weights_and_behind_their_gates(scenario:
     prediction = simulate(scenario)
     layers = prediction.report.layers
     assert len(layers) == len(scenario.layers) and len(prediction.report.loads) == len(scenario.loads)
-    for before, after in zip(layers, layers[1:], strict=False):
+    for before, after in pairwise(layers):
         assert before.end <= after.start + 1e-9
     spans = {span.name: span for span in prediction.report.loads}
     for at, played in zip(scenario.layers, layers, strict=True):

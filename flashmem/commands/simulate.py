@@ -50,7 +50,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     bundle = Bundle.open(bundle_of(model, compiling))
     # A model compiled just now was compiled for the device and the budget; a bundle may be played on another, within another.
     device, budget = (compiling.device, compiling.budget) if model.is_dir() else (None, None)
-    played = _play(bundle, _descriptor(bundle, device), compiling.mode or "auto", budget, options)
+    played = _play(bundle, described_device(bundle, device), compiling.mode or "auto", budget, options)
     if options.timeline is not None:
         from flashmem.plots.timeline import draw_timeline
 
@@ -61,7 +61,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
         _print(played, options)
 
 
-def _descriptor(bundle: Bundle, device: str | None) -> DeviceDescriptor:
+def described_device(bundle: Bundle, device: str | None) -> DeviceDescriptor:
     """The bundle's own descriptor, or the one that `device` names: shipped, a file, or of a device that is here."""
     if device is None or device == "auto":
         return bundle.descriptor
@@ -74,7 +74,7 @@ def _descriptor(bundle: Bundle, device: str | None) -> DeviceDescriptor:
         raise UserError(f"no device is called {device!r}; name one that is here, a TOML file, or one of: {known}") from error
 
 
-def choose_mode(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, strategy: Strategy) -> TransferMode:
+def mode_for_bundle(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, strategy: Strategy = "stream") -> TransferMode:
     """The mode that a session on such a device would take.
 
     Raises:
@@ -96,7 +96,7 @@ def choose_mode(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, strateg
 
 
 def _play(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, budget: str | None, options: SimulateOptions) -> _Played:
-    chosen = choose_mode(bundle, descriptor, mode, options.strategy)
+    chosen = mode_for_bundle(bundle, descriptor, mode, options.strategy)
     limit = None if options.strategy == "preload" else bundle.budget_bytes
     if budget is not None:
         limit = parse_size(budget, what="--budget")
