@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, str]
 _MB = 1e6
 _COLUMNS = 3
+_LINEAR_RANGE = 8
 
 
 def draw_sweep(path: Path, rows: Iterable[Row]) -> list[Path]:
@@ -109,8 +110,8 @@ def _draw_front(axes: Axes, rows: Sequence[Row], everything: Sequence[Row]) -> N
         front = pareto_front(points)
         axes.step(*zip(*front, strict=True), where="post", color=colour, linewidth=1.4, zorder=2)
     axes.plot([], [], color="#444444", linewidth=1.4, label="Pareto front")
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.06)
+    axes.set_xlim(0, 1.08 * max(axes.dataLim.x1, 0.0))
+    axes.set_ylim(0, 1.08 * max(axes.dataLim.y1, 0.0))
     plain_axes(axes)
 
 
@@ -148,7 +149,22 @@ def _draw_against_preload(axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]]
         values = [latency(row) for row in ordered]
         axes.plot(ratios, values, color=colour, linewidth=1, alpha=0.5, zorder=2)
         axes.scatter(ratios, values, s=areas, marker=marker, color=colour, alpha=0.6, linewidths=0, label=label, zorder=3)
-    axes.set_ylim(bottom=0)
+    _scale_latency(axes, [latency(row) for _, rows in lines for row in rows])
     axes.margins(x=0.06)
     axes.set_xlabel("preload ratio, % of the weights' bytes")
     plain_axes(axes)
+
+
+def _scale_latency(axes: Axes, values: Sequence[float]) -> None:
+    """From 0, or logarithmic where models are too far apart to be read on one scale."""
+    low, high = min(values), max(values)
+    if low <= 0 or high / low < _LINEAR_RANGE:
+        axes.set_ylim(0, 1.08 * high)
+        return
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.set_ylim(low / 1.5, high * 1.5)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -1,7 +1,7 @@
 """One measured run in a process of its own: a request as JSON on stdin, the result as JSON on stdout.
 
-The plan comes with the request and replaces the bundle's, so that a sweep packs the weights of a model once. Only the online half
-of flashmem is imported.
+The plan comes with the request and replaces the bundle's, so that a sweep packs the weights of a model once. Only the online
+half of flashmem is imported.
 """
 
 from __future__ import annotations
