@@ -37,6 +37,7 @@ class SweepOptions:
     device: str = "auto"
     chunk: str = "1MiB"
     shape: tuple[str, ...] = ()
+    objective: str = "auto"
     mode: str = "auto"
     disk: str = "cached"
     measured: bool = False
@@ -68,6 +69,7 @@ class SweepOptions:
             mus=numbers(self.mu, "--mu", low=0, high=float("inf")),
             shape=" ".join(sorted(self.shape)),
             chunk_bytes=parse_size(self.chunk, what="--chunk"),
+            objective_asked=self.objective,
             mode=self.mode,
             disk=self.disk,
             source="measured" if self.measured else "simulated",

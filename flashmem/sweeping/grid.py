@@ -28,6 +28,7 @@ class Point:
     lambda_: float
     mu: float
     chunk_bytes: int
+    objective_asked: str
     mode: str
     disk: str
     source: Source
@@ -67,6 +68,7 @@ class Grid:
     mus: Sequence[float]
     shape: str
     chunk_bytes: int
+    objective_asked: str
     mode: str
     disk: str
     source: Source
@@ -78,7 +80,7 @@ class Grid:
         points = (
             Point(
                 model, self.shape, device, precision, m_peak, budget, lambda_, mu,
-                self.chunk_bytes, self.mode, self.disk, self.source,
+                self.chunk_bytes, self.objective_asked, self.mode, self.disk, self.source,
             )
             for model, device, precision, (m_peak, budget), lambda_, mu in axes
         )  # fmt: skip

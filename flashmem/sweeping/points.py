@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from flashmem.compile import Options, plan_program
 from flashmem.device import DeviceDescriptor, TransferMode
@@ -80,6 +80,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], OverlapPl
         chunk=point.chunk_bytes,
         lambda_=point.lambda_,
         mu=point.mu,
+        objective=cast(Literal["auto", "paper", "latency"], point.objective_asked),
     )
     begun = time.perf_counter()
     try:
