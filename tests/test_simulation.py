@@ -78,6 +78,16 @@ def test_a_cold_disk_begins_when_the_session_does() -> None:
     assert prediction.disk[0].end == pytest.approx(10)
 
 
+def test_announcing_more_than_the_disk_takes_holds_the_opening_up() -> None:
+    """Two loads of 50 bytes at 5 a second: the second is announced at once, or once the first is read at 10."""
+    for queue, opened in ((100, 4.0), (99, 14.0)):
+        machine = replace(PLAIN, disk_bandwidth=5.0, disk_queue_bytes=queue)
+        loads = (load("a", 50), load("b", 50))
+        prediction = simulate(Scenario(machine, (layer(1.0, "a", "b"),), loads, context_seconds=4.0))
+        assert prediction.report.latency.init == pytest.approx(opened)
+        assert prediction.disk[-1].end == pytest.approx(20)
+
+
 def test_contention_slows_compute_only_while_bytes_move() -> None:
     crowded = replace(PLAIN, contention=0.25)
     prediction = simulate(Scenario(crowded, (layer(10.0), layer(1.0, "w")), (load("w", 40),)))
@@ -169,6 +179,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         disk_bandwidth=draw(st.sampled_from((None, 2.0, 12.0))),
         load_seconds=draw(st.sampled_from((0.0, 0.125))),
         contention=draw(st.sampled_from((0.0, 0.5, 1.0))),
+        disk_queue_bytes=draw(st.sampled_from((1, 50, 10**6))),
         threads=draw(st.integers(1, 3)),
     )
     layers = tuple(layer(draw(st.integers(1, 16)) / 4, *needs.get(number, ())) for number in range(1, count + 1))

@@ -36,7 +36,9 @@ Piece = tuple[Literal["read", "copy"], int]
 class Machine:
     """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
 
-    `contention` is the share of its speed that compute loses while a loader thread moves bytes.
+    `contention` is the share of its speed that compute loses while a loader thread moves bytes. A call that announces reads
+    (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit a disk's queue, Linux makes
+    the caller wait for.
     """
 
     read_bandwidth: float
@@ -44,6 +46,7 @@ class Machine:
     disk_bandwidth: float | None = None
     load_seconds: float = 0.0
     contention: float = 0.0
+    disk_queue_bytes: int = 16 << 20
     threads: int = LOADER_THREADS
 
 

@@ -2,7 +2,8 @@
 
 What runs at the same time, and what waits for what, is as in runtime/{session,engine,executor,loader}.py:
 
-- the disk reads what was announced, in that order; a read out of the page cache ends no sooner than the disk brought it in;
+- the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
+  cache ends no sooner than the disk brought it in;
 - loader threads free what may be freed, then take the next load whose gate is open; all share one read and one copy rate;
 - the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread moves bytes. The
   host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
@@ -109,6 +110,7 @@ class _Player:
         self.layers: list[Span] = []
         self.disk: list[Span] = []
         self._disk_queue: deque[SimulatedLoad] = deque()
+        self._backlog = 0  # bytes announced and not read yet
         self._announced: set[str] = set()
         self._in_cache: set[str] = set()
 
@@ -126,7 +128,7 @@ class _Player:
         for load in scenario.loads:
             if load.gate > 0:
                 break
-            self.announce(load)
+            yield from self.announce(load)
         yield from self._open()
         if scenario.resident_first:
             yield from self._bring_in(scenario.loads, self.machine.threads)
@@ -188,13 +190,17 @@ class _Player:
             start = self.events.now
             yield Work("disk", load.nbytes)
             self.disk.append(Span(load.name, start, self.events.now))
+            self._backlog -= load.nbytes
             self._in_cache.add(load.name)
 
-    def announce(self, load: SimulatedLoad) -> None:
-        """The disk may read it now."""
-        if load.name not in self._announced:
-            self._announced.add(load.name)
-            self._disk_queue.append(load)
+    def announce(self, load: SimulatedLoad) -> Process:
+        """Tell the disk to read it; waits while the disk has too much before it to take more."""
+        if self.machine.disk_bandwidth is None or load.name in self._announced:
+            return
+        self._announced.add(load.name)
+        yield lambda: not self._backlog or self._backlog + load.nbytes <= self.machine.disk_queue_bytes
+        self._disk_queue.append(load)
+        self._backlog += load.nbytes
 
     def transfer(self, load: SimulatedLoad) -> Process:
         """What a loader thread does with one load."""
@@ -249,7 +255,8 @@ class _Loader:
                 continue
             load = self._loads[self._next]
             self._next += 1
-            self._announce()
+            for part in self._ahead_of_it():
+                yield from player.announce(part)
             start = events.now
             if load.held:
                 player.memory.change(start, "weights", load.held)
@@ -266,12 +273,11 @@ class _Loader:
     def _is_open(self, index: int) -> bool:
         return index < len(self._loads) and self._loads[index].gate <= self._done
 
-    def _announce(self) -> None:
+    def _ahead_of_it(self) -> Sequence[SimulatedLoad]:
         """The loads up to a few ahead of the one just taken, behind open gates."""
         first = max(self._expected, self._next - 1)
         last = first
         while last < min(self._next + self._ahead, len(self._loads)) and self._is_open(last):
             last += 1
-        for load in self._loads[first:last]:
-            self._player.announce(load)
         self._expected = last
+        return self._loads[first:last]
