@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulation --zoo DIR --device pocl [--descriptor pocl.toml] [--disk cached cold] [--runs 5]
 
-DIR holds models as `flashmem zoo export` writes them. Each model is compiled for three budgets (one too small is replaced by the
-smallest that works). Measured: medians of fresh processes, after one that compiles the kernels; the peak is the ledger's.
-Predicted: on the device's descriptor, or the one given. "Cold" drops the file from the page cache (the host of a virtual machine
-may still hold it). A ratio is predicted over measured.
+DIR holds models as `flashmem zoo export` writes them. Each model is compiled for three budgets (one too small is replaced by
+the smallest that works). Measured: medians of fresh processes, after one that compiles the kernels; the peak is the ledger's.
+Predicted: on the device's descriptor, or the one given. "Cold" drops the file from the page cache (the host of a virtual
+machine may still hold it). A ratio is predicted over measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The two plots of a sweep: latency against peak memory with the Pareto front, and FlashMem's Figure 8.
 
-Figure 8 shows integrated and execution latency against the preload ratio. Execution is a later run, which finds W resident.
+Figure 8 shows integrated and execution latency against the preload ratio, or against memory where nothing but memory differs.
+Execution is a later run, which finds W resident.
 """
 
 from __future__ import annotations
@@ -102,14 +103,13 @@ def _draw_front(axes: Axes, rows: Sequence[Row], everything: Sequence[Row]) -> N
             continue
         points = [(int(row["peak_bytes"]) / _MB, float(row["integrated_ms"])) for row in own]
         colour = COLOURS[number % len(COLOURS)]
+        look: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "color": colour}
         memory, latency = zip(*points, strict=True)
-        axes.scatter(
-            memory, latency, s=26, marker=MARKERS[number % len(MARKERS)], color=colour, alpha=0.55,
-            linewidths=0, label=label, zorder=3,
-        )  # fmt: skip
-        front = pareto_front(points)
-        axes.step(*zip(*front, strict=True), where="post", color=colour, linewidth=1.4, zorder=2)
-    axes.plot([], [], color="#444444", linewidth=1.4, label="Pareto front")
+        axes.scatter(memory, latency, s=26, alpha=0.35, linewidths=0, label=label, zorder=3, **look)
+        memory, latency = zip(*pareto_front(points), strict=True)
+        axes.step(memory, latency, where="post", color=colour, linewidth=1.4, zorder=2)
+        axes.scatter(memory, latency, s=40, edgecolors="#222222", linewidths=0.9, zorder=4, **look)
+    axes.plot([], [], "o-", color="#777777", markeredgecolor="#222222", linewidth=1.4, label="Pareto front")
     axes.set_xlim(0, 1.08 * max(axes.dataLim.x1, 0.0))
     axes.set_ylim(0, 1.08 * max(axes.dataLim.y1, 0.0))
     plain_axes(axes)
@@ -122,14 +122,21 @@ def _draw_figure8(path: Path, rows: Sequence[Row]) -> None:
         for name, group in _models(rows)
         for label, own in _series_like(group, rows)
     ]
-    with figure(path, columns=2, size=(10.5, 4.6)) as (drawn, (integrated, execution)):
-        _draw_against_preload(integrated, lines, lambda row: float(row["integrated_ms"]))
-        _draw_against_preload(execution, lines, lambda row: float(row["warm_ms"]))
+    # Plans for a budget seldom preload anything: then memory is what the limits changed.
+    by_ratio = len({row["preload_ratio"] for row in rows}) > 1
+    place = _ratio if by_ratio else _peak
+    with figure(path, columns=2, size=(10.5, 4.9)) as (drawn, (integrated, execution)):
+        for axes, column in ((integrated, "integrated_ms"), (execution, "warm_ms")):
+            _draw_latency(axes, lines, place, column)
+            axes.set_xlabel("preload ratio, % of the weights' bytes" if by_ratio else "peak memory, MB")
+            axes.set_xlim(*((-3, 103) if by_ratio else (0, 1.06 * max(map(_peak, rows)))))
         integrated.set_title("(a) integrated latency: the first answer", fontsize=10)
         execution.set_title("(b) execution latency: later answers, W resident", fontsize=10)
         integrated.set_ylabel("latency, ms")
         legend_below(drawn, integrated, columns=2 if several else 4)
-        drawn.suptitle("Latency against preload ratio; a point's area grows with its peak memory", fontsize=11)
+        drawn.suptitle(
+            f"Latency and {'preloading' if by_ratio else 'memory'}; the area of a point grows with peak memory", fontsize=11
+        )
 
 
 def _series_like(group: Sequence[Row], everything: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -139,19 +146,25 @@ def _series_like(group: Sequence[Row], everything: Sequence[Row]) -> list[tuple[
     return [(label, rows) for label, rows in found if rows]
 
 
-def _draw_against_preload(axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]], latency: Callable[[Row], float]) -> None:
-    most = max(int(row["peak_bytes"]) for _, rows in lines for row in rows)
+def _ratio(row: Row) -> float:
+    return 100 * float(row["preload_ratio"])
+
+
+def _peak(row: Row) -> float:
+    return int(row["peak_bytes"]) / _MB
+
+
+def _draw_latency(axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]], place: Callable[[Row], float], column: str) -> None:
+    """A line for each series: where `place` puts its rows, and their latency in `column`."""
+    most = max(_peak(row) for _, rows in lines for row in rows)
     for number, (label, rows) in enumerate(lines):
-        ordered = sorted(rows, key=lambda row: (float(row["preload_ratio"]), int(row["peak_bytes"])))
-        ratios = [100 * float(row["preload_ratio"]) for row in ordered]
+        ordered = sorted(rows, key=lambda row: (place(row), _peak(row)))
+        places, values = [place(row) for row in ordered], [float(row[column]) for row in ordered]
+        areas = [14 + 90 * _peak(row) / most for row in ordered]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        areas = [14 + 90 * int(row["peak_bytes"]) / most for row in ordered]
-        values = [latency(row) for row in ordered]
-        axes.plot(ratios, values, color=colour, linewidth=1, alpha=0.5, zorder=2)
-        axes.scatter(ratios, values, s=areas, marker=marker, color=colour, alpha=0.6, linewidths=0, label=label, zorder=3)
-    _scale_latency(axes, [latency(row) for _, rows in lines for row in rows])
-    axes.margins(x=0.06)
-    axes.set_xlabel("preload ratio, % of the weights' bytes")
+        axes.plot(places, values, color=colour, linewidth=1, alpha=0.5, zorder=2)
+        axes.scatter(places, values, s=areas, marker=marker, color=colour, alpha=0.6, linewidths=0, label=label, zorder=3)
+    _scale_latency(axes, [float(row[column]) for _, rows in lines for row in rows])
     plain_axes(axes)
 
 
