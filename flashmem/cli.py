@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | profile | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | simulate | sweep | profile | zoo | demo`.
 
 Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
 command is chosen, and `run` of a bundle imports the online half only.
@@ -64,6 +64,13 @@ class Strategy(StrEnum):
 
     STREAM = "stream"
     PRELOAD = "preload"
+
+
+class Disk(StrEnum):
+    """Where the weight file is before a simulated run."""
+
+    COLD = "cold"
+    CACHED = "cached"
 
 
 Size = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False)]
@@ -261,6 +268,92 @@ def profile(
     else:
         models = tuple(model or ())
         print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))
+
+
+@app.command()
+def simulate(
+    model: ModelArgument,
+    disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
+    strategy: Annotated[Strategy, typer.Option(help="When weights are loaded.")] = Strategy.STREAM,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="out.png", help="Where to draw work and memory over time (needs the plots extra).")
+    ] = None,
+    json: Json = False,
+    device: Device = None,
+    budget: Budget = None,
+    m_peak: MPeak = None,
+    lambda_: Lambda = None,
+    chunk: Chunk = None,
+    precision: PrecisionOption = None,
+    shape: Shape = None,
+    preload: Preload = None,
+    memory_path: MemoryPathOption = None,
+    mode: ModeOption = None,
+    objective: ObjectiveOption = None,
+) -> None:
+    """Predict latency and memory of a plan on a described device, which need not be here."""
+    from flashmem.commands.simulate import options_of, simulate_model
+
+    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    simulate_model(model, options, options_of(disk.value, strategy.value, json, timeline))
+
+
+@app.command()
+def sweep(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, or bundles.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="sweep.csv", help="Rows are added here as they finish.")
+    ] = Path("sweep.csv"),
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="sweep.png", help="Draws latency against memory here and, beside it, against preloading."),
+    ] = None,
+    m_peak: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on weights in flight.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on all memory.")] = None,
+    lambda_: Annotated[
+        str, typer.Option("--lambda", metavar="NUMBER,...", help="Weights of preloading against loading early.")
+    ] = "0.9",
+    mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0",
+    precision: Annotated[str, typer.Option(metavar="NAME,...", help="How weights are stored: fp32, fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
+    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
+    shape: Shape = None,
+    objective: Annotated[Objective, typer.Option(help="auto: latency for a --budget, paper for an --m-peak.")] = Objective.AUTO,
+    mode: Annotated[Mode, typer.Option(help="How weights reach the kernels.")] = Mode.AUTO,
+    disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
+    measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh processes for each measured point; medians are kept.")] = 3,
+    executor: Annotated[str, typer.Option(metavar="local|dask|ray", help="Where points are simulated.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the dask or ray cluster.", show_default="as configured")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="half the cores")] = None,
+) -> None:
+    """Plan, and simulate or measure, a grid of limits and parameters over models and devices; resumable."""
+    from flashmem.commands.sweep import SweepOptions
+    from flashmem.commands.sweep import sweep as run_sweep
+
+    run_sweep(
+        SweepOptions(
+            models=tuple(models),
+            output=output,
+            plot=plot,
+            m_peak=m_peak,
+            budget=budget,
+            lambda_=lambda_,
+            mu=mu,
+            precision=precision,
+            device=device,
+            chunk=chunk,
+            shape=tuple(shape or ()),
+            objective=objective.value,
+            mode=mode.value,
+            disk=disk.value,
+            measured=measured,
+            runs=runs,
+            executor=executor,
+            address=address,
+            jobs=jobs,
+        )
+    )
 
 
 @zoo.command("list")

@@ -11,7 +11,7 @@ from typing import Literal
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
-from flashmem.codegen.program import generate
+from flashmem.codegen.program import Generated, generate
 from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
 from flashmem.errors import MissingFileError, NoDeviceError, UserError
 from flashmem.graph.fusion import fuse
@@ -114,10 +114,7 @@ def compile(
 
 def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
     told("import", 0.0)
-    graph = import_model(model, options.shapes, why_unsupported)
-    collect_unsupported(graph, why_unsupported)
-    graph = assign_layouts(normalize(graph))
-    generated = generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+    generated = generate_program(model, options)
     told("plan", 0.0)
     plan = plan_program(generated.program, options)
     with BundleWriter(output) as bundle:
@@ -126,6 +123,18 @@ def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bun
         )
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
+
+
+def generate_program(model: Path, options: Options) -> Generated:
+    """The program of `model`. No weight is read.
+
+    Raises:
+        UserError: the model cannot be read, or not run.
+    """
+    graph = import_model(model, options.shapes, why_unsupported)
+    collect_unsupported(graph, why_unsupported)
+    graph = assign_layouts(normalize(graph))
+    return generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:

@@ -22,12 +22,16 @@ from flashmem.program import Program, fixed_bytes
 
 @dataclass(frozen=True)
 class Limits:
-    """The user's limits and wishes, in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency"."""
+    """The user's limits and wishes, in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency".
+
+    `mu` is the paper's weight of loading distance in the penalty of adaptive unfusion.
+    """
 
     budget: int | None = None
     m_peak: int | None = None
     chunk: int = 1 << 20
     lambda_: float = 0.9
+    mu: float = 0.0
     objective: Objective | Literal["auto"] = "auto"
     preload: tuple[str, ...] = ()
 
