@@ -60,9 +60,23 @@ class Objective(StrEnum):
 
 
 class Strategy(StrEnum):
-    """When weights are loaded."""
+    """When weights are loaded: as planned, or as a simpler strategy would."""
 
     STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
+
+
+class RunStrategy(StrEnum):
+    """The same, and everything before the first layer."""
+
+    STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
     PRELOAD = "preload"
 
 
@@ -89,6 +103,14 @@ ModeOption = Annotated[Mode | None, typer.Option(help="How weights reach the ker
 ObjectiveOption = Annotated[
     Objective | None, typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto")
 ]
+StrategyOption = Annotated[
+    Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+]
+Unfusion = Annotated[
+    bool | None, typer.Option("--unfusion/--no-unfusion", help="Split fused layers where the plan gains.", show_default="on")
+]
+Mu = Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")]
+Alpha = Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
 
@@ -119,6 +141,10 @@ def _compile_options(
     memory_path: MemoryPath | None,
     mode: Mode | None,
     objective: Objective | None,
+    strategy: Strategy | None,
+    unfusion: bool | None,
+    mu: float | None,
+    alpha: float | None,
 ) -> CompileOptions:
     """The options as plain strings: beyond this module nobody knows the command line's enumerations."""
     return CompileOptions(
@@ -133,6 +159,10 @@ def _compile_options(
         memory_path=memory_path and memory_path.value,
         mode=mode and mode.value,
         objective=objective and objective.value,
+        strategy=strategy and strategy.value,
+        unfusion=unfusion,
+        mu=mu,
+        alpha=alpha,
     )
 
 
@@ -161,11 +191,18 @@ def compile_(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    strategy: StrategyOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Compile a model into a bundle, and print the bundle's path."""
     from flashmem.commands.compiling import compile_here
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
+        unfusion, mu, alpha,
+    )  # fmt: skip
     print(compile_here(model, output, options).path)
 
 
@@ -180,7 +217,12 @@ def run(
         Path | None, typer.Option("--model", metavar="model.onnx", help="The original of a bundle, for --verify.")
     ] = None,
     json: Json = False,
-    strategy: Annotated[Strategy, typer.Option(help="When weights are loaded.")] = Strategy.STREAM,
+    strategy: Annotated[
+        RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+    ] = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Plan again with the times of these runs, and keep the plan in the bundle.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
     trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
     device: Device = None,
@@ -194,12 +236,19 @@ def run(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
-    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, strategy.value, seed, trace))
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, None,
+        unfusion, mu, alpha,
+    )  # fmt: skip
+    chosen = strategy and strategy.value
+    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn))
 
 
 @app.command()
@@ -217,11 +266,18 @@ def plan(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    strategy: StrategyOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Show the overlap plan of a bundle, or of a model compiled with these options, and check it."""
     from flashmem.commands.plan import show_plan
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
+        unfusion, mu, alpha,
+    )  # fmt: skip
     show_plan(model, options, as_json=json)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
@@ -23,7 +23,7 @@ from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.paths import cache_folder
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan
+from flashmem.planning.plan import Objective, OverlapPlan, Strategy
 from flashmem.planning.planner import Limits, make_plan
 from flashmem.program import MemoryPath, Program
 from flashmem.runtime.devices import descriptor_for
@@ -62,6 +62,10 @@ def compile(
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
     objective: Objective | Literal["auto"] = "auto",
+    strategy: Strategy = "stream",
+    unfusion: bool = True,
+    mu: float = 0.1,
+    alpha: float = 0.1,
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -80,6 +84,10 @@ def compile(
         memory_path: where weights are read from; "auto" takes the device's first.
         mode: how weights travel; "auto" takes the first the device has on that path.
         objective: "latency" (default unless `m_peak` is given) or "paper".
+        strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, to compare with.
+        unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
+        mu: weight of loading distance when fused layers are ranked for a split.
+        alpha: the least gain in load capacity, as a share, for which a fused layer is split.
         progress: called with a stage and the fraction done.
 
     Raises:
@@ -89,6 +97,8 @@ def compile(
     model = Path(model)
     if not model.is_file():
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
+    if strategy not in get_args(Strategy):
+        raise UserError(f"strategy {strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
     descriptor = _describe(device)
     if memory_path != "auto":
         descriptor = descriptor.on_path(memory_path)
@@ -102,6 +112,10 @@ def compile(
             lambda_=lambda_,
             objective=objective,
             preload=tuple(preload),
+            strategy=strategy,
+            unfusion=unfusion,
+            mu=mu,
+            alpha=alpha,
         ),
         precision,
         dict(shapes or {}),
@@ -165,6 +179,7 @@ def _about(model: Path, options: Options) -> dict[str, object]:
         "model_path": str(model.resolve()),
         "budget_bytes": options.limits.budget,
         "mode": options.mode,
+        "limits": asdict(options.limits),
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -35,9 +35,10 @@ class RunOptions:
     verify: bool = False
     reference: Path | None = None
     json: bool = False
-    strategy: str = "stream"
+    strategy: str | None = None
     seed: int = 0
     trace: Path | None = None
+    learn: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Outcome:
     bundle: Bundle
     device: str
     transfer_mode: str
+    strategy: str
     outputs: list[NDArray[Any]]
     reports: list[RunReport]
 
@@ -64,6 +66,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     given = read_inputs(options.input) if options.input else {}
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
+    if not model.is_dir() and options.strategy != "preload":
+        compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
     bundle = Bundle.open(bundle_of(model, compiling))
     inputs = complete_inputs(bundle.program, given, options.seed)
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
@@ -98,9 +102,9 @@ def _run(
             bundle,
             device=_device(compiling),
             mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses what it does not know
-            strategy=cast(Strategy, options.strategy),
+            strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
-            trace=options.trace is not None,
+            trace=options.trace is not None or options.learn,
         ) as session,
     ):
         for _ in range(options.repeat):
@@ -111,7 +115,7 @@ def _run(
             assert session.last_run is not None
             reports.append(session.last_run)
         device = f"{session.device.platform}: {session.device.name}"
-        return Outcome(bundle, device, session.mode, outputs, reports)
+        return Outcome(bundle, device, session.mode, session.strategy, outputs, reports)
 
 
 def _device(compiling: CompileOptions) -> str:
@@ -131,7 +135,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
         "device": outcome.device,
         "memory_path": outcome.bundle.program.memory_path,
         "transfer_mode": outcome.transfer_mode,
-        "strategy": options.strategy,
+        "strategy": outcome.strategy,
         "precision": outcome.bundle.program.precision,
         "latency_ms": {name: 1e3 * seconds for name, seconds in latency.items()},
         "memory": {
@@ -159,7 +163,7 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     process = "" if memory.process_peak_rss_bytes is None else f"; process {format_size(memory.process_peak_rss_bytes)}"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
-    how = f"{outcome.bundle.program.memory_path} path, mode {outcome.transfer_mode}, {options.strategy}"
+    how = f"{outcome.bundle.program.memory_path} path, mode {outcome.transfer_mode}, {outcome.strategy}"
     facts = {
         "device": f"{outcome.device}, {how}",
         "first answer": answer + (f", later ones {1e3 * _warm(later):.1f} ms" if later else ""),

@@ -122,8 +122,7 @@ class Engine:
         needs: dict[int, list[str]] = {}
         first_moved: dict[str, int] = {}
         for layer in sorted(moves):
-            moving = moves[layer]
-            for move in (*((moving.riding,) if moving.riding else ()), *moving.separate):
+            for move in moves[layer].all:
                 first_moved.setdefault(move.part.name, layer)
         for w in self._plan.weights:
             needs.setdefault(first_moved.get(w.name, w.first_use), []).append(w.name)
