@@ -11,10 +11,11 @@ from typing import Literal, get_args
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
-from flashmem.codegen.program import generate
+from flashmem.codegen.program import Generated, generate
 from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
 from flashmem.errors import MissingFileError, NoDeviceError, UserError
 from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_external import model_files
@@ -24,10 +25,11 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.paths import cache_folder
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
-from flashmem.planning.planner import Limits, make_plan
+from flashmem.planning.planner import Limits, make_plan, planning_problem
 from flashmem.program import MemoryPath, Program
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
+from flashmem.unfusion import Cuts, Road, refine
 from flashmem.units import parse_size
 
 Progress = Callable[[str, float], None]
@@ -131,15 +133,34 @@ def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bun
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
     graph = assign_layouts(normalize(graph))
-    generated = generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
     told("plan", 0.0)
-    plan = plan_program(generated.program, options)
+    generated, plan = refine(graph, _road(graph, options), options.limits, options.mode, _chunk_seconds(options))
     with BundleWriter(output) as bundle:
         generated.weights.write(
             bundle, lambda name, nbytes: told("pack weights", bundle.size / generated.program.weights_bytes)
         )
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
+
+
+def _road(graph: Graph, options: Options) -> Road:
+    """From the graph to a program and its plan, for the cuts that adaptive unfusion tries."""
+    descriptor, limits = options.descriptor, options.limits
+
+    def program(cuts: Cuts) -> Generated:
+        layers = fuse(graph, cuts)
+        return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+
+    return Road(
+        program,
+        lambda program: planning_problem(program, descriptor, options.mode, limits),
+        lambda program: plan_program(program, options),
+    )
+
+
+def _chunk_seconds(options: Options) -> float:
+    """What moving one chunk takes where nothing hides it."""
+    return options.limits.chunk / options.descriptor.rates.copy_bandwidth
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:
