@@ -17,7 +17,7 @@ from flashmem.commands.inputs import complete_inputs, read_inputs, write_outputs
 from flashmem.commands.plan import summary
 from flashmem.commands.trace import write_trace
 from flashmem.commands.verify import TOLERANCE, Verification, compare, reference
-from flashmem.console import emit_json, print_facts, waiting
+from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.runtime.report import RunReport
@@ -47,7 +47,7 @@ class Outcome:
 
     bundle: Bundle
     device: str
-    transfer_mode: str
+    transfer_mode: TransferMode
     strategy: str
     outputs: list[NDArray[Any]]
     reports: list[RunReport]
@@ -63,6 +63,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     for path, flag in ((options.output, "--output"), (options.trace, "--trace")):
         if path is not None:
             check_target(path, flag)
+    if options.learn and options.strategy == "preload":
+        raise UserError("--learn needs runs that stream; leave --strategy preload out")
     given = read_inputs(options.input) if options.input else {}
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
@@ -77,6 +79,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         write_outputs(options.output, names, outcome.outputs)
     if options.trace is not None:
         write_trace(options.trace, outcome.reports[0])
+    if options.learn:
+        _learn(outcome)
     verification = None
     if options.verify:
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
@@ -116,6 +120,24 @@ def _run(
             reports.append(session.last_run)
         device = f"{session.device.platform}: {session.device.name}"
         return Outcome(bundle, device, session.mode, session.strategy, outputs, reports)
+
+
+def _learn(outcome: Outcome) -> None:
+    """Plans again with what the runs measured. After the session, whose memory was reported: this loads the offline half.
+
+    Raises:
+        UserError: the offline half is not installed, or the bundle cannot be planned again.
+    """
+    try:
+        from flashmem.learn import learn
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flashmem"):
+            raise
+        raise UserError(f"--learn needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
+    before = outcome.bundle.plan
+    after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
+    moved = sum(a.load_layer != b.load_layer for a, b in zip(before.weights, after.weights, strict=True))
+    say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
 
 
 def _device(compiling: CompileOptions) -> str:
