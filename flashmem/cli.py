@@ -60,9 +60,23 @@ class Objective(StrEnum):
 
 
 class Strategy(StrEnum):
-    """When weights are loaded."""
+    """When weights are loaded: as planned, or as a simpler strategy would."""
 
     STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
+
+
+class RunStrategy(StrEnum):
+    """The same, and everything before the first layer."""
+
+    STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
     PRELOAD = "preload"
 
 
@@ -99,6 +113,17 @@ ModeOption = Annotated[Mode | None, typer.Option(help="How weights reach the ker
 ObjectiveOption = Annotated[
     Objective | None, typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto")
 ]
+StrategyOption = Annotated[
+    Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+]
+RunStrategyOption = Annotated[
+    RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+]
+Unfusion = Annotated[
+    bool | None, typer.Option("--unfusion/--no-unfusion", help="Split fused layers where the plan gains.", show_default="on")
+]
+Mu = Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")]
+Alpha = Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
 
@@ -129,6 +154,10 @@ def _compile_options(
     memory_path: MemoryPath | None,
     mode: Mode | None,
     objective: Objective | None,
+    strategy: Strategy | None,
+    unfusion: bool | None,
+    mu: float | None,
+    alpha: float | None,
 ) -> CompileOptions:
     """The options as plain strings: beyond this module nobody knows the command line's enumerations."""
     return CompileOptions(
@@ -143,6 +172,10 @@ def _compile_options(
         memory_path=memory_path and memory_path.value,
         mode=mode and mode.value,
         objective=objective and objective.value,
+        strategy=strategy and strategy.value,
+        unfusion=unfusion,
+        mu=mu,
+        alpha=alpha,
     )
 
 
@@ -171,11 +204,18 @@ def compile_(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    strategy: StrategyOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Compile a model into a bundle, and print the bundle's path."""
     from flashmem.commands.compiling import compile_here
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
+        unfusion, mu, alpha,
+    )  # fmt: skip
     print(compile_here(model, output, options).path)
 
 
@@ -190,7 +230,10 @@ def run(
         Path | None, typer.Option("--model", metavar="model.onnx", help="The original of a bundle, for --verify.")
     ] = None,
     json: Json = False,
-    strategy: Annotated[Strategy, typer.Option(help="When weights are loaded.")] = Strategy.STREAM,
+    strategy: RunStrategyOption = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Plan again with the times of these runs, and keep the plan in the bundle.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
     trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
     device: Device = None,
@@ -204,12 +247,19 @@ def run(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
-    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, strategy.value, seed, trace))
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, None,
+        unfusion, mu, alpha,
+    )  # fmt: skip
+    chosen = strategy and strategy.value
+    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn))
 
 
 @app.command()
@@ -228,11 +278,18 @@ def plan(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    strategy: StrategyOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
     from flashmem.commands.plan import show_plan
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
+        unfusion, mu, alpha,
+    )  # fmt: skip
     show_plan(model, options, as_json=json, show_all=show_all)
 
 
@@ -274,7 +331,7 @@ def profile(
 def simulate(
     model: ModelArgument,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
-    strategy: Annotated[Strategy, typer.Option(help="When weights are loaded.")] = Strategy.STREAM,
+    strategy: RunStrategyOption = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="out.png", help="Where to draw work and memory over time (needs the plots extra).")
     ] = None,
@@ -290,12 +347,20 @@ def simulate(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Predict latency and memory of a plan on a described device, which need not be here."""
     from flashmem.commands.simulate import options_of, simulate_model
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
-    simulate_model(model, options, options_of(disk.value, strategy.value, json, timeline))
+    everything = strategy == RunStrategy.PRELOAD
+    planned = None if strategy is None or everything else Strategy(strategy.value)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, planned,
+        unfusion, mu, alpha,
+    )  # fmt: skip
+    simulate_model(model, options, options_of(disk.value, "preload" if everything else "stream", json, timeline))
 
 
 @app.command()
@@ -313,7 +378,7 @@ def sweep(
     lambda_: Annotated[
         str, typer.Option("--lambda", metavar="NUMBER,...", help="Weights of preloading against loading early.")
     ] = "0.9",
-    mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0",
+    mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0.1",
     precision: Annotated[str, typer.Option(metavar="NAME,...", help="How weights are stored: fp32, fp16.")] = "fp32",
     device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
