@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.device import TRANSFER_MODES, TRANSFER_MODES, DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
+from flashmem.device import TRANSFER_MODES, DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
 from flashmem.errors import MissingFileError, UserError
 
 FOLDER = Path(__file__).parent.parent / "devices"
