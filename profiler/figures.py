@@ -105,7 +105,7 @@ def _response_panel(axis: Any, responses: dict[tuple[str, str], NDArray[np.float
     axis.set_xlim(0, MAX_RATIO)
     axis.set_title(mode, fontsize=10)
     axis.grid(alpha=0.25)
-    axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.07), frameon=False)
+    axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.07), frameon=False, handlelength=3.2)
 
 
 def draw_prediction(parts: Sequence[HeldOut], device: str, path: Path) -> None:
