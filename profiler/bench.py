@@ -91,18 +91,14 @@ class Bench:
         self._arena: tuple[int, Memory] = (0, None)
         self._arena_ledger = Ledger(self.context, None)
         self._programs: dict[str, Program] = {}
-        descriptor_, name = tempfile.mkstemp(prefix=".flashmem-profile-", dir=folder)
-        os.close(descriptor_)
-        self._file_path = Path(name)
         self._transfers: dict[TransferMode, Transfer] = {}
-        try:
-            with self._file_path.open("wb") as file:
-                for _ in range(2 * _PARTS):
-                    file.write(self._random[:CHUNK].data)
-            self._file = WeightFile(self._file_path, 2 * _PARTS * CHUNK)
-        except BaseException:
-            self._file_path.unlink()
-            raise
+        with tempfile.NamedTemporaryFile(prefix=".flashmem-profile-", dir=folder) as file:
+            for _ in range(2 * _PARTS):
+                file.write(self._random[:CHUNK].data)
+            file.flush()
+            self._file = WeightFile(Path(file.name), 2 * _PARTS * CHUNK)
+            # Open, it needs no name any more: nothing stays behind if this process is killed.
+            self._descriptor = os.open(file.name, os.O_RDONLY)
         self._sets = [[self._slice(i) for i in range(k * _PARTS, (k + 1) * _PARTS)] for k in (0, 1)]
         self._turn = 0
         self._loaded: dict[TransferMode, list[Slice]] = {}
@@ -124,7 +120,7 @@ class Bench:
         self._ledger.close()
         self._arena_ledger.close()
         self._file.close()
-        self._file_path.unlink(missing_ok=True)
+        os.close(self._descriptor)
 
     # -- what launches need
 
@@ -229,9 +225,8 @@ class Bench:
         rates = []
         for _ in range(5):
             self._let_go(mode)
-            with self._file_path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.fsync(self._descriptor)
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             rates.append(_PARTS * CHUNK / self.load_seconds(mode, _PARTS))
         return statistics.median(rates)
 

@@ -376,24 +376,26 @@ def elementwise_target(size: int, descriptor: DeviceDescriptor) -> Target:
     return _targets(g.finish(total), descriptor, "fp32", "rates", f"add-{size}")[0]
 
 
+_ENDINGS = ("Relu", "Gelu", "Tanh", "Sigmoid", "Exp", "HardSwish")
+
+
 def kernels_graph(count: int) -> Graph:
-    """A graph of about `count` kernels, of the kinds that models have, all different."""
+    """A graph of up to `count` kernels, of the kinds that models have, with as many texts as there are kernels."""
     g = _Graph()
     outputs = []
     for i in range(count):
-        width = 64 + 16 * i
-        x = g.input(1, 8 + i, width)
-        kind = i % 4
-        if kind == 0:
-            y = g.node("MatMul", [x, g.weight(width, 64)], (1, 8 + i, 64))
-            y = g.node(("Relu", "Gelu", "Tanh", "Sigmoid")[i // 4 % 4], [y], y.shape)
-        elif kind == 1:
-            y = g.node(("Exp", "Gelu", "Tanh", "Sigmoid")[i // 4 % 4], [x], x.shape)
-        elif kind == 2:
-            y = g.node("Transpose", [x], (1, width, 8 + i), perm=[0, 2, 1])
+        x = g.input(1, 8 + i, 64 + 16 * i)
+        turn, kind = divmod(i, 4)
+        endings = (_ENDINGS[turn % len(_ENDINGS)], _ENDINGS[(turn + turn // len(_ENDINGS) + 1) % len(_ENDINGS)])
+        if kind == 2:
+            y = g.node("Transpose", [x], (1, x.shape[2], x.shape[1]), perm=[0, 2, 1])
         else:
-            op = ("Softmax", "ReduceMean", "ReduceMax", "ReduceSum")[i // 4 % 4]
-            shape = x.shape if op == "Softmax" else (*x.shape[:-1], 1)
-            y = g.node(op, [x], shape, **({"axis": -1} if op == "Softmax" else {"axes": [-1]}))
+            y = x
+            if kind == 0:
+                y = g.node("MatMul", [x, g.weight(x.shape[2], 64)], (1, x.shape[1], 64))
+            elif kind == 3:
+                y = g.node("Softmax", [x], x.shape, axis=-1)
+            for op in endings:
+                y = g.node(op, [y], y.shape)
         outputs.append(GraphPort(f"y{i}", "float32", y))
     return Graph("kernels", g.inputs, outputs, g.nodes)

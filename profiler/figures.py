@@ -51,12 +51,16 @@ def draw_response(rows: Sequence[Row], device: str, path: Path) -> None:
     paths = [row.facts.memory_path for row in rows]
     chosen = [row for row in rows if row.facts.memory_path == max(sorted(set(paths)), key=paths.count)]
     modes = sorted({row.mode for row in chosen} - {"none"}, key=lambda mode: (mode == "interleave", mode))
-    figure, axes = plt.subplots(1, len(modes), figsize=(4.6 * len(modes), 5.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(modes), figsize=(4.6 * len(modes), 6.4), sharey=True, squeeze=False)
     for axis, mode in zip(axes[0], modes, strict=True):
         _response_panel(axis, _responses(chosen, mode), mode)
     axes[0][0].set_ylabel("latency increase, % of the kernel alone")
-    figure.suptitle(f"Latency increase under streaming: {device}", fontsize=10)
-    figure.supxlabel("streamed bytes / bytes the kernel reads itself      (○ first past +20 %, □ first past +30 %)", fontsize=9)
+    figure.suptitle(
+        f"Latency increase under streaming: {device}\n"
+        "over streamed bytes / bytes the kernel reads itself; ○ first past +20 %, □ first past +30 %\n"
+        "blue: reusable, orange: elemental, violet: hierarchical (the paper's Table 5)",
+        fontsize=9,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -71,7 +75,7 @@ def _responses(rows: Sequence[Row], mode: str) -> dict[tuple[str, str], NDArray[
         ratios = [0.0, *(row.streamed_bytes / row.facts.own_bytes for row in points)]
         factors = np.interp(_GRID, ratios, [1.0, *(row.slowdown for row in points)], right=np.nan)
         found.setdefault((operator_type(points[0]), points[0].facts.operator_class), []).append(factors - 1)
-    return {key: _median(values) for key, values in found.items() if len(values) >= _LEAST_LAUNCHES}
+    return {key: np.maximum(_median(values), 0) for key, values in found.items() if len(values) >= _LEAST_LAUNCHES}
 
 
 def _median(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -97,11 +101,11 @@ def _response_panel(axis: Any, responses: dict[tuple[str, str], NDArray[np.float
                 axis.plot(_GRID[at], 100 * curve[at], marker, color=_COLOURS[kind], markersize=5, markerfacecolor="white")
     axis.set_yscale("symlog", linthresh=10)
     axis.set_yticks([0, 10, 20, 30, 50, 100, 200, 500, 1000], [0, 10, 20, 30, 50, 100, 200, 500, 1000])
-    axis.set_ylim(-3, 1500)
+    axis.set_ylim(0, 1500)
     axis.set_xlim(0, MAX_RATIO)
     axis.set_title(mode, fontsize=10)
     axis.grid(alpha=0.25)
-    axis.legend(fontsize=7, ncols=2, loc="upper left", framealpha=0.85)
+    axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.07), frameon=False, handlelength=3.2)
 
 
 def draw_prediction(parts: Sequence[HeldOut], device: str, path: Path) -> None:

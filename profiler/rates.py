@@ -31,8 +31,8 @@ _CPU_GEMMS = ((128, 1024, 1024), (256, 768, 3072), (512, 1024, 1024))
 _GPU_GEMMS = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 2048, 2048))
 _TRAFFIC_BYTES = 48 << 20
 _COPY_BYTES = 32 << 20
-_KERNELS = 14
-_OPENINGS = 7
+_KERNELS = 28
+_OPENINGS = 5
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class MachineRates:
         return cls(Rates(**data["rates"]), data["mode_rates"])
 
 
-def measure_rates(benches: Sequence[Bench], device: str, folder: Path, told: Callable[[str], None]) -> MachineRates:
+def measure_rates(benches: Sequence[Bench], device: str, told: Callable[[str], None]) -> MachineRates:
     """All rates but contention, which the dataset gives (`contention`). `benches`: one for each path, the default first.
 
-    `device` is how `flashmem run` finds the device; `folder` lies on the disk that is meant.
+    `device` is how `flashmem run` finds the device. The disk is the one that the benches' files lie on.
     """
     bench = benches[0]
     mode = bench.descriptor.modes[bench.path][0]
@@ -74,7 +74,7 @@ def measure_rates(benches: Sequence[Bench], device: str, folder: Path, told: Cal
     disk = bench.cold_rate(mode)
     load = bench.slice_seconds(mode)
     told("sessions")
-    session, kernel = _session(bench.descriptor, device, folder, mode)
+    session, kernel = _session(bench.descriptor, device, mode)
     return MachineRates(
         Rates(
             gemm_flops=flops,
@@ -129,12 +129,12 @@ def _copy_rate(bench: Bench) -> float:
     return _COPY_BYTES / statistics.median(times)
 
 
-def _session(descriptor: DeviceDescriptor, device: str, folder: Path, mode: TransferMode) -> tuple[float, float]:
+def _session(descriptor: DeviceDescriptor, device: str, mode: TransferMode) -> tuple[float, float]:
     """(opening a session, one kernel from the program cache): fresh processes run two bundles that differ in kernels alone.
 
     The cache is filled first. What a warm run takes is not counted.
     """
-    with tempfile.TemporaryDirectory(prefix=".flashmem-sessions-", dir=folder) as name:
+    with tempfile.TemporaryDirectory(prefix="flashmem-sessions-") as name:
         inside = Path(name)
         bundles = [inside / f"{count}.flashmem" for count in (1, _KERNELS)]
         few, many = (_bundle(path, descriptor, mode, int(path.stem)) for path in bundles)

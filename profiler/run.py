@@ -74,7 +74,7 @@ def profile(request: Request, told: Told) -> Path:
         benches = [stack.enter_context(Bench(device, descriptor.on_path(path), request.output)) for path in paths]
         begun = perf_counter()
         if not rates_file.is_file():
-            found = measure_rates(benches, request.device, request.output, lambda what: told(f"rates ({what})", 0.0))
+            found = measure_rates(benches, request.device, lambda what: told(f"rates ({what})", 0.0))
             rates_file.write_text(json.dumps({"spent": perf_counter() - begun, **found.to_dict()}), encoding="utf-8")
         known = json.loads(rates_file.read_text(encoding="utf-8"))
         machine = MachineRates.from_dict(known)

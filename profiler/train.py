@@ -19,7 +19,7 @@ from .dataset import Row
 _COMMON: dict[str, Any] = {"objective": "reg:squarederror", "seed": 0, "nthread": 2, "tree_method": "hist", "subsample": 0.8}
 _SECONDS_PARAMETERS = {**_COMMON, "max_depth": 5, "eta": 0.06, "colsample_bytree": 0.7, "min_child_weight": 2}
 _SLOWDOWN_PARAMETERS = {**_COMMON, "max_depth": 6, "eta": 0.08, "colsample_bytree": 0.8, "min_child_weight": 3}
-_SECONDS_ROUNDS, _SLOWDOWN_ROUNDS = 300, 300
+_SECONDS_ROUNDS, _SLOWDOWN_ROUNDS = 250, 200
 _FOLDS = 5
 LEAST_LAUNCHES = 20
 """Fewer launches than this teach nothing."""

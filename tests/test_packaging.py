@@ -52,7 +52,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_everything_that_is_not_python_is_inside(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {f"flashmem/{file.relative_to(ROOT)}" for folder in ("kernels", "devices") for file in files_of(ROOT / folder)}
+    folders = ("kernels", "profiler", "devices")
+    expected = {f"flashmem/{file.relative_to(ROOT)}" for folder in folders for file in files_of(ROOT / folder)}
     assert expected, "nothing to look for"
     assert expected <= names
     assert "flashmem/py.typed" in names

@@ -1,0 +1,265 @@
+"""The profiler and the predictor: what is drawn, measured, kept and learned."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flashmem.profiler.bench import Bench
+from flashmem.profiler.cases import FAMILIES as DRAWN
+from flashmem.profiler.cases import Target, sampled, sampled_family
+from flashmem.profiler.dataset import Growing, Row, read_dataset, write_dataset
+from flashmem.profiler.descriptor import write_descriptor
+from flashmem.profiler.rates import contention
+from flashmem.profiler.run import _measure_launch
+from flashmem.profiler.train import save, train
+from typer.testing import CliRunner
+
+from flashmem.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, Facts, facts_of, kernel_features
+from flashmem.capacity.model import Roofline, default_model, load_capacity
+from flashmem.capacity.predictor import Basis, Predictor, ratio_within
+from flashmem.capacity.response import learn_classes
+from flashmem.cli import app
+from flashmem.device import DeviceDescriptor, descriptor_names, load_descriptor
+from flashmem.errors import UserError
+from flashmem.program import KernelShape, Launch
+from flashmem.runtime.devices import Device, descriptor_for
+from flashmem.runtime.opencl import list_devices
+
+BASIS = Basis(100e9, 10e9, 10e-6, {"buffer map": 5e9, "buffer interleave": 4e9}, "a law made up for a test")
+POCL = load_descriptor("pocl")
+
+
+def facts(rows: int, columns: int, depth: int) -> Facts:
+    return Facts(
+        family="matmul", operator_class="reusable", memory_path="buffer", rows=rows, columns=columns, depth=depth, run=depth,
+        stride=1, vector=16, simple_ops=0, special_ops=0, macs=rows * columns * depth, bytes=4 * rows * (depth + columns),
+        weight_bytes=4 * depth * columns, items=max(1, rows * columns // 256), across=max(1, rows // 8), group=1,
+    )  # fmt: skip
+
+
+def law(count: int, seed: int = 0) -> list[Row]:
+    """Kernels at 1.5 times their roofline, delayed by half the time that what is streamed takes alone."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        m, n, k = (int(2**e) for e in generator.uniform(5, 10, 3))
+        made = facts(m, n, k)
+        seconds = 1.5 * BASIS.roofline(made)
+        rows.append(Row("sample", f"case{seed}-{i}", "MatMul", made, "none", 0.0, seconds, 1.0, 0.0, 1.0))
+        for ratio in (0.1, 0.3, 1.0, MAX_RATIO):
+            streamed = ratio * made.own_bytes
+            slowdown = 1 + 0.5 * streamed / 5e9 / seconds
+            rows.append(Row("sample", f"case{seed}-{i}", "MatMul", made, "map", streamed, seconds, slowdown, 0.0, 1.0))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    return train(law(120), BASIS)
+
+
+def launch_of(target: Target) -> tuple[Launch, int]:
+    sizes = {part.name: part.nbytes for part in target.program.slices}
+    return target.launch, sum(sizes[str(arg.value)] for arg in target.launch.args if arg.kind == "slice")
+
+
+def test_every_family_is_drawn_and_says_what_it_does() -> None:
+    assert set(DRAWN) == set(FAMILIES)
+    seen = set()
+    for index in range(27):
+        family, _ = sampled_family(index)
+        target = sampled(index, 0, POCL)
+        if target is None:
+            continue
+        launch, weights = launch_of(target)
+        made = facts_of(launch, weights, "buffer")
+        seen.add(family)
+        assert made.rows * made.columns >= 1 and made.own_bytes > 0 and made.family in FAMILIES
+        if made.family in ("matmul", "conv", "depthwise", "matmul_dynamic"):
+            assert made.macs >= made.rows * made.columns
+        assert np.isfinite(kernel_features([made], [1e-3])).all()
+    assert seen == set(DRAWN)
+
+
+def test_features_by_hand() -> None:
+    shape = KernelShape(family="matmul", rows=4, columns=8, depth=16, run=16, vector=4, special_ops=1)
+    made = facts_of(
+        Launch("l", "matmul_x", (2, 8), (1, 4), (), "reusable", (), 512, 4 * (4 * 16 + 4 * 8), shape), 512, "texture"
+    )
+    assert made.own_bytes == 4 * 4 * 16 + 512
+    row = dict(zip(KERNEL_FEATURES, kernel_features([made], [0.25])[0].tolist(), strict=True))
+    assert (row["is_matmul"], row["is_conv"], row["is_texture"]) == (1, 0, 1)
+    assert (row["log_outputs_per_item"], row["log_roofline"], row["special_ops"]) == (1, -2, 1)
+    assert row["log_macs"] == pytest.approx(np.log2(513))
+
+
+def test_drawing_is_repeatable_and_a_seed_changes_it() -> None:
+    shapes = [[t and t.launch.shape for t in (sampled(i, seed, POCL) for i in range(8))] for seed in (0, 0, 5)]
+    assert shapes[0] == shapes[1] != shapes[2]
+
+
+def test_a_known_law_is_learned(predictor: Predictor) -> None:
+    held = law(40, seed=9)
+    errors = []
+    for row in held:
+        expected = row.seconds * row.slowdown
+        found = predictor.facts_seconds(row.facts) * (
+            predictor.facts_slowdown(row.facts, row.streamed_bytes, "map") if row.mode == "map" else 1
+        )
+        errors.append(abs(found / expected - 1))
+    assert np.median(errors) < 0.05 and np.mean(errors) < 0.1
+
+
+def test_latency_never_falls_as_more_is_streamed(predictor: Predictor) -> None:
+    for row in law(20, seed=3):
+        shape = KernelShape("matmul", row.facts.rows, row.facts.columns, row.facts.depth, row.facts.run, 1, 16)
+        launch = Launch("l", "matmul_x", (row.facts.items,), (1,), (), "reusable", (), row.facts.macs, row.facts.bytes, shape)
+        own = row.facts.own_bytes
+        loaded = [predictor.loaded_seconds(launch, row.facts.weight_bytes, own * r, "map") for r in np.linspace(0, 5, 101)]
+        assert all(later >= earlier for earlier, later in pairwise(loaded))
+        assert loaded[0] == predictor.seconds(launch, row.facts.weight_bytes)
+        some = predictor.streamable_bytes(launch, row.facts.weight_bytes, 0.2, "map")
+        assert 0 <= some <= MAX_RATIO * own
+        assert predictor.loaded_seconds(launch, row.facts.weight_bytes, some, "map") <= 1.2001 * loaded[0]
+
+
+def test_an_unprofiled_mode_is_refused(predictor: Predictor) -> None:
+    with pytest.raises(UserError, match="knows no transfer mode 'dma' on the buffer path"):
+        predictor.facts_curve(facts(8, 8, 8), "dma")
+
+
+def test_where_a_curve_crosses_a_threshold() -> None:
+    ratios, factors = np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.1, 1.5])
+    assert ratio_within(ratios, factors, 0.2) == pytest.approx(1.25)
+    assert ratio_within(ratios, factors, 3.0) == 2.0
+    assert ratio_within(ratios, factors + 1, 0.2) == 0.0
+
+
+def test_the_model_lies_beside_its_descriptor(predictor: Predictor, tmp_path: Path) -> None:
+    save(predictor, tmp_path / "mine")
+    written = write_descriptor(tmp_path, replace(POCL, name="mine", capacity_model="mine", measured=True), "a test", "cpu")
+    descriptor = load_descriptor(str(written))
+    assert descriptor.measured and descriptor.tile == POCL.tile and descriptor.modes == POCL.modes
+    model = default_model(descriptor, "buffer")
+    assert "a law made up for a test" in model.note
+    launch, weights = launch_of(_target("matmul"))
+    assert load_capacity(model, launch, weights, 4096, "map") > 0
+    assert model.seconds(launch, weights) == pytest.approx(predictor.seconds(launch, weights))
+    (tmp_path / "mine.slowdown.ubj").write_bytes(b"not a model")
+    with pytest.raises(UserError, match=r"mine\.slowdown\.ubj cannot be read"):
+        default_model(descriptor, "buffer")
+
+
+def test_without_a_model_the_note_says_so() -> None:
+    model = default_model(DeviceDescriptor("plain"), "buffer")
+    assert isinstance(model, Roofline) and "plain has no trained model" in model.note
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_every_shipped_descriptor_gives_sane_capacities(name: str) -> None:
+    descriptor = load_descriptor(name)
+    assert set(descriptor.sources) >= ({"gemm_flops", "disk_bandwidth"} if "generic" not in name else set())
+    for path in descriptor.memory_paths:
+        model = default_model(descriptor, path)
+        assert ("trained" in model.note) and (bool(descriptor.capacity_model) or "no trained model" in model.note)
+        for family in ("matmul", "conv", "elementwise", "reduce_rows"):
+            launch, weights = launch_of(_target(family, descriptor.on_path(path)))
+            for mode in descriptor.modes[path]:
+                assert 1e-7 < model.seconds(launch, weights) < 1
+                capacity = load_capacity(model, launch, weights, 1 << 16, mode)
+                assert 0 <= capacity < 1 << 20
+                assert capacity == 0 or launch.operator_class != "hierarchical"
+
+
+def _target(family: str, descriptor: DeviceDescriptor = POCL) -> Target:
+    for index in range(200):
+        if sampled_family(index)[0] == family and (target := sampled(index, 0, descriptor)) is not None:
+            return target
+    raise AssertionError(family)
+
+
+def test_a_killed_profile_goes_on_without_half_a_launch(tmp_path: Path) -> None:
+    path, about, rows = tmp_path / "x.csv", {"device": "one\ntwo, three", "seed": 0}, law(3)
+    growing = Growing(path, about, resume=True)
+    growing.append(rows[:5])
+    growing.append(rows[5:10])
+    text = path.read_text()
+    path.write_text(text[: text.rindex(",")])  # killed in the middle of the second launch's last line
+    again = Growing(path, about, resume=True)
+    assert again.cases == {rows[0].case}
+    again.append(rows[5:10])
+    found = Growing(path, about, resume=True).rows
+    assert [(r.case, r.mode, r.facts) for r in found] == [(r.case, r.mode, r.facts) for r in rows[:10]]
+    assert [r.seconds for r in found] == pytest.approx([r.seconds for r in rows[:10]], rel=1e-5)
+    with pytest.raises(UserError, match="another device or with another seed"):
+        Growing(path, {**about, "seed": 1}, resume=True)
+    assert Growing(path, {**about, "seed": 1}, resume=False).rows == []
+
+
+def test_a_dataset_survives_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "x.profile.csv.gz"
+    write_dataset(path, {"source": "s"}, law(2))
+    about, rows = read_dataset(path)
+    assert about == {"source": "s"} and [r.facts for r in rows] == [r.facts for r in law(2)]
+    path.write_bytes(gzip.compress(b"# {}\na,b\n1,2\n"))
+    with pytest.raises(UserError, match="profile the device again"):
+        read_dataset(path)
+
+
+def test_too_little_teaches_nothing() -> None:
+    with pytest.raises(UserError, match="has 3 launches"):
+        train(law(3), BASIS)
+
+
+def test_contention_is_the_share_by_which_a_transfer_delays() -> None:
+    assert contention(law(200), BASIS.mode_rates, "buffer")["map"] == pytest.approx(0.5)
+
+
+def test_classes_are_cut_where_tolerance_leaves_gaps() -> None:
+    learned = learn_classes({"Conv": [2.0, 2.2], "MatMul": [1.9], "Relu": [0.5, 0.4], "Softmax": [0.02], "Add": [0.6]})
+    found = {entry.operator: entry.learned for entry in learned}
+    assert found == {
+        "Conv": "reusable", "MatMul": "reusable", "Relu": "elemental", "Add": "elemental", "Softmax": "hierarchical",
+    }  # fmt: skip
+    assert all(entry.agrees for entry in learned)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--report"], "--report needs --dataset"),
+        (["--dataset", "nowhere.profile.csv.gz"], "no such dataset"),
+        (["--model", "nowhere.onnx"], "does not exist"),
+        (["--name", "a/b"], "cannot be a file's name"),
+        (["--device", "nosuchdevice"], "no OpenCL device is called"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["profile", "-o", str(tmp_path), *arguments])
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
+
+
+CASES = [
+    pytest.param(device, path, id=f"{device.descriptor_name}-{path}")
+    for device in list_devices()
+    for path in descriptor_for(device).memory_paths
+]
+
+
+@pytest.mark.parametrize(("device", "path"), CASES)
+def test_launches_are_measured_on_every_device(device: Device, path: Any, tmp_path: Path) -> None:
+    descriptor = descriptor_for(device).on_path(path)
+    with Bench(device, descriptor, tmp_path) as bench:
+        for mode in descriptor.modes[path]:
+            assert bench.transfer_rate(mode) > 1e6
+        for number, family in enumerate(("elementwise", "reduce_rows", "gather")):
+            rows = _measure_launch(bench, _target(family, descriptor), (0.5, 2.0), number)
+            assert rows[0].mode == "none" and all(row.seconds > 0 for row in rows)
+            assert all(row.slowdown > 0 and row.streamed_bytes > 0 for row in rows[1:])
+    assert list(tmp_path.iterdir()) == [], "the file to stream from is removed"
