@@ -36,7 +36,7 @@ Piece = tuple[Literal["read", "copy"], int]
 class Machine:
     """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
 
-    `contention` is the share of its speed that compute loses while a loader thread moves bytes. A call that announces reads
+    `contention` is the share of its speed that compute loses while a loader thread is at work. A call that announces reads
     (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit a disk's queue, Linux makes
     the caller wait for.
     """

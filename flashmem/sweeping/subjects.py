@@ -7,10 +7,10 @@ from typing import Literal, cast
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, compile_apart
-from flashmem.commands.simulate import described_device, mode_for_bundle
 from flashmem.compile import Options, choose_mode, find_descriptor, generate_program
 from flashmem.errors import UserError
 from flashmem.planning.planner import Limits
+from flashmem.simulation.target import described_device, mode_for_bundle
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
 from flashmem.units import parse_shape
