@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | simulate | sweep | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | profile | simulate | sweep | zoo | demo`.
 
 Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
 command is chosen, and `run` of a bundle imports the online half only.
@@ -75,6 +75,9 @@ class Disk(StrEnum):
 
 Size = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False)]
 ModelArgument = Annotated[Path, typer.Argument(help="An .onnx model, or a bundle.", show_default=False)]
+PlannedModel = Annotated[
+    Path, typer.Argument(help="An .onnx model, a bundle, or zoo:NAME for a known architecture.", show_default=False)
+]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default="auto")]
 Budget = Annotated[
     str | None,
@@ -211,8 +214,9 @@ def run(
 
 @app.command()
 def plan(
-    model: ModelArgument,
+    model: PlannedModel,
     json: Json = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every layer and slice, however many.")] = False,
     device: Device = None,
     budget: Budget = None,
     m_peak: MPeak = None,
@@ -225,11 +229,45 @@ def plan(
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
 ) -> None:
-    """Show the overlap plan of a bundle, or of a model compiled with these options, and check it."""
+    """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
     from flashmem.commands.plan import show_plan
 
     options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
-    show_plan(model, options, as_json=json)
+    show_plan(model, options, as_json=json, show_all=show_all)
+
+
+@app.command()
+def profile(
+    device: Device = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, over all calls that resume.")] = 15.0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where the descriptor, the model and the dataset go.")
+    ] = Path(),
+    name: Annotated[str, typer.Option(help="Name of the files.", show_default="the descriptor's")] = "",
+    model: Annotated[
+        list[Path] | None, typer.Option(metavar="model.onnx", help="Measure this model's launches too; repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on with an interrupted profile, or begin anew.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the kernels that are drawn.")] = 0,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train anew on this dataset.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="With --dataset: judge predictions, and train nothing.")] = False,
+    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="With --report: draw figures into this folder.")] = None,
+) -> None:
+    """Measure a device, train its capacity model, and print the path of the descriptor written."""
+    from flashmem.commands.profile import profile_device, report_on, retrain_model
+    from flashmem.errors import UserError
+
+    if (report and dataset is None) or (figures is not None and not report):
+        raise UserError("--report needs --dataset, and --figures needs --report; name the dataset that a profile wrote")
+    if report and dataset is not None:
+        report_on(dataset, figures)
+    elif dataset is not None:
+        print(retrain_model(dataset))
+    else:
+        models = tuple(model or ())
+        print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))
 
 
 @app.command()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Objective = Literal["paper", "latency"]
 Status = Literal["OPTIMAL", "FEASIBLE"]
-Tier = Literal["cp-sat", "soft-threshold", "incremental-preload", "greedy"]
+Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 
 
 RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-preload", "greedy"})
@@ -112,6 +112,7 @@ class OverlapPlan:
     lambda_: float = 0.9
     expected_slowdown: float = 0.0
     notes: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()  # weights that the caller wanted in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
 
     @property
@@ -228,6 +229,7 @@ class OverlapPlan:
                 "layouts": layouts,
                 "capacities": tuple(data["capacities"]),
                 "notes": tuple(data["notes"]),
+                "asked": tuple(data.get("asked", ())),
             }
         )
 

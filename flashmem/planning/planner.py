@@ -44,7 +44,8 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
         UserError: lambda out of range, or an unknown name to preload.
     """
     total = sum(part.nbytes for part in program.slices)
-    problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=limits.m_peak or max(total, 1))
+    m_peak = limits.m_peak or max(total, 1)
+    problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
     preload = _slices_of(program, limits.preload)
     objective = limits.objective
     if objective == "auto":

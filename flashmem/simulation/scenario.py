@@ -151,7 +151,7 @@ def describe(
     layout = layout_for(program, plan, mode, strategy)
     if strategy == "preload":
         plan = preloaded(plan)
-    problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak)
+    problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
     needs = needed_slices(plan, moves)
     delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
