@@ -300,7 +300,9 @@ def simulate(
 
 @app.command()
 def sweep(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, or bundles.", show_default=False)],
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, bundles, or zoo:NAME.", show_default=False)
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="sweep.csv", help="Rows are added here as they finish.")
     ] = Path("sweep.csv"),
