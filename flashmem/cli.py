@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | simulate | sweep | profile | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | profile | simulate | sweep | zoo | demo`.
 
 Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
 command is chosen, and `run` of a bundle imports the online half only.
@@ -365,7 +365,9 @@ def simulate(
 
 @app.command()
 def sweep(
-    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, or bundles.", show_default=False)],
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, bundles, or zoo:NAME.", show_default=False)
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="sweep.csv", help="Rows are added here as they finish.")
     ] = Path("sweep.csv"),

@@ -178,6 +178,15 @@ def test_models_devices_and_precisions_are_axes_too(flashmem: Command, tmp_path:
     assert all(smaller[r["model"], r["device"]] <= int(r["peak_bytes"]) for r in rows if r["precision"] == "fp32")
 
 
+def test_known_architectures_are_swept_without_a_file(
+    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert flashmem("sweep", "zoo:gptneo-125m", "--budget", "256MB", "--device", "nvidia", "-o", "s.csv").code == 0
+    (row,) = rows_of(Path("s.csv"))
+    assert row["model"] == "zoo:gptneo-125m" and int(row["peak_bytes"]) <= 256_000_000
+
+
 def test_a_measured_sweep_holds_the_memory_that_a_simulated_one_predicts(
     flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +253,9 @@ SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
         (*SWEEP, "--device", "nvidia", "--mode", "map"),
         (*SWEEP, "--shape", "pixel_values"),
         (*SWEEP, "--objective", "beauty"),
+        ("sweep", "zoo:no-such-model", "--m-peak", "1MB"),
+        ("sweep", "zoo:gptneo-125m", "--m-peak", "1MB", "--measured"),
+        ("sweep", "zoo:gptneo-125m", "--m-peak", "1MB", "--shape", "input_ids=1x8"),
         (*SWEEP, "--executor", "spark"),
         (*SWEEP, "--executor", "dask"),
         (*SWEEP, "--executor", "dask", "--measured"),

@@ -99,6 +99,8 @@ def test_contention_slows_compute_only_while_bytes_move() -> None:
 def test_every_slice_costs_its_load_seconds() -> None:
     prediction = simulate(Scenario(replace(PLAIN, load_seconds=0.5), (layer(1.0, "a", "b"),), (load("a", 10), load("b", 10))))
     assert prediction.report.latency.integrated == pytest.approx(2 * 1.5 + 1)
+    two = Scenario(replace(PLAIN, load_seconds=0.5, threads=2), (layer(1.0, "a", "b"),), (load("a", 10), load("b", 10)))
+    assert simulate(two).report.latency.integrated == pytest.approx(1 + 2 + 1), "threads take turns"
 
 
 def test_preloading_belongs_to_the_opening() -> None:

@@ -73,7 +73,7 @@ def test_rates_of_the_descriptor_are_what_a_run_takes(mode: TransferMode, tmp_pa
     assert len(kernels) <= seconds("cached", kernel_seconds=1.0) + 1e-6 <= expected + 1e-5
     if mode == "dma":
         assert seconds("cached", copy_bandwidth=1e6) >= moved["file"] / 1e6
-    assert seconds("cached", load_seconds=1.0) >= len(parts) / 2
+    assert seconds("cached", load_seconds=1.0) == pytest.approx(len(parts), abs=1e-3)
 
 
 def test_interleaved_moves_delay_their_layers_by_the_contention(tmp_path: Path) -> None:

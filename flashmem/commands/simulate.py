@@ -11,13 +11,12 @@ from flashmem.commands.compiling import CompileOptions, bundle_of
 from flashmem.commands.files import check_target
 from flashmem.commands.plan import summary
 from flashmem.console import emit_json, print_facts
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
-from flashmem.errors import BudgetError, NoDeviceError, UserError
+from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.errors import BudgetError
 from flashmem.program import fixed_bytes
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import find_device
 from flashmem.simulation.scenario import Disk, Strategy, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
+from flashmem.simulation.target import described_device, mode_for_bundle, model_name
 from flashmem.units import format_size, parse_size
 
 
@@ -59,40 +58,6 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
         emit_json(prediction_json(played, options))
     else:
         _print(played, options)
-
-
-def described_device(bundle: Bundle, device: str | None) -> DeviceDescriptor:
-    """The bundle's own descriptor, or the one that `device` names: shipped, a file, or of a device that is here."""
-    if device is None or device == "auto":
-        return bundle.descriptor
-    if device.endswith(".toml") or device in descriptor_names():
-        return load_descriptor(device)
-    try:
-        return descriptor_for(find_device(device))
-    except NoDeviceError as error:
-        known = ", ".join(descriptor_names())
-        raise UserError(f"no device is called {device!r}; name one that is here, a TOML file, or one of: {known}") from error
-
-
-def mode_for_bundle(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, strategy: Strategy = "stream") -> TransferMode:
-    """The mode that a session on such a device would take.
-
-    Raises:
-        UserError: the device cannot run the bundle, or not in this mode.
-    """
-    path = bundle.program.memory_path
-    if path not in descriptor.memory_paths:
-        raise UserError(f"device {descriptor.name} has no memory path {path!r}, which the bundle uses; compile for it")
-    modes = descriptor.modes[path]
-    if mode == "auto":
-        if strategy == "preload":
-            return "dma"
-        planned = bundle.meta.get("mode")
-        return next((m for m in modes if m == planned), modes[0])
-    for known in TRANSFER_MODES:
-        if known == mode and known in modes:
-            return known
-    raise UserError(f"device {descriptor.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}")
 
 
 def _play(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, budget: str | None, options: SimulateOptions) -> _Played:
@@ -161,11 +126,6 @@ def _print(played: _Played, options: SimulateOptions) -> None:
             ),
         }
     )
-
-
-def model_name(path: Path) -> str:
-    """What a reader calls the model: its file's name, or its folder's where the file is just `model.onnx`."""
-    return path.parent.name if path.stem == "model" and path.parent.name else path.stem
 
 
 def options_of(disk: str, strategy: str, json: bool, timeline: Path | None) -> SimulateOptions:

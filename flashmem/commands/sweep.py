@@ -14,7 +14,7 @@ from flashmem.commands.files import check_target
 from flashmem.console import ProgressCallback, progress, say
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
-from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words
+from flashmem.sweeping.grid import ZOO, Grid, Point, Row, numbers, sizes, words
 from flashmem.sweeping.results import ResultFile, read_rows
 from flashmem.units import parse_shape, parse_size
 
@@ -55,8 +55,8 @@ class SweepOptions:
         if self.measured and self.executor != "local":
             raise UserError("--measured runs on a device of this machine; leave --executor out")
         for model in self.models:
-            if not model.exists():
-                raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
+            if not str(model).startswith(ZOO) and not model.exists():
+                raise MissingFileError(f"{model}: no such file; name an .onnx model, a bundle, or zoo:NAME")
         for text in self.shape:
             parse_shape(text)
         return Grid(

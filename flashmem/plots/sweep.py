@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem.commands.simulate import model_name
 from flashmem.errors import UserError
 from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
+from flashmem.simulation.target import model_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,7 +36,7 @@ Piece = tuple[Literal["read", "copy"], int]
 class Machine:
     """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
 
-    `contention` is the share of its speed that compute loses while a loader thread moves bytes. A call that announces reads
+    `contention` is the share of its speed that compute loses while a loader thread is at work. A call that announces reads
     (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit a disk's queue, Linux makes
     the caller wait for.
     """
@@ -151,7 +151,7 @@ def describe(
     layout = layout_for(program, plan, mode, strategy)
     if strategy == "preload":
         plan = preloaded(plan)
-    problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak)
+    problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
     needs = needed_slices(plan, moves)
     delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}

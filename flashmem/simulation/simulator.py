@@ -4,8 +4,9 @@ What runs at the same time, and what waits for what, is as in runtime/{session,e
 
 - the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
   cache ends no sooner than the disk brought it in;
-- loader threads free what may be freed, then take the next load whose gate is open; all share one read and one copy rate;
-- the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread moves bytes. The
+- loader threads free what may be freed, then take the next load whose gate is open. They share one read and one copy rate; what
+  slices cost beside their bytes is the interpreter's time, spent by one thread at a time;
+- the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread is at work. The
   host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
 """
 
@@ -61,10 +62,11 @@ def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
 
 
 def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
-    """Units per second of each work: bytes (disk, read, copy), or seconds (compute, and time that nothing speeds up)."""
-    transferring = bool(busy.get("read") or busy.get("copy"))
+    """Units per second of each work: bytes (disk, read, copy), or seconds (compute, slices, time that nothing changes)."""
+    transferring = any(busy.get(resource) for resource in ("slice", "read", "copy"))
     return {
         "disk": machine.disk_bandwidth or 0.0,
+        "slice": 1.0 / max(1, busy.get("slice", 0)),
         "read": machine.read_bandwidth / max(1, busy.get("read", 0)),
         "copy": machine.copy_bandwidth / max(1, busy.get("copy", 0)),
         "compute": max(0.0, 1.0 - machine.contention) if transferring else 1.0,
@@ -204,7 +206,7 @@ class _Player:
 
     def transfer(self, load: SimulatedLoad) -> Process:
         """What a loader thread does with one load."""
-        yield Work("time", self.machine.load_seconds)
+        yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
             yield Work(resource, nbytes)
             if index == load.last_of_file and self.machine.disk_bandwidth is not None:

@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Literal, cast
 
 from flashmem.bundle import Bundle
+from flashmem.codegen.program import generate
 from flashmem.commands.compiling import CompileOptions, compile_apart
-from flashmem.commands.simulate import described_device, mode_for_bundle
-from flashmem.compile import Options, choose_mode, find_descriptor, generate_program
+from flashmem.compile import SLICE_BYTES, Options, choose_mode, find_descriptor, generate_program
 from flashmem.errors import UserError
+from flashmem.graph.fusion import fuse
+from flashmem.graph.layout import assign_layouts
+from flashmem.graph.normalize import normalize
 from flashmem.planning.planner import Limits
-from flashmem.sweeping.grid import Point
+from flashmem.simulation.target import described_device, mode_for_bundle
+from flashmem.sweeping.grid import ZOO, Point
 from flashmem.sweeping.points import Subject
 from flashmem.units import parse_shape
+from flashmem.zoo_graphs import zoo_graph
 
 
 def subject_of(point: Point) -> Subject:
@@ -22,6 +27,8 @@ def subject_of(point: Point) -> Subject:
     Raises:
         UserError: the model, the device, the mode or the precision has to be changed.
     """
+    if point.model.startswith(ZOO):
+        return _of_architecture(point)
     path = Path(point.model)
     if path.is_dir():
         return _of_bundle(path, point)
@@ -39,6 +46,21 @@ def subject_of(point: Point) -> Subject:
     precision = cast(Literal["fp32", "fp16"], point.precision)
     shapes = dict(parse_shape(text) for text in point.shape.split())
     generated = generate_program(path, Options(descriptor, mode, Limits(), precision, shapes))
+    return Subject(generated.program, descriptor, mode)
+
+
+def _of_architecture(point: Point) -> Subject:
+    if point.source == "measured":
+        raise UserError(
+            f"{point.model} has no weights to run with; export it with `flashmem zoo export`, or leave --measured out"
+        )
+    if point.shape:
+        raise UserError(f"--shape does not go with {point.model}, whose shapes are fixed; leave it out")
+    descriptor = find_descriptor(point.device)
+    mode = choose_mode(descriptor, point.mode)
+    graph = assign_layouts(normalize(zoo_graph(point.model.removeprefix(ZOO))))
+    precision = cast(Literal["fp32", "fp16"], point.precision)
+    generated = generate(graph, fuse(graph), descriptor, precision=precision, slice_bytes=SLICE_BYTES)
     return Subject(generated.program, descriptor, mode)
 
 
