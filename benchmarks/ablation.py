@@ -8,11 +8,10 @@ The steps, each on top of the one before, on one memory path of one device:
 2. + OPG: streamed on the planner's plan inside the budget, layers as fused as they can be, kernels that only compute. Weights
    travel by a copy of their own: `dma`, the mode that leaves every kernel as it is.
 3. + adaptive unfusion: the same, and fused layers split where the plan gains.
-4. + kernel rewriting: the transfer itself is part of how kernels take their weights. The paper knows one form of it, kernels that
-   move the next weights between their own steps (`interleave`), for GPUs without a copy engine. Here it is any of three modes,
-   whichever the device's descriptor puts first: `map` and `alias` rewrite the packing so that kernels read the file's bytes in
-   place and nothing is moved; `interleave` is the paper's. `interleave` is always shown as well. A device whose best mode is `dma`
-   gains nothing from rewriting, and the table says so.
+4. + kernel rewriting: the transfer becomes part of how kernels take their weights. The paper knows one form of it, kernels that
+   move the next weights between their own steps (`interleave`), for GPUs without a copy engine. Here it is the mode that the
+   device's descriptor puts first: with `map` and `alias` the packing is such that kernels read the file's bytes in place and
+   nothing is moved. `interleave` is always shown as well. A device whose first mode is `dma` gains nothing from rewriting.
 
 Memory is what the session's ledger counted, at most and on average over time, and the process above itself before the model is
 opened. In modes where C_l has no part in the latency nothing is split, so step 3 equals step 2 in the latency objective; with
@@ -96,9 +95,7 @@ def show(result: dict[str, Any]) -> None:
     print(
         f"\n### {result['model']}, {result['weights'] / 1e6:.0f} MB of weights, {result['path']} path, file {result['disk']}\n"
     )
-    print(
-        "| step | budget, MB | layers | first answer, s | faster | held at most / on average, MB | less on average | process, MB |"
-    )
+    print("| step | budget, MB | layers | first answer, s | faster | most held / average, MB | less on average | process, MB |")
     print("|---|---|---|---|---|---|---|---|")
     for key, row in result["steps"].items():
         budget = f"{row['budget'] / 1e6:.0f}" if row.get("budget") else "none"
