@@ -218,20 +218,37 @@ def fastest_within(
 ) -> OverlapPlan:
     """The same within a budget, which also covers what a transfer mode takes for a weight in flight (staging beside its place).
 
-    A weight of W takes less of that, so here resident-first is a candidate too.
+    A weight of W takes less of that, so here resident-first is a candidate too. Where a layout wastes so much that the latency
+    plan does not fit at all, a candidate that does is taken.
 
     Raises:
         BudgetError: nothing fits; it names the smallest budget that works.
     """
-    best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
     asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS]
-    return _soonest(inside, best, [partial(baseline.within, problem, budget, measure) for baseline in asked])
+    candidates = [partial(baseline.within, problem, budget, measure) for baseline in asked]
+    try:
+        best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
+    except BudgetError as refused:
+        return _first_that_fits(candidates, refused)
+    return _soonest(inside, best, candidates)
 
 
 _RIVALS: tuple[Strategy, ...] = ("always-next", "same-op", "resident-first")
 """Their plans keep C0 and C1 as the planner's do."""
 
 _TIE = 1e-6
+
+
+def _first_that_fits(candidates: Iterable[Callable[[], OverlapPlan]], refused: BudgetError) -> OverlapPlan:
+    """What the first candidate that fits decides; none does: the error that names the smallest budget."""
+    for candidate in candidates:
+        try:
+            plan = candidate()
+        except BudgetError as error:
+            refused = min(refused, error, key=lambda error: error.smallest_bytes)
+            continue
+        return replace(plan, strategy="stream", notes=(*plan.notes, "which fits where the planner's own does not"))
+    raise refused
 
 
 def _soonest(problem: Problem, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:
