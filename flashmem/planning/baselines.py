@@ -229,7 +229,7 @@ def fastest_within(
     try:
         best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
     except BudgetError as refused:
-        return _first_that_fits(candidates, refused)
+        return _of_those_that_fit(candidates, refused)
     return _soonest(inside, best, candidates)
 
 
@@ -239,16 +239,18 @@ _RIVALS: tuple[Strategy, ...] = ("always-next", "same-op", "resident-first")
 _TIE = 1e-6
 
 
-def _first_that_fits(candidates: Iterable[Callable[[], OverlapPlan]], refused: BudgetError) -> OverlapPlan:
-    """What the first candidate that fits decides; none does: the error that names the smallest budget."""
+def _of_those_that_fit(candidates: Iterable[Callable[[], OverlapPlan]], refused: BudgetError) -> OverlapPlan:
+    """What the candidate decides that answers first of those that fit; none does: the error that names the smallest budget."""
+    plans = []
     for candidate in candidates:
         try:
-            plan = candidate()
+            plans.append(candidate())
         except BudgetError as error:
             refused = min(refused, error, key=lambda error: error.smallest_bytes)
-            continue
-        return replace(plan, strategy="stream", notes=(*plan.notes, "which fits where the planner's own does not"))
-    raise refused
+    if not plans:
+        raise refused
+    best = min(plans, key=lambda plan: plan.objective)
+    return replace(best, strategy="stream", notes=(*best.notes, "which fits where the planner's own does not"))
 
 
 def _soonest(problem: Problem, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:
