@@ -101,12 +101,12 @@ def compile(
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
     if strategy not in get_args(Strategy):
         raise UserError(f"strategy {strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
-    descriptor = _describe(device)
+    descriptor = find_descriptor(device)
     if memory_path != "auto":
         descriptor = descriptor.on_path(memory_path)
     options = Options(
         descriptor,
-        _mode(descriptor, mode),
+        choose_mode(descriptor, mode),
         Limits(
             budget=None if budget is None else parse_size(budget, what="budget"),
             m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
@@ -130,9 +130,7 @@ def compile(
 
 def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
     told("import", 0.0)
-    graph = import_model(model, options.shapes, why_unsupported)
-    collect_unsupported(graph, why_unsupported)
-    graph = assign_layouts(normalize(graph))
+    graph = read_graph(model, options)
     told("plan", 0.0)
     generated, plan = refine(graph, _road(graph, options), options.limits, options.mode, _chunk_seconds(options))
     with BundleWriter(output) as bundle:
@@ -141,6 +139,23 @@ def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bun
         )
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
+
+
+def read_graph(model: Path, options: Options) -> Graph:
+    """The graph of `model` as layers are fused from it. No weight is read.
+
+    Raises:
+        UserError: the model cannot be read, or not run.
+    """
+    graph = import_model(model, options.shapes, why_unsupported)
+    collect_unsupported(graph, why_unsupported)
+    return assign_layouts(normalize(graph))
+
+
+def generate_program(model: Path, options: Options) -> Generated:
+    """The program of `model`, fused as far as it goes."""
+    graph = read_graph(model, options)
+    return generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
 
 
 def _road(graph: Graph, options: Options) -> Road:
@@ -170,7 +185,7 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
 
 
-def _describe(device: str) -> DeviceDescriptor:
+def find_descriptor(device: str) -> DeviceDescriptor:
     """The descriptor of a device that is here, or one that was written down."""
     if device.endswith(".toml"):
         return load_descriptor(device)
@@ -182,7 +197,8 @@ def _describe(device: str) -> DeviceDescriptor:
         return load_descriptor(device)
 
 
-def _mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
+def choose_mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
+    """`mode`, or with "auto" the device's first, on its default memory path. Raises UserError for one it lacks."""
     path = descriptor.memory_paths[0]
     modes = descriptor.modes[path]
     if mode == "auto":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter, tensor_bytes
 from flashmem.codegen.emitters import EMITTERS
@@ -22,11 +23,12 @@ from flashmem.program import TENSOR_ALIGNMENT, Port, Program, RowGather, Source,
 
 @dataclass(frozen=True)
 class Generated:
-    """A program, the OpenCL C of its kernels, and its weights, not yet read."""
+    """A program, the OpenCL C of its kernels, its weights, not yet read, and (in memory, as bytes) its resident constants."""
 
     program: Program
     source: Source
     weights: PackingList
+    constants: NDArray[np.uint8]
 
 
 def generate(
@@ -75,7 +77,7 @@ def generate(
         constants_bytes=constants.nbytes,
         weights_bytes=emitter.weights.size,
     )
-    return Generated(program, emitter.kernels.source(), emitter.weights)
+    return Generated(program, emitter.kernels.source(), emitter.weights, constants)
 
 
 def _results(graph: Graph, emitter: Emitter) -> tuple[list[GraphPort], list[Layer]]:

@@ -1,20 +1,40 @@
-"""`flashmem plan`: the overlap plan as a person reads it, layer by layer."""
+"""`flashmem plan`: what each layer computes, loads and holds, and why each weight of W is there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, bundle_of
+from flashmem.commands.plan_zoo import PREFIX, plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program import Program
 from flashmem.units import format_size
 
 _NAMES_SHOWN = 2
+_ROWS_SHOWN = 60
+"""Rows of a table, unless --all is given."""
+
+_LAYERS_IN_JSON = 5000
+"""A plan of more layers has its layers and slices in the JSON only with --all: they take a hundred megabytes."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A checked plan, and where it comes from."""
+
+    title: str
+    device: str
+    program: Program
+    plan: OverlapPlan
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -23,6 +43,7 @@ class LayerRow:
 
     layer: int
     name: str
+    operators: tuple[str, ...]  # the ONNX nodes fused into it
     operator_class: str
     capacity_chunks: int
     moved_chunks: int
@@ -31,14 +52,32 @@ class LayerRow:
     frees: tuple[str, ...]  # weights used here for the last time
 
 
-def show_plan(model: Path, options: CompileOptions, *, as_json: bool) -> None:
-    """Prints the plan of a bundle. Opening a bundle checks its plan against C0-C3, so what is shown has been checked."""
-    bundle = Bundle.open(bundle_of(model, options))
-    rows = layer_rows(bundle.plan, bundle.program)
-    if as_json:
-        emit_json(_as_json(bundle, rows))
+@dataclass(frozen=True)
+class Because:
+    """Why slices of one weight are in W: those for the same kind of reason together; `text` is the first one's."""
+
+    weight: str
+    kind: str
+    slices: int
+    of: int  # slices of the weight in all
+    nbytes: int
+    text: str
+
+
+def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: bool = False) -> None:
+    """Prints the plan of a bundle, of a model, or of a known architecture (`zoo:NAME`); it has been checked against C0-C3."""
+    if str(model).startswith(PREFIX):
+        zoo = plan_architecture(str(model), options)
+        shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
     else:
-        _print(bundle, rows)
+        bundle = Bundle.open(bundle_of(model, options))
+        shown = Shown(str(bundle.path), bundle.descriptor.name, bundle.program, bundle.plan)
+    rows = layer_rows(shown.plan, shown.program)
+    because = why(shown.plan, shown.program)
+    if as_json:
+        emit_json(_as_json(shown, rows, because, show_all))
+    else:
+        _print(shown, rows, because, show_all)
 
 
 def summary(plan: OverlapPlan) -> dict[str, Any]:
@@ -59,80 +98,135 @@ def summary(plan: OverlapPlan) -> dict[str, Any]:
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
     """One row for each layer. A chunk is in flight from the layer that moves it until the last use of its weight."""
-    streamed = [weight for weight in plan.weights if not weight.preload]
-    rows = []
-    for layer, launch in enumerate(program.launches, start=1):
-        held = 0
-        for weight in streamed:
-            if layer <= weight.last_use:
-                held += min(weight.nbytes, plan.chunk_bytes * sum(chunks for moved, chunks in weight.moves if moved <= layer))
-        rows.append(
-            LayerRow(
-                layer,
-                launch.name,
-                launch.operator_class,
-                plan.capacities[layer - 1],
-                sum(chunks for weight in streamed for moved, chunks in weight.moves if moved == layer),
-                held,
-                tuple(weight.name for weight in streamed if weight.load_layer == layer),
-                tuple(weight.name for weight in streamed if weight.last_use == layer),
-            )
+    loads: dict[int, list[str]] = {}
+    frees: dict[int, list[str]] = {}
+    for w in plan.weights:
+        if not w.preload:
+            loads.setdefault(w.load_layer, []).append(w.name)
+            frees.setdefault(w.last_use, []).append(w.name)
+    columns = zip(program.launches, plan.capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True)
+    return [
+        LayerRow(
+            layer, launch.name, launch.operators, launch.operator_class, capacity, moved, held,
+            tuple(loads.get(layer, ())), tuple(frees.get(layer, ())),
         )
-    return rows
+        for layer, (launch, capacity, moved, held) in enumerate(columns, start=1)
+    ]  # fmt: skip
 
 
-def _as_json(bundle: Bundle, rows: list[LayerRow]) -> dict[str, Any]:
-    plan = bundle.plan
-    return {
-        "device": bundle.descriptor.name,
-        "memory_path": bundle.program.memory_path,
+def why(plan: OverlapPlan, program: Program) -> list[Because]:
+    """Why W is what it is, by weight and kind of reason, in order of first use."""
+    weight_of = {part.name: part.weight for part in program.slices}
+    sizes = {w.name: w.nbytes for w in plan.weights}
+    slices_of: dict[str, int] = {}
+    for w in plan.weights:
+        slices_of[weight_of[w.name]] = slices_of.get(weight_of[w.name], 0) + 1
+    grouped: dict[tuple[str, str], list[Reason]] = {}
+    for reason in reasons(plan):
+        grouped.setdefault((weight_of[reason.name], reason.kind), []).append(reason)
+    return [
+        Because(weight, kind, len(each), slices_of[weight], sum(sizes[reason.name] for reason in each), each[0].text)
+        for (weight, kind), each in grouped.items()
+    ]
+
+
+def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
+    plan = shown.plan
+    data = {
+        "model": shown.title,
+        "device": shown.device,
+        "memory_path": shown.program.memory_path,
         "plan": {
             **summary(plan),
             "lambda": plan.lambda_,
             "chunk_bytes": plan.chunk_bytes,
             "m_peak_bytes": plan.m_peak,
             "notes": list(plan.notes),
+            "layers": len(rows),
+            "slices": len(plan.weights),
+            "weights_bytes": sum(w.nbytes for w in plan.weights),
+            "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
         },
         "layout_bytes": {mode: layout.total_bytes for mode, layout in plan.layouts.items()},
-        "layers": [asdict(row) for row in rows],
-        "weights": [asdict(weight) for weight in plan.weights],
+        "why": [asdict(each) for each in because],
     }
+    if shown.seconds:
+        data["seconds"] = shown.seconds
+    if show_all or len(rows) <= _LAYERS_IN_JSON:
+        data["layers"] = [asdict(row) for row in rows]
+        data["weights"] = [asdict(weight) for weight in plan.weights]
+    return data
 
 
-def _print(bundle: Bundle, rows: list[LayerRow]) -> None:
-    plan = bundle.plan
+def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> None:
+    plan = shown.plan
     total = sum(weight.nbytes for weight in plan.weights)
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
     most = max((row.in_flight_bytes for row in rows), default=0)
     quality = f"objective {plan.objective:.6g} ({plan.objective_kind}), bound {plan.bound:.6g}, gap {plan.gap:.2%}"
     facts = {
-        "bundle": f"{bundle.path}, for {bundle.descriptor.name} on the {bundle.program.memory_path} path",
+        "model": f"{shown.title}, for {shown.device} on the {shown.program.memory_path} path",
         "plan": f"{plan.status}, {quality}",
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
-        "memory": ", ".join(f"{mode} {format_size(layout.total_bytes)}" for mode, layout in plan.layouts.items()),
     }
+    if plan.layouts:
+        facts["memory"] = ", ".join(f"{mode} {format_size(layout.total_bytes)}" for mode, layout in plan.layouts.items())
+    if shown.seconds:
+        steps = ", ".join(f"{step.replace('_', ' ')} {seconds:.2f}" for step, seconds in shown.seconds.items())
+        facts["seconds"] = f"from the graph to the checked plan: {steps}"
     if plan.expected_slowdown > 0:
         facts["slowdown"] = f"{plan.expected_slowdown:.0%} expected over running with no memory limit"
     print_facts(facts)
     for note in plan.notes:
         print_facts({"note": note})
-    print_table(
-        ("layer", "operator", "class", "C_ℓ", "moved", "in flight", "starts loading"),
-        (
+    print()
+    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "starts loading")
+    _print_shortened(headers, _layer_cells(rows, grouped=not show_all and len(rows) > _ROWS_SHOWN), show_all)
+    if because:
+        print("\nwhy they are preloaded")
+        cells = [(each.weight, f"{each.slices} of {each.of}", format_size(each.nbytes), _for_many(each)) for each in because]
+        _print_shortened(("weight", "slices", "bytes", "why"), cells, show_all)
+
+
+def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, ...]]:
+    """Table cells; `grouped`, the launches of one operator (one for each slice of its weight) share a row."""
+    cells: list[tuple[object, ...]] = []
+    for _, run in groupby(rows, key=lambda row: (row.operators, row.operator_class) if grouped else row.layer):
+        group = list(run)
+        first, last = group[0], group[-1]
+        launches = f" in {len(group)} launches" if len(group) > 1 else ""
+        name = re.sub(r"\[\d+\]$", "", first.name) if len(group) > 1 else first.name
+        tail = [operator for operator in first.operators if operator != name]
+        cells.append(
             (
-                r.layer,
-                r.name,
-                r.operator_class,
-                r.capacity_chunks,
-                r.moved_chunks,
-                format_size(r.in_flight_bytes),
-                _shortened(r.loads),
+                first.layer if first is last else f"{first.layer}-{last.layer}",
+                name + (f" + {_shortened(tail)}" if tail else "") + launches,
+                first.operator_class,
+                sum(row.capacity_chunks for row in group),
+                sum(row.moved_chunks for row in group),
+                format_size(max(row.in_flight_bytes for row in group)),
+                _shortened([weight for row in group for weight in row.loads]),
             )
-            for r in rows
-        ),
-    )
+        )
+    return cells
+
+
+def _for_many(because: Because) -> str:
+    return because.text if because.slices == 1 else f"the first: {because.text}"
+
+
+def _print_shortened(headers: Sequence[str], cells: Sequence[Sequence[object]], show_all: bool) -> None:
+    """The table, or its beginning and its end."""
+    if show_all or len(cells) <= _ROWS_SHOWN:
+        print_table(headers, cells)
+        return
+    tail = _ROWS_SHOWN // 6
+    dots = ["…"] * len(headers)
+    dots[1] = f"{len(cells) - _ROWS_SHOWN} more rows; --all shows everything"
+    shortened: Iterable[Sequence[object]] = [*cells[: _ROWS_SHOWN - tail], dots, *cells[-tail:]]
+    print_table(headers, shortened)
 
 
 def _shortened(names: Sequence[str]) -> str:

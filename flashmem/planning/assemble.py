@@ -36,8 +36,9 @@ def assemble(
     started: float,
     notes: tuple[str, ...],
     base: Collection[str],
+    asked: Collection[str] = (),
 ) -> OverlapPlan:
-    """The plan of these decisions; its expected slowdown is against W = `base` and no memory limit."""
+    """The plan of these decisions. Its expected slowdown is against W = `base` and no memory limit; `asked` is written down."""
     weights = tuple(
         PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True)
         if w.name in preload
@@ -72,5 +73,6 @@ def assemble(
         solve_seconds=time.monotonic() - started,
         lambda_=lambda_,
         expected_slowdown=max(0.0, seconds / fastest - 1) if fastest else 0.0,
-        notes=notes,
+        notes=(*problem.notes, *notes),
+        asked=tuple(sorted(asked)),
     )

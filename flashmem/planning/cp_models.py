@@ -1,4 +1,4 @@
-"""The models behind LC-OPG: the choice of W over a window of layers, its linear relaxation, the full model over x, z and W."""
+"""The models behind LC-OPG: the choice of W over a window of layers, and the full model over x, z and W."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ortools.linear_solver import pywraplp
 from ortools.sat.python import cp_model
 
 from flashmem.planning.paper import Decision, PaperProblem
@@ -131,47 +130,6 @@ class Window:
 
     def _streamed(self, names: list[str], value: Mapping[str, int]) -> cp_model.LinearExpr:
         return sum(value[name] for name in names) - self._preloaded(names, value)
-
-
-def linear_bound(model: cp_model.CpModel, seconds: float) -> tuple[float, list[float]]:
-    """A proven lower bound of a model of linear constraints that is minimised, and the relaxation's value of each variable.
-
-    Whatever multipliers y the simplex method ends with, every solution costs at least what y times the constraints and the
-    variables' own bounds leave; so rounding errors of the method cannot make the bound wrong.
-    """
-    lp = pywraplp.Solver.CreateSolver("GLOP")
-    lp.SetSolverSpecificParametersAsString("use_dual_simplex: true")
-    lp.set_time_limit(max(1, int(1000 * seconds)))
-    boxes = [list(var.domain) for var in model.proto.variables]
-    variables = [lp.NumVar(box[0], box[-1], "") for box in boxes]
-    rows = []
-    for constraint in model.proto.constraints:
-        low, high = (
-            None if abs(end) > 2**61 else end for end in (min(constraint.linear.domain), max(constraint.linear.domain))
-        )
-        terms = list(zip(constraint.linear.vars, constraint.linear.coeffs, strict=True))
-        row = lp.Constraint(-lp.infinity() if low is None else low, lp.infinity() if high is None else high)
-        for var, coefficient in terms:
-            row.SetCoefficient(variables[var], coefficient)
-        rows.append((row, low, high, terms))
-    slopes = [0.0] * len(variables)
-    for var, coefficient in zip(model.proto.objective.vars, model.proto.objective.coeffs, strict=True):
-        lp.Objective().SetCoefficient(variables[var], coefficient)
-        slopes[var] = coefficient
-    lp.Objective().SetMinimization()
-    bound = float(model.proto.objective.offset)
-    if lp.Solve() != pywraplp.Solver.OPTIMAL:
-        return bound + sum(min(s * box[0], s * box[-1]) for s, box in zip(slopes, boxes, strict=True)), [0.0] * len(variables)
-    fractions = [var.solution_value() for var in variables]
-    for row, low, high, terms in rows:
-        y = row.dual_value()
-        side = low if y > 0 else high
-        if y and side is not None:
-            bound += y * side
-            for var, coefficient in terms:
-                slopes[var] -= y * coefficient
-    bound += math.fsum(min(slope * box[0], slope * box[-1]) for slope, box in zip(slopes, boxes, strict=True))
-    return bound - 1e-9 * abs(bound), fractions
 
 
 class FullModel:

@@ -153,6 +153,6 @@ def latency_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: fl
     relaxed = any(n > spec.capacity for n, spec in zip(moved_chunks(problem, moves), problem.layers, strict=True))
     return assemble(
         problem, chosen, load_layers, moves, kind="latency", lambda_=lambda_, objective=seconds, bound=bound,
-        tier="soft-threshold" if relaxed else "greedy", started=begun, base=chosen,
+        tier="soft-threshold" if relaxed else "greedy", started=begun, base=chosen, asked=preload,
         notes=("every weight is loaded in use order, as early as M_peak permits; the bound holds for this W",),
     )  # fmt: skip

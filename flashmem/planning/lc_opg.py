@@ -1,12 +1,16 @@
 """The LC-OPG planner: `solve` makes the overlap plan (FlashMem section 3; DESIGN section 4).
 
-For the paper's objective CP-SAT has only W to choose: given W, what is pending at each layer follows a recurrence, and SRPT
-(`planning.srpt`) is the exact plan. So the choice model has one boolean a weight and three integers a layer, and is a
-relaxation: its bounds hold for the true objective. CP-SAT sees a long model in rolling windows. Small problems are settled by
-the full model over x, z and W. When CP-SAT has no plan, the tiers of C4 follow (`planning.paper`). The latency objective needs
-no solver (`planning.latency`).
+For the paper's objective only W is to be chosen: given W, SRPT (`planning.srpt`) is the exact plan. The tiers:
 
-OR-tools is known here and in `planning.cp_models` only.
+- dynamic program: the walk over the layers from the last to the first, with a bound (`planning.walk_program`). It settles most
+  problems, up to 10^5 slices, within seconds.
+- CP-SAT, where the walk leaves a gap: M_peak binds among partly filled chunks, a weight is used twice, or W is limited. Small
+  problems are settled by the full model over x, z and W. A limit on W needs the choice model, one boolean a weight and three
+  integers a layer, of which CP-SAT sees a long model in rolling windows.
+- Without a plan that keeps every C_l, the heuristic tiers of C4 follow (`planning.paper`).
+
+This is the paper's hybrid execution: whatever a tier leaves infeasible, or unproven when its time is up, the next one takes.
+The latency objective needs no solver (`planning.latency`). OR-tools is known here and in `planning.cp_models` only.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from ortools.sat.python import cp_model
 
 from flashmem.errors import UserError
 from flashmem.planning.assemble import assemble
-from flashmem.planning.cp_models import FullModel, Unit, Window, cp_solver, linear_bound
+from flashmem.planning.cp_models import FullModel, Unit, Window, cp_solver
 from flashmem.planning.latency import forced_preload, latency_plan
 from flashmem.planning.paper import Decision, PaperProblem
-from flashmem.planning.plan import Objective, OverlapPlan
+from flashmem.planning.plan import Objective, OverlapPlan, Tier
 from flashmem.planning.problem import Problem
+from flashmem.planning.walk_program import plan_walk
 
 _WINDOW = 1000
 """Layers that one window decides."""
@@ -34,6 +39,9 @@ _LOOKAHEAD = 250
 
 _FULL_MODEL_MOVES = 4000
 """The full model is built for at most that many variables x_{w,l}."""
+
+_POLISHED_WEIGHTS = 2000
+"""Plans of more weights are not polished: one exchange takes a walk over all of them."""
 
 _FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
@@ -58,7 +66,7 @@ def solve(
         objective: which of the two.
         lambda_: from 0 to 1.
         preload: weights that must be in W.
-        time_limit: seconds for CP-SAT and what improves on it ("paper"); the fallback tiers take theirs in addition.
+        time_limit: seconds for the dynamic program and CP-SAT together ("paper"); the fallback tiers take theirs in addition.
         workers: threads of CP-SAT.
         preload_limit: most bytes W may take beyond those that must be in it ("paper"); None for no limit.
 
@@ -75,31 +83,37 @@ def solve(
         plan = latency_plan(problem, preload, lambda_=lambda_)
     else:
         forced = forced_preload(problem, preload)
-        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit), lambda_, time_limit, workers)
+        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit), preload, lambda_, time_limit, workers)
     plan.check(problem)
     return plan
 
 
-def _solve_paper(paper: PaperProblem, lambda_: float, time_limit: float, workers: int) -> OverlapPlan:
+def _solve_paper(paper: PaperProblem, asked: frozenset[str], lambda_: float, time_limit: float, workers: int) -> OverlapPlan:
     started = time.monotonic()
-    decision, bound = None, 0
-    if time_limit > 0:
-        decision, bound = _CpSat(paper, started + time_limit, workers).solve()
-    if decision is None:
+    decision, bound, tier = _keeping_capacities(paper, started + time_limit, workers) if time_limit > 0 else (None, 0, None)
+    if decision is None or tier is None:
         decision, tier, bound = paper.fallback()
-    else:
-        tier = "cp-sat"
     distance = sum(w.first_use - decision.load_layers[w.name] for w in paper.problem.weights if w.name not in decision.preload)
     objective = lambda_ * sum(paper.chunks[name] for name in decision.preload) + (1 - lambda_) * distance
     return assemble(
         paper.problem, decision.preload, decision.load_layers, decision.moves, kind="paper", lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale), tier=tier,
-        started=started, notes=(), base=paper.forced,
+        started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip
 
 
+def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:
+    """The tiers that keep every C_l: the best plan, a proven bound on its cost, and the tier that found it."""
+    # Where the walk cannot finish, CP-SAT gets half of the time.
+    best, bound = plan_walk(paper, 0.5 * (time.monotonic() + deadline))
+    if best is not None and best.cost <= bound:
+        return best, bound, "dynamic-program"
+    improved, bound = _CpSat(paper, deadline, workers).improve(best, bound)
+    return improved, bound, "dynamic-program" if improved is best else "cp-sat"
+
+
 class _CpSat:
-    """The first tier: every C_l is kept."""
+    """What the dynamic program leaves to do."""
 
     def __init__(self, paper: PaperProblem, deadline: float, workers: int) -> None:
         self.paper = paper
@@ -111,23 +125,20 @@ class _CpSat:
     def _remaining(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def solve(self) -> tuple[Decision | None, int]:
-        """The best plan, and a proven bound on its cost; no plan if there is none or CP-SAT found none in time."""
+    def improve(self, best: Decision | None, bound: int) -> tuple[Decision | None, int]:
+        """A plan no worse than `best`, the same object if no better was found, and a bound no worse than `bound`."""
         paper = self.paper
         if paper.limit is not None and paper.bytes_of(self.fixed) > paper.limit:
             return None, 0
-        bound, likely = self._relax()
-        best = paper.repaired(self.fixed | likely)
-        preload, proven = self._choose(best.preload if best else self.fixed | likely)
-        if preload is None:
-            return None, 0
-        bound = max(bound, proven)
-        chosen = paper.repaired(preload)
-        if chosen is not None and (best is None or chosen.cost < best.cost):
-            best = chosen
         full = FullModel(paper, self.fixed)
         settle = full.size <= _FULL_MODEL_MOVES
-        if best is not None and best.cost > bound:
+        if best is None:
+            preload, proven = self._choose(self.fixed)
+            if preload is None:
+                return None, 0
+            bound = max(bound, proven)
+            best = paper.repaired(preload)
+        if best is not None and best.cost > bound and len(paper.chunks) <= _POLISHED_WEIGHTS:
             best = paper.polished(best, self.deadline - (0.8 * self._remaining() if settle else 0))
         if settle and self._remaining() > 0 and (best is None or best.cost > bound):
             found, proven = full.solve(best, cp_solver(self.workers, self._remaining()))
@@ -144,33 +155,6 @@ class _CpSat:
             first = 1 if first <= _LOOKAHEAD else first
             yield first, last
             last = first - 1
-
-    def _relax(self) -> tuple[int, frozenset[str]]:
-        """A bound from the linear relaxation, window by window, and the weights it would rather preload.
-
-        A window that takes nothing over from the layers after it, and leaves what it likes to those before, relaxes the
-        problem; so do fractions. The bounds of the windows add up.
-        """
-        bound = float(self.paper.preload_cost * sum(self.paper.chunks[name] for name in self.fixed))
-        likely: set[str] = set()
-        enough = self.deadline - 0.3 * self._remaining()
-        for first, last in self._windows():
-            if time.monotonic() > enough:
-                bound += self._loose_bound(first, last)
-                continue
-            window = Window(self.paper, self.alone, first, last)
-            window_bound, fractions = linear_bound(window.model, 0.5 * self._remaining())
-            bound += window_bound
-            likely.update(name for name, var in window.chosen.items() if fractions[var.index] > 0.5)
-        return math.ceil(bound - 1e-6), frozenset(likely)
-
-    def _loose_bound(self, first: int, last: int) -> int:
-        """What the weights used after layers `first` to `last` cost at least, each of them alone."""
-        return sum(
-            min(self.paper.preload_cost * self.paper.chunks[w.name], self.paper.distance_cost * self.alone[w.name])
-            for w in self.paper.problem.weights
-            if w.name in self.alone and first <= w.first_use - 1 <= last
-        )
 
     def _choose(self, hint: frozenset[str]) -> tuple[frozenset[str] | None, int]:
         """W by CP-SAT, and its bound where one window saw it all; None if no window had a solution in time.

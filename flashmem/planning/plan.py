@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 Objective = Literal["paper", "latency"]
 Status = Literal["OPTIMAL", "FEASIBLE"]
-Tier = Literal["cp-sat", "soft-threshold", "incremental-preload", "greedy"]
+Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "same-op", "resident-first"]
 """Who decided: "stream" is the planner, the others are baselines to compare it with (planning/baselines.py)."""
+
 
 RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-preload", "greedy"})
 """Tiers of C4 that may raise the load capacity C_l of a layer."""
@@ -114,6 +115,7 @@ class OverlapPlan:
     lambda_: float = 0.9
     expected_slowdown: float = 0.0
     notes: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()  # weights that the caller wanted in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
     strategy: Strategy = "stream"
 
@@ -232,6 +234,7 @@ class OverlapPlan:
                 "layouts": layouts,
                 "capacities": tuple(data["capacities"]),
                 "notes": tuple(data["notes"]),
+                "asked": tuple(data.get("asked", ())),
             }
         )
 

@@ -52,7 +52,8 @@ class Limits:
 def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Problem:
     """The problem that `make_plan` solves; without an M_peak, all weights may be in flight."""
     total = sum(part.nbytes for part in program.slices)
-    return build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=limits.m_peak or max(total, 1))
+    m_peak = limits.m_peak or max(total, 1)
+    return build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
 
 
 def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> OverlapPlan:

@@ -70,6 +70,19 @@ def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool
     return result
 
 
+def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:
+    """The slices that must be loaded before a layer: those it is the first to use, or to move."""
+    needs: dict[int, list[str]] = {}
+    first_moved: dict[str, int] = {}
+    for layer in sorted(moves):
+        moving = moves[layer]
+        for move in (*((moving.riding,) if moving.riding else ()), *moving.separate):
+            first_moved.setdefault(move.part.name, layer)
+    for w in plan.weights:
+        needs.setdefault(first_moved.get(w.name, w.first_use), []).append(w.name)
+    return {layer: tuple(names) for layer, names in needs.items()}
+
+
 def _moves(weight: PlannedWeight, part: Slice) -> list[tuple[int, Move]]:
     """The chunks of each layer as units: consecutive, and together the whole slice."""
     width, pitch, units = _geometry(part)

@@ -1,0 +1,86 @@
+"""`flashmem plan zoo:NAME`: a known architecture from its graph to a checked plan, without a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from flashmem.commands.compiling import CompileOptions
+from flashmem.device import DeviceDescriptor
+from flashmem.errors import UserError
+from flashmem.planning.plan import OverlapPlan
+from flashmem.program import MemoryPath, Program
+from flashmem.units import parse_size
+
+PREFIX = "zoo:"
+
+
+@dataclass
+class ZooPlan:
+    """The plan of a known architecture. `seconds` says how long each step took; together, from graph to checked plan."""
+
+    name: str
+    descriptor: DeviceDescriptor
+    program: Program
+    plan: OverlapPlan
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
+    """Plans `zoo:NAME`. The planner checks the plan before it returns it.
+
+    Raises:
+        UserError: no such architecture, or options that do not fit it.
+    """
+    options.check()
+    if options.shape:
+        raise UserError("--shape does not go with zoo: models, whose shapes are fixed; leave it out")
+    try:
+        from flashmem.codegen.program import generate
+        from flashmem.compile import SLICE_BYTES, choose_mode, find_descriptor
+        from flashmem.graph.fusion import fuse
+        from flashmem.graph.layout import assign_layouts
+        from flashmem.graph.normalize import normalize
+        from flashmem.planning.planner import Limits, make_plan
+        from flashmem.zoo_graphs import zoo_graph
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flashmem"):
+            raise
+        raise UserError(f"planning needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
+
+    graph = zoo_graph(name.removeprefix(PREFIX))
+    descriptor = find_descriptor(options.device or "auto")
+    if options.memory_path not in (None, "auto"):
+        descriptor = descriptor.on_path(cast(MemoryPath, options.memory_path))
+    defaults = Limits()
+    limits = Limits(
+        budget=None if options.budget is None else parse_size(options.budget, what="--budget"),
+        m_peak=None if options.m_peak is None else parse_size(options.m_peak, what="--m-peak"),
+        chunk=defaults.chunk if options.chunk is None else parse_size(options.chunk, what="--chunk"),
+        lambda_=defaults.lambda_ if options.lambda_ is None else options.lambda_,
+        objective=cast(Literal["auto", "paper", "latency"], options.objective or "auto"),
+        preload=options.preload,
+    )
+    mode = choose_mode(descriptor, options.mode or "auto")
+    precision = cast(Literal["fp32", "fp16"], options.precision or "fp32")
+
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(step: str) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        seconds[step] = time.monotonic() - begun
+
+    with timed("fuse"):
+        graph = assign_layouts(normalize(graph))
+        layers = fuse(graph)
+    with timed("generate"):
+        program = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES).program
+    with timed("plan_and_check"):
+        plan = make_plan(program, descriptor, mode, limits)
+    seconds["total"] = sum(seconds.values())
+    return ZooPlan(name, descriptor, program, plan, seconds)

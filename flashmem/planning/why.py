@@ -1,0 +1,117 @@
+"""Why each weight of W is there: plain arithmetic on a finished plan.
+
+Beside the decisions of the plan, a weight of W is tried in what they leave over: the capacity that no streamed weight takes,
+and the bytes below M_peak. What stands in its way is the reason.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from flashmem.planning.plan import OverlapPlan, PlannedWeight
+
+Kind = Literal["first-layer", "asked", "too-large", "no-capacity", "distance", "memory", "unproven"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why weight `name` is in W. `waits` is how many layers it would be loaded ahead if it were streamed (0: it cannot be)."""
+
+    name: str
+    kind: Kind
+    waits: int
+    text: str
+
+
+def in_flight_bytes(plan: OverlapPlan) -> list[int]:
+    """Bytes that C2 counts at each layer, index l - 1: streamed chunks, from the layer that moves them to the last use."""
+    change = [0] * (len(plan.capacities) + 2)
+    for w in plan.weights:
+        counted = moved = 0
+        for layer, chunks in w.moves:
+            moved += chunks
+            now = min(w.nbytes, moved * plan.chunk_bytes)
+            change[layer] += now - counted
+            counted = now
+        change[w.last_use + 1] -= counted
+    return list(accumulate(change))[1:-1]
+
+
+def moved_chunks(plan: OverlapPlan) -> list[int]:
+    """Chunks moved at each layer, index l - 1."""
+    moved = [0] * len(plan.capacities)
+    for w in plan.weights:
+        for layer, chunks in w.moves:
+            moved[layer - 1] += chunks
+    return moved
+
+
+def reasons(plan: OverlapPlan) -> list[Reason]:
+    """One reason for each weight of W, in the plan's order."""
+    left = [capacity - moved for capacity, moved in zip(plan.capacities, moved_chunks(plan), strict=True)]
+    judge = _Judge(
+        plan, [0, *accumulate(plan.capacities)], [0, *accumulate(left)], in_flight_bytes(plan), frozenset(plan.asked)
+    )
+    return [judge.reason(w) for w in plan.weights if w.preload]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    plan: OverlapPlan
+    capacity: Sequence[int]  # of layers 1 to l together
+    left: Sequence[int]  # capacity that no weight takes, of layers 1 to l
+    in_flight: Sequence[int]
+    asked: frozenset[str]
+
+    def reason(self, w: PlannedWeight) -> Reason:
+        if w.first_use == 1:
+            return Reason(w.name, "first-layer", 0, "used by layer 1, which has no layer before it to load it")
+        if w.name in self.asked:
+            return Reason(w.name, "asked", 0, "asked for with --preload")
+        if w.nbytes > self.plan.m_peak:
+            return Reason(w.name, "too-large", 0, f"its {w.nbytes} bytes are more than M_peak")
+        free = self.left[w.first_use - 1]
+        if free < w.chunks:
+            return Reason(w.name, "no-capacity", 0, self._no_capacity(w, free))
+        start = bisect_right(self.left, free - w.chunks, 0, w.first_use)  # the last layer with T(w) chunks free from it on
+        waits = w.first_use - start
+        stream, preload = (1 - self.plan.lambda_) * waits, self.plan.lambda_ * w.chunks
+        if stream >= preload - 1e-9:
+            text = f"{self._full_before(w)}streaming it would mean loading it {waits} layers ahead: {stream:.4g}"
+            relation = "more than" if stream > preload + 1e-9 else "no less than"
+            return Reason(w.name, "distance", waits, f"{text} in the objective, {relation} the {preload:.4g} of preloading it")
+        for layer in range(start, w.last_use + 1):
+            if self.in_flight[layer - 1] + self._held(w, start, layer) > self.plan.m_peak:
+                return Reason(w.name, "memory", waits, f"streaming it would pass M_peak at layer {layer}")
+        gain = preload - stream
+        return Reason(w.name, "unproven", waits, f"streaming it would gain {gain:.4g}: the plan is not proven to be the best")
+
+    def _held(self, w: PlannedWeight, start: int, layer: int) -> int:
+        """Bytes of w at `layer` if it took what is left from `start` on."""
+        last = min(layer, w.first_use - 1)
+        # Late layers are filled first, so the first one moves what the others cannot.
+        later = self.left[w.first_use - 1] - self.left[last]
+        return min(w.nbytes, max(0, w.chunks - later) * self.plan.chunk_bytes)
+
+    def _no_capacity(self, w: PlannedWeight, free: int) -> str:
+        total = self.capacity[w.first_use - 1]
+        if total < w.chunks:
+            return f"the layers before it can move {total} of its {w.chunks} chunks in all"
+        before = self._full_before(w)
+        if not free:
+            return before.removesuffix("; ")
+        return f"{before}all before it together have {free} of the {w.chunks} chunks it needs"
+
+    def _full_before(self, w: PlannedWeight) -> str:
+        """The run of layers right before the use of w that have no capacity left."""
+        last = w.first_use - 1
+        first = bisect_left(self.left, self.left[last], 0, last) + 1
+        if first > last:
+            return ""
+        if first == last:
+            return f"layer {last} before it has no capacity left; "
+        return f"layers {first}-{last} before it have no capacity left; "

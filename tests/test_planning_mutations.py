@@ -1,0 +1,237 @@
+"""Plans broken in one way each: the checker names the constraint, whatever the problem and whoever planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from planning_problems import problems
+
+from flashmem.planning.assemble import assemble
+from flashmem.planning.latency import forced_preload
+from flashmem.planning.lc_opg import solve
+from flashmem.planning.plan import OverlapPlan, PlannedWeight, PlanViolation
+from flashmem.planning.problem import Problem
+from flashmem.planning.srpt import srpt
+from flashmem.planning.why import in_flight_bytes, moved_chunks
+
+Broken = tuple[OverlapPlan, Problem]
+Mutation = Callable[[OverlapPlan, Problem, st.DataObject], Broken]
+
+
+def srpt_plan(problem: Problem) -> OverlapPlan | None:
+    """SRPT for the least W, assembled by hand; None if it does not fit."""
+    chosen = forced_preload(problem)
+    found = srpt(problem, chosen)
+    if not found.feasible:
+        return None
+    objective = 0.9 * sum(problem.chunks(w) for w in problem.weights if w.name in chosen) + 0.1 * found.distance(problem)
+    return assemble(
+        problem, chosen, found.load_layers, found.moves, kind="paper", lambda_=0.9, objective=objective, bound=0.0,
+        tier="dynamic-program", started=0.0, notes=(), base=chosen,
+    )  # fmt: skip
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_srpt_plans_pass(problem: Problem) -> None:
+    plan = srpt_plan(problem)
+    assume(plan is not None)
+    assert plan is not None
+    plan.check(problem)
+
+
+def pick(data: st.DataObject, plan: OverlapPlan, suits: Callable[[PlannedWeight], bool]) -> PlannedWeight:
+    found = [w for w in plan.weights if suits(w)]
+    assume(found)
+    return data.draw(st.sampled_from(found))
+
+
+def streamed(w: PlannedWeight) -> bool:
+    return not w.preload
+
+
+def changed(plan: OverlapPlan, w: PlannedWeight, **changes: Any) -> OverlapPlan:
+    return replace(plan, weights=tuple(replace(w, **changes) if other is w else other for other in plan.weights))
+
+
+def with_moves(plan: OverlapPlan, w: PlannedWeight, moves: dict[int, int]) -> OverlapPlan:
+    return changed(plan, w, moves=tuple(sorted((layer, chunks) for layer, chunks in moves.items() if chunks)))
+
+
+def drop_a_chunk(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, streamed)
+    moves = dict(w.moves)
+    moves[data.draw(st.sampled_from(sorted(moves)))] -= 1
+    return with_moves(plan, w, moves), problem
+
+
+def add_a_chunk(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, streamed)
+    layer = data.draw(st.integers(w.load_layer, w.first_use - 1))
+    moves = dict(w.moves)
+    return with_moves(plan, w, {**moves, layer: moves.get(layer, 0) + 1}), problem
+
+
+def move_to_the_use_or_later(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, streamed)
+    moves = dict(w.moves)
+    moves[data.draw(st.sampled_from(sorted(moves)))] -= 1
+    layer = data.draw(st.integers(w.first_use, len(problem.layers)))
+    return with_moves(plan, w, {**moves, layer: 1}), problem
+
+
+def move_before_loading(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: streamed(w) and w.load_layer > 1)
+    moves = dict(w.moves)
+    moves[data.draw(st.sampled_from(sorted(moves)))] -= 1
+    return with_moves(plan, w, {**moves, data.draw(st.integers(1, w.load_layer - 1)): 1}), problem
+
+
+def load_after_the_first_move(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: streamed(w) and w.moves[0][0] + 1 < w.first_use)
+    return changed(plan, w, load_layer=w.moves[0][0] + 1), problem
+
+
+def load_at_the_use_or_later(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, streamed)
+    return changed(plan, w, load_layer=data.draw(st.integers(w.first_use, len(problem.layers) + 1))), problem
+
+
+def load_before_layer_1(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    return changed(plan, pick(data, plan, streamed), load_layer=data.draw(st.integers(-2, 0))), problem
+
+
+def pass_the_capacity(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    """A chunk is moved to a layer that is full already."""
+    moved = moved_chunks(plan)
+    full = {layer for layer, (n, c) in enumerate(zip(moved, plan.capacities, strict=True), start=1) if n == c}
+    choices = [
+        (w, source, layer)
+        for w in plan.weights
+        for source, _ in w.moves
+        for layer in full & set(range(w.load_layer, w.first_use))
+        if layer != source and layer > source
+    ]
+    assume(choices)
+    w, source, layer = data.draw(st.sampled_from(choices))
+    moves = dict(w.moves)
+    moves[source] -= 1
+    return with_moves(plan, w, {**moves, layer: moves.get(layer, 0) + 1}), problem
+
+
+def raise_a_capacity(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    layer = data.draw(st.integers(0, len(plan.capacities) - 1))
+    return replace(plan, capacities=tuple(c + (n == layer) for n, c in enumerate(plan.capacities))), problem
+
+
+def pass_m_peak(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    most = max(in_flight_bytes(plan))
+    assume(most > 0)
+    return replace(plan, m_peak=most - 1), replace(problem, m_peak=most - 1)
+
+
+def wrong_bytes(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: True)
+    return changed(plan, w, nbytes=w.nbytes + data.draw(st.sampled_from([-1, 1]))), problem
+
+
+def wrong_chunks(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: True)
+    return changed(plan, w, chunks=w.chunks + data.draw(st.sampled_from([-1, 1]))), problem
+
+
+def wrong_use(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: True)
+    field = data.draw(st.sampled_from(["first_use", "last_use"]))
+    return changed(plan, w, **{field: getattr(w, field) + data.draw(st.sampled_from([-1, 1]))}), problem
+
+
+def forget_a_weight(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: True)
+    return replace(plan, weights=tuple(other for other in plan.weights if other is not w)), problem
+
+
+def name_a_weight_twice(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    return replace(plan, weights=(*plan.weights, pick(data, plan, lambda w: True))), problem
+
+
+def preload_what_is_streamed(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    return changed(plan, pick(data, plan, streamed), preload=True), problem
+
+
+def stream_what_is_preloaded(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    return changed(plan, pick(data, plan, lambda w: w.preload), preload=False, load_layer=1), problem
+
+
+def move_what_is_preloaded(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: w.preload)
+    return changed(plan, w, moves=((1, w.chunks),)), problem
+
+
+def load_earlier_unpriced(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    w = pick(data, plan, lambda w: streamed(w) and w.load_layer > 1)
+    return changed(plan, w, load_layer=data.draw(st.integers(1, w.load_layer - 1))), problem
+
+
+def preload_unpriced(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    """W grows by a weight whose price differs from that of streaming it; the objective stays."""
+    w = pick(data, plan, lambda w: streamed(w) and abs(0.9 * w.chunks - 0.1 * (w.first_use - w.load_layer)) > 1e-3)
+    return changed(plan, w, preload=True, load_layer=0, moves=()), problem
+
+
+def wrong_objective(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    return replace(plan, objective=plan.objective + data.draw(st.sampled_from([-0.1, 0.1, 5.0])), bound=-1.0), problem
+
+
+def bound_above_the_objective(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    return replace(plan, bound=plan.objective + 0.1), problem
+
+
+def optimal_with_a_gap(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    return replace(plan, status="OPTIMAL", bound=plan.objective - 0.1), problem
+
+
+MUTATIONS: dict[Mutation, str] = {
+    drop_a_chunk: "C0",
+    add_a_chunk: "C0",
+    move_to_the_use_or_later: "C0",
+    move_before_loading: "C1",
+    load_after_the_first_move: "C1",
+    load_at_the_use_or_later: "C1",
+    load_before_layer_1: "C1",
+    pass_m_peak: "C2",
+    pass_the_capacity: "C3",
+    raise_a_capacity: "C3",
+    wrong_bytes: "problem",
+    wrong_chunks: "problem",
+    wrong_use: "problem",
+    forget_a_weight: "problem",
+    name_a_weight_twice: "problem",
+    preload_what_is_streamed: "C0",
+    stream_what_is_preloaded: "C0",
+    move_what_is_preloaded: "C0",
+    load_earlier_unpriced: "objective",
+    preload_unpriced: "objective",
+    wrong_objective: "objective",
+    bound_above_the_objective: "objective",
+    optimal_with_a_gap: "objective",
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+@given(problem=problems(), by_srpt=st.booleans(), data=st.data())
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+def test_every_mutation_is_caught(mutation: Mutation, problem: Problem, by_srpt: bool, data: st.DataObject) -> None:
+    plan = srpt_plan(problem) if by_srpt else solve(problem, time_limit=1.0)
+    assume(plan is not None)
+    assert plan is not None
+    plan.check(problem)
+    broken, against = mutation(plan, problem, data)
+    with pytest.raises(PlanViolation) as violation:
+        broken.check(against)
+    assert violation.value.constraint == MUTATIONS[mutation]

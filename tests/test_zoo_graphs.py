@@ -1,0 +1,87 @@
+"""Graphs from configurations: the same planning problem as the exported files, and sizes that are the published ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmem.codegen.program import generate
+from flashmem.device import load_descriptor
+from flashmem.errors import UserError
+from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph
+from flashmem.graph.layout import assign_layouts
+from flashmem.graph.normalize import normalize
+from flashmem.graph.onnx_import import collect_unsupported, import_model
+from flashmem.graph.operators import why_unsupported
+from flashmem.planning.problem import build_problem
+from flashmem.program import Program
+from flashmem.zoo_graphs import GptNeo, Llama, ResNet, Vit, graph_names, zoo_graph
+
+DATA = Path(__file__).parent / "data"
+
+
+def program_of(graph: Graph, device: str = "pocl") -> Program:
+    collect_unsupported(graph, why_unsupported)
+    graph = assign_layouts(normalize(graph))
+    return generate(graph, fuse(graph), load_descriptor(device)).program
+
+
+def planned(program: Program) -> list[tuple[Any, ...]]:
+    """What a planner sees of each layer."""
+    sizes = {part.name: part.nbytes for part in program.slices}
+    return [
+        (launch.operator_class, launch.macs, launch.bytes, len(launch.operators), launch.global_size,
+         [sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice"])
+        for launch in program.launches
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["pocl", "generic-gpu"])
+@pytest.mark.parametrize(
+    ("file", "graph"),
+    [
+        ("gptneo-tiny.onnx", GptNeo(2, 32, 4, 307, window=8).graph("tiny", 16)),
+        ("vit-tiny.onnx", Vit(2, 32, 4, 64, 8, 10).graph("tiny", 32)),
+        ("resnet-tiny.onnx", ResNet((1, 1), (16, 32), 8, 10).graph("tiny", 32)),
+    ],
+)
+def test_a_graph_from_a_configuration_is_planned_as_the_exported_file(file: str, graph: Graph, device: str) -> None:
+    exported = program_of(import_model(DATA / file, {}, why_unsupported), device)
+    described = program_of(graph, device)
+    assert planned(described) == planned(exported)
+    assert [part.nbytes for part in described.slices] == [part.nbytes for part in exported.slices]
+    assert described.arena_bytes == exported.arena_bytes and described.weights_bytes == exported.weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),  # in millions; without what the file's tables of positions leave out beyond 128 tokens
+    [
+        ("resnet50", 25.5), ("vit-b16", 86.5), ("vit-8b", 7520), ("gptneo-125m", 162.5), ("gptneo-1.3b", 1414),
+        ("gptneo-2.7b", 2781), ("llama2-13b", 13016), ("llama2-70b", 68977),
+    ],
+)  # fmt: skip
+def test_models_have_the_published_number_of_weights(name: str, weights: float) -> None:
+    graph = zoo_graph(name)
+    found = sum(math.prod(value.shape) for value in graph.constants() if value.dtype == "float32")
+    assert found / 1e6 == pytest.approx(weights, rel=0.005)
+
+
+def test_grouped_queries_share_their_keys() -> None:
+    graph = Llama(1, 64, 8, 2, 96, 50).graph("tiny", 8)
+    weights = {value.name: value.shape for value in graph.constants()}
+    assert weights["layers.0.k_proj.weight"] == (64, 16) and weights["layers.0.q_proj.weight"] == (64, 64)
+    program = program_of(graph)
+    problem = build_problem(program, load_descriptor("pocl"), chunk_bytes=1024, m_peak=1 << 20)
+    # seven matrices, the head and, read row by row on the host, the table of tokens
+    assert sum(launch.macs > 0 for launch in program.launches) == 7 + 1 + 2
+    assert len({part.weight for part in program.slices}) == 7 + 1 == len(problem.weights)
+
+
+def test_every_name_can_be_asked_for_and_others_are_refused() -> None:
+    assert set(graph_names()) >= {"gptneo-125m", "gptneo-1.3b", "gptneo-2.7b", "vit-8b", "llama2-13b", "llama2-70b"}
+    with pytest.raises(UserError, match="choose one of"):
+        zoo_graph("llama9")
