@@ -53,10 +53,13 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     inputs = {port.name: draw(port.name, port.shape, port.dtype) for port in Bundle.open(args.bundle).program.inputs}
     bare = vm("VmHWM")
     started = time.perf_counter()
-    with Session(args.bundle, device=args.device, mode=args.mode, strategy=args.strategy) as session:
+    trace = args.trace is not None
+    with Session(args.bundle, device=args.device, mode=args.mode, strategy=args.strategy, trace=trace) as session:
         outputs = session.run(None, inputs)
         integrated = time.perf_counter() - started
         report = session.last_run
+        if args.trace:
+            write_trace(args.trace, report, started)
         again = []
         for _ in range(args.repeat - 1):
             begun = time.perf_counter()
@@ -64,9 +67,25 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
             again.append(time.perf_counter() - begun)
             if any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(outputs, outputs_again, strict=True)):
                 raise SystemExit("two runs of one session differ")
-        ledger = report.memory.peak_bytes
     driver.finish()
-    return {"integrated": integrated, "warm": min(again, default=None), "bare": bare, "ledger_peak": ledger, "outputs": outputs}
+    return {
+        "integrated": integrated,
+        "warm": min(again, default=None),
+        "bare": bare,
+        "ledger_peak": report.memory.peak_bytes,
+        "ledger_average": report.memory.average_bytes,
+        "outputs": outputs,
+    }
+
+
+def write_trace(path: Path, report: Any, origin: float) -> None:
+    """Layers and loads as (start, end), and the bytes held, in seconds since the session was opened."""
+    spans = {
+        kind: [(span.start - origin, span.end - origin) for span in found]
+        for kind, found in (("layers", report.layers), ("loads", report.loads))
+    }
+    held = [(at - origin, nbytes) for at, nbytes in report.memory.over_time]
+    path.write_text(json.dumps({**spans, "held": held, "integrated": report.latency.integrated}))
 
 
 def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,6 +124,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--cold", type=Path, nargs="*", default=[])
     parser.add_argument("--outputs", type=Path)
+    parser.add_argument("--trace", type=Path)
     args = parser.parse_args()
     drop(args.cold)
     result = (run_flashmem if args.engine == "flashmem" else run_onnxruntime)(args)

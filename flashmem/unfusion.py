@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from flashmem.codegen.program import Generated
 from flashmem.device import TransferMode
+from flashmem.errors import BudgetError
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.planning.penalty import Penalties, chunks_above_capacity
@@ -80,8 +81,11 @@ def refine(graph: Graph, road: Road, limits: Limits, mode: TransferMode, chunk_s
     ranked, batch = _ranked(graph, best, cuts, road, limits), BATCH
     while ranked and batch and time.monotonic() < deadline:
         chosen = ranked[:batch]
-        tried = attempt(cuts | {split.node for split in chosen})
-        if cost(tried) < cost(best) * (1 - 1e-6):
+        try:
+            tried: Attempt | None = attempt(cuts | {split.node for split in chosen})
+        except BudgetError:  # the parts need more activations than the whole, and the budget has no room for them
+            tried = None
+        if tried is not None and cost(tried) < cost(best) * (1 - 1e-6):
             best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
             ranked = _ranked(graph, best, cuts, road, limits)

@@ -127,3 +127,16 @@ def test_a_weight_used_again_stays() -> None:
     plan = Baseline("on-demand", (Operator(2, "a", ("t",)), Operator(3, "a", ("u",)))).plan(tied)
     assert plan.weights[0] == PlannedWeight("t", 2, 2, 2, 4, False, 2, ((2, 2),))
     plan.check(tied)
+
+
+def test_where_the_layout_of_the_latency_plan_does_not_fit_another_is_taken() -> None:
+    def measure(plan: OverlapPlan) -> int:  # a layout that wastes as much again for a plan of the latency planner
+        return held(plan) * (2 if "in use order" in plan.notes[0] else 1)
+
+    plan = fastest_within(PROBLEM, OPERATORS, 12, measure, frozenset(), 0.9)
+    assert measure(plan) <= 12 and plan.strategy == "stream"
+    plan.check(replace(PROBLEM, m_peak=plan.m_peak))
+    with pytest.raises(BudgetError) as refused:
+        fastest_within(PROBLEM, OPERATORS, 7, measure, frozenset(), 0.9)
+    assert refused.value.smallest_bytes == 8
+    assert measure(fastest_within(PROBLEM, OPERATORS, 8, measure, frozenset(), 0.9)) == 8

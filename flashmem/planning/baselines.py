@@ -218,20 +218,39 @@ def fastest_within(
 ) -> OverlapPlan:
     """The same within a budget, which also covers what a transfer mode takes for a weight in flight (staging beside its place).
 
-    A weight of W takes less of that, so here resident-first is a candidate too.
+    A weight of W takes less of that, so here resident-first is a candidate too. Where a layout wastes so much that the latency
+    plan does not fit at all, a candidate that does is taken.
 
     Raises:
         BudgetError: nothing fits; it names the smallest budget that works.
     """
-    best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
     asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS]
-    return _soonest(inside, best, [partial(baseline.within, problem, budget, measure) for baseline in asked])
+    candidates = [partial(baseline.within, problem, budget, measure) for baseline in asked]
+    try:
+        best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
+    except BudgetError as refused:
+        return _of_those_that_fit(candidates, refused)
+    return _soonest(inside, best, candidates)
 
 
 _RIVALS: tuple[Strategy, ...] = ("always-next", "same-op", "resident-first")
 """Their plans keep C0 and C1 as the planner's do."""
 
 _TIE = 1e-6
+
+
+def _of_those_that_fit(candidates: Iterable[Callable[[], OverlapPlan]], refused: BudgetError) -> OverlapPlan:
+    """What the candidate decides that answers first of those that fit; none does: the error that names the smallest budget."""
+    plans = []
+    for candidate in candidates:
+        try:
+            plans.append(candidate())
+        except BudgetError as error:
+            refused = min(refused, error, key=lambda error: error.smallest_bytes)
+    if not plans:
+        raise refused
+    best = min(plans, key=lambda plan: plan.objective)
+    return replace(best, strategy="stream", notes=(*best.notes, "which fits where the planner's own does not"))
 
 
 def _soonest(problem: Problem, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:

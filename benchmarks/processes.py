@@ -1,0 +1,54 @@
+"""Fresh worker processes that take turns, and what is common to tables made from them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flashmem
+
+Row = dict[str, Any]
+
+
+def run_bundle(bundle: Path, device: str, *extra: str, cold: bool = False) -> Row:
+    """One run of a bundle in a process of its own (`benchmarks.worker`), its weights dropped from the page cache if `cold`."""
+    command = [sys.executable, "-m", "benchmarks.worker", "flashmem", "--bundle", str(bundle), "--device", device, *extra]
+    if cold:
+        command += ["--cold", str(bundle / "weights.bin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    row: Row = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def take_turns(variants: Mapping[str, Callable[[], Row]], runs: int) -> dict[str, list[Row]]:
+    """`runs` rows of each variant, one of each after the other, so that a busy minute of the machine meets all of them."""
+    rows: dict[str, list[Row]] = {name: [] for name in variants}
+    for _ in range(runs):
+        for name, variant in variants.items():
+            rows[name].append(variant())
+    return rows
+
+
+def median(rows: list[Row], key: str) -> float:
+    """The median of `key`."""
+    return float(statistics.median(row[key] for row in rows))
+
+
+def weights_of(bundle: flashmem.Bundle) -> int:
+    """Bytes that a plan streams or preloads."""
+    return sum(part.nbytes for part in bundle.program.slices)
+
+
+def same_bits(paths: list[Path]) -> bool:
+    """Whether the outputs that workers wrote are equal bit by bit."""
+    import numpy as np
+
+    first, *others = [np.load(path) for path in paths]
+    return all(np.array_equal(first[name], other[name], equal_nan=True) for other in others for name in first.files)

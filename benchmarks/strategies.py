@@ -1,0 +1,182 @@
+"""Ours against simpler strategies inside the same budget, and against preloading without one (FlashMem Figure 9).
+
+    python -m benchmarks.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5] [--plot t.png]
+
+DIR holds models as `flashmem zoo export` writes them. Every strategy is a plan of the same program, played by the same runtime
+with the same kernels in the same transfer mode. Medians of fresh processes that take turns; the program cache is filled first.
+Budgets: those given, or a quarter and a half of the weights; one that some strategy cannot keep to is raised to the smallest
+that all can. Answers are compared bit by bit. `--plot` draws layers and loads over time of each strategy for the first
+model. Needs the `bench` extra, `--plot` matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, get_args
+
+import flashmem
+from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
+from flashmem.errors import BudgetError
+from flashmem.planning.plan import Strategy
+from flashmem.units import parse_size
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+BASELINES = STRATEGIES[1:]
+MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
+
+
+def compiled(model: Path, folder: Path, budget: int, options: dict[str, Any]) -> tuple[dict[str, flashmem.Bundle], int]:
+    """The bundle of each strategy within `budget`, or within the smallest that all of them can keep to; and that budget."""
+    bundles: dict[str, flashmem.Bundle] = {}
+    while len(bundles) < len(STRATEGIES):
+        try:
+            for strategy in STRATEGIES:
+                bundles[strategy] = flashmem.compile(
+                    model, folder / f"{strategy}.flashmem", budget=budget, strategy=strategy, **options
+                )
+        except BudgetError as error:
+            budget, bundles = error.smallest_bytes, {}
+    return bundles, budget
+
+
+def measure(name: str, model: Path, folder: Path, budget: int, disk: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One model at one budget: seconds and memory by strategy."""
+    options = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
+    bundles, budget = compiled(model, folder, budget, options)
+    runs: dict[str, tuple[Path, tuple[str, ...]]] = {s: (bundle.path, ("--strategy", s)) for s, bundle in bundles.items()}
+    runs["preload"] = (bundles["stream"].path, ("--strategy", "preload"))
+    answers = []
+    for key, (path, extra) in runs.items():  # fills the program cache
+        answers.append(folder / f"{key}.npz")
+        run_bundle(path, args.device, *extra, "--repeat", "2", "--outputs", str(answers[-1]))
+    repeat = ("--repeat", "3")
+    rows = take_turns(
+        {
+            key: partial(run_bundle, path, args.device, *extra, *repeat, cold=disk == "cold")
+            for key, (path, extra) in runs.items()
+        },
+        args.runs,
+    )
+    table = {
+        key: {field: median(found, field) for field in ("integrated", "warm", "ledger_peak", "above_bare")}
+        for key, found in rows.items()
+    }
+    for key, bundle in bundles.items():
+        table[key]["predicted"] = bundle.plan.objective
+    ours = table["stream"]["integrated"]
+    best = min(BASELINES, key=lambda key: table[key]["integrated"])
+    return {
+        "model": name,
+        "budget": budget,
+        "weights": weights_of(bundles["stream"]),
+        "disk": disk,
+        "strategies": table,
+        "best baseline": best,
+        "ours / best baseline": ours / table[best]["integrated"],
+        "always-next / ours": table["always-next"]["integrated"] / ours,
+        "preload / ours": table["preload"]["integrated"] / ours,
+        "same bits": same_bits(answers),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """One table."""
+    budget, weights = result["budget"] / 1e6, result["weights"] / 1e6
+    print(f"\n### {result['model']}, {weights:.0f} MB of weights, budget {budget:.0f} MB, file {result['disk']}\n")
+    print("| strategy | first answer, s | predicted, s | later, s | most held, MB | process above bare, MB |")
+    print("|---|---|---|---|---|---|")
+    for key, row in result["strategies"].items():
+        predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
+        memory = f"{row['ledger_peak'] / 1e6:.0f} | {row['above_bare'] / 1e6:.0f}"
+        print(f"| {key} | {row['integrated']:.3f} | {predicted} | {row['warm']:.3f} | {memory} |")
+    print(
+        f"\nours / best baseline ({result['best baseline']}) {result['ours / best baseline']:.2f}, "
+        f"always-next / ours {result['always-next / ours']:.2f}, preload without a budget / ours "
+        f"{result['preload / ours']:.2f}, same bits: {'yes' if result['same bits'] else 'NO'}",
+        flush=True,
+    )
+
+
+def summarise(results: list[dict[str, Any]]) -> None:
+    """Geometric means over everything measured, by state of the file."""
+    for disk in dict.fromkeys(result["disk"] for result in results):
+        rows = [result for result in results if result["disk"] == disk]
+        print(f"\nfile {disk}, geometric mean of {len(rows)}: " + ", ".join(
+            f"{key} {geometric_mean([row[key] for row in rows]):.2f}"
+            for key in ("ours / best baseline", "always-next / ours", "preload / ours")
+        ))  # fmt: skip
+
+
+def plot(path: Path, model: Path, folder: Path, budget: int, args: argparse.Namespace) -> None:
+    """Layers and loads of each strategy's first run over time, and the bytes held, as PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    options = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
+    bundles, budget = compiled(model, folder, budget, options)
+    figure, axes = plt.subplots(len(bundles), 1, figsize=(11, 1.9 * len(bundles)), sharex=True, layout="constrained")
+    for axis, (strategy, bundle) in zip(axes, bundles.items(), strict=True):
+        trace = folder / "trace.json"
+        run_bundle(bundle.path, args.device, "--trace", str(trace), cold="cold" in args.disk)
+        events = json.loads(trace.read_text())
+        for row, (kind, colour) in enumerate((("loads", "tab:orange"), ("layers", "tab:blue"))):
+            spans = [(1e3 * start, 1e3 * (end - start)) for start, end in events[kind]]
+            axis.broken_barh(spans, (row + 0.1, 0.8), color=colour, linewidth=0)
+        held = axis.twinx()
+        held.step(
+            [1e3 * at for at, _ in events["held"]], [n / 1e6 for _, n in events["held"]], where="post", color="0.4", lw=0.8
+        )
+        held.set_ylim(0, 1.15 * budget / 1e6)
+        held.set_ylabel("held, MB")
+        axis.set_yticks([0.5, 1.5], ["loads", "layers"])
+        axis.set_title(f"{strategy}: first answer after {1e3 * events['integrated']:.0f} ms", loc="left", fontsize=10)
+    axes[-1].set_xlabel("ms since the session was opened")
+    disk = "dropped from the page cache" if "cold" in args.disk else "cached"
+    figure.suptitle(f"{model.parent.name}, budget {budget / 1e6:.0f} MB, {args.device}, file {disk}")
+    figure.savefig(path, dpi=110)
+    print(f"\nwrote {path}")
+
+
+def main() -> None:
+    """Measure every model found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zoo", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--budgets", nargs="*", default=[], help="for instance 128MB; default: 1/4 and 1/2 of the weights")
+    parser.add_argument("--disk", nargs="*", default=["cached", "cold"], choices=("cached", "cold"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    found = {name: args.zoo / name / "model.onnx" for name in args.models if (args.zoo / name / "model.onnx").is_file()}
+    if not found:
+        parser.error(f"none of {', '.join(args.models)} is in {args.zoo}; export one with `flashmem zoo export`")
+    print(f"flashmem {flashmem.__version__}, device {args.device}, medians of {args.runs} fresh processes")
+    results = []
+    for number, (name, model) in enumerate(found.items()):
+        with tempfile.TemporaryDirectory(prefix="flashmem-strategies-") as folder:
+            weights = weights_of(flashmem.compile(model, Path(folder) / "whole.flashmem", device=args.device))
+            budgets = [parse_size(text) for text in args.budgets] or [weights // 4, weights // 2]
+            for budget in budgets:
+                for disk in args.disk:
+                    results.append(measure(name, model, Path(folder), budget, disk, args))
+                    show(results[-1])
+            if args.plot and number == 0:
+                plot(args.plot, model, Path(folder), budgets[0], args)
+    summarise(results)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
