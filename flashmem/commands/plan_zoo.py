@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,12 +76,25 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         yield
         seconds[step] = time.monotonic() - begun
 
-    with timed("fuse"):
-        graph = assign_layouts(normalize(graph))
-        layers = fuse(graph)
-    with timed("generate"):
-        program = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES).program
-    with timed("plan_and_check"):
-        plan = make_plan(program, descriptor, mode, limits)
+    with _no_collection():
+        with timed("fuse"):
+            graph = assign_layouts(normalize(graph))
+            layers = fuse(graph)
+        with timed("generate"):
+            program = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES).program
+        with timed("plan_and_check"):
+            plan = make_plan(program, descriptor, mode, limits)
     seconds["total"] = sum(seconds.values())
     return ZooPlan(name, descriptor, program, plan, seconds)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leaves the collector of reference cycles out: it would walk 10^6 objects, all of them in use, again and again."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
