@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--mapped", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--mode", default="auto")
-    parser.add_argument("--strategy", default="stream")
+    parser.add_argument("--strategy", default="auto")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--cold", type=Path, nargs="*", default=[])
     parser.add_argument("--outputs", type=Path)

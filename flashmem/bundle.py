@@ -240,16 +240,7 @@ class BundleWriter:
             for name, content in contents.items():
                 _write_file(self._folder / name, content)
             self._folder.chmod(0o755)  # mkdtemp made it private
-            self._put_in_place()
-
-    def _put_in_place(self) -> None:
-        if self.path.exists():
-            aside = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-old-", dir=self.path.parent))
-            self.path.replace(aside / "bundle")
-            self._folder.replace(self.path)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            self._folder.replace(self.path)
+            _put_in_place(self._folder, self.path)
 
     @contextmanager
     def _cleaned_up(self) -> Iterator[None]:
@@ -271,6 +262,56 @@ class BundleWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._discard()
+
+
+def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any]) -> Bundle:
+    """The same bundle, opened anew, with another plan of its program and other `meta`; all other files stay as they are.
+
+    A second folder is made beside it, in which only plan and manifest are new, and takes its place when it is whole.
+
+    Raises:
+        UserError: the disk is full or fails; the bundle stays as it was.
+        BundleError: the plan is not one of the bundle's program.
+    """
+    check_bundle(bundle.program, plan)
+    manifest = _read_manifest(bundle.path)
+    content = json.dumps(plan.to_json(), separators=(",", ":")).encode()
+    manifest["files"]["plan.json"] = _fingerprint(content)
+    manifest["meta"] = dict(meta)
+    new = {"plan.json": content, MANIFEST: json.dumps(manifest, indent=2).encode()}
+    with _disk_errors(bundle.path):
+        folder = Path(tempfile.mkdtemp(prefix=f".{bundle.path.name}-", dir=bundle.path.parent))
+        try:
+            for name in (*SMALL_FILES, WEIGHTS):
+                if name not in new:
+                    _link_or_copy(bundle.path / name, folder / name)
+            for name, text in new.items():
+                _write_file(folder / name, text)
+            folder.chmod(0o755)
+            _put_in_place(folder, bundle.path)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    return Bundle.open(bundle.path)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Two names for one file where the file system has such a thing, else a copy."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _put_in_place(folder: Path, path: Path) -> None:
+    """`folder` becomes `path`; what was there stays whole until then."""
+    if path.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
+        path.replace(aside / "bundle")
+        folder.replace(path)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        folder.replace(path)
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | simulate | sweep | profile | zoo | demo`.
 
 Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
 command is chosen, and `run` of a bundle imports the online half only.
@@ -60,10 +60,31 @@ class Objective(StrEnum):
 
 
 class Strategy(StrEnum):
-    """When weights are loaded."""
+    """When weights are loaded: as planned, or as a simpler strategy would."""
 
     STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
+
+
+class RunStrategy(StrEnum):
+    """The same, and everything before the first layer."""
+
+    STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
     PRELOAD = "preload"
+
+
+class Disk(StrEnum):
+    """Where the weight file is before a simulated run."""
+
+    COLD = "cold"
+    CACHED = "cached"
 
 
 Size = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False)]
@@ -92,6 +113,17 @@ ModeOption = Annotated[Mode | None, typer.Option(help="How weights reach the ker
 ObjectiveOption = Annotated[
     Objective | None, typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto")
 ]
+StrategyOption = Annotated[
+    Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+]
+RunStrategyOption = Annotated[
+    RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+]
+Unfusion = Annotated[
+    bool | None, typer.Option("--unfusion/--no-unfusion", help="Split fused layers where the plan gains.", show_default="on")
+]
+Mu = Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")]
+Alpha = Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
 
@@ -122,6 +154,10 @@ def _compile_options(
     memory_path: MemoryPath | None,
     mode: Mode | None,
     objective: Objective | None,
+    strategy: Strategy | None,
+    unfusion: bool | None,
+    mu: float | None,
+    alpha: float | None,
 ) -> CompileOptions:
     """The options as plain strings: beyond this module nobody knows the command line's enumerations."""
     return CompileOptions(
@@ -136,6 +172,10 @@ def _compile_options(
         memory_path=memory_path and memory_path.value,
         mode=mode and mode.value,
         objective=objective and objective.value,
+        strategy=strategy and strategy.value,
+        unfusion=unfusion,
+        mu=mu,
+        alpha=alpha,
     )
 
 
@@ -164,11 +204,18 @@ def compile_(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    strategy: StrategyOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Compile a model into a bundle, and print the bundle's path."""
     from flashmem.commands.compiling import compile_here
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
+        unfusion, mu, alpha,
+    )  # fmt: skip
     print(compile_here(model, output, options).path)
 
 
@@ -183,7 +230,10 @@ def run(
         Path | None, typer.Option("--model", metavar="model.onnx", help="The original of a bundle, for --verify.")
     ] = None,
     json: Json = False,
-    strategy: Annotated[Strategy, typer.Option(help="When weights are loaded.")] = Strategy.STREAM,
+    strategy: RunStrategyOption = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Plan again with the times of these runs, and keep the plan in the bundle.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
     trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
     device: Device = None,
@@ -197,12 +247,19 @@ def run(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
-    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, strategy.value, seed, trace))
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, None,
+        unfusion, mu, alpha,
+    )  # fmt: skip
+    chosen = strategy and strategy.value
+    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn))
 
 
 @app.command()
@@ -221,12 +278,147 @@ def plan(
     memory_path: MemoryPathOption = None,
     mode: ModeOption = None,
     objective: ObjectiveOption = None,
+    strategy: StrategyOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
 ) -> None:
     """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
     from flashmem.commands.plan import show_plan
 
-    options = _compile_options(device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
+        unfusion, mu, alpha,
+    )  # fmt: skip
     show_plan(model, options, as_json=json, show_all=show_all)
+
+
+@app.command()
+def profile(
+    device: Device = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, over all calls that resume.")] = 15.0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where the descriptor, the model and the dataset go.")
+    ] = Path(),
+    name: Annotated[str, typer.Option(help="Name of the files.", show_default="the descriptor's")] = "",
+    model: Annotated[
+        list[Path] | None, typer.Option(metavar="model.onnx", help="Measure this model's launches too; repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on with an interrupted profile, or begin anew.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the kernels that are drawn.")] = 0,
+    dataset: Annotated[
+        Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train anew on this dataset.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="With --dataset: judge predictions, and train nothing.")] = False,
+    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="With --report: draw figures into this folder.")] = None,
+) -> None:
+    """Measure a device, train its capacity model, and print the path of the descriptor written."""
+    from flashmem.commands.profile import profile_device, report_on, retrain_model
+    from flashmem.errors import UserError
+
+    if (report and dataset is None) or (figures is not None and not report):
+        raise UserError("--report needs --dataset, and --figures needs --report; name the dataset that a profile wrote")
+    if report and dataset is not None:
+        report_on(dataset, figures)
+    elif dataset is not None:
+        print(retrain_model(dataset))
+    else:
+        models = tuple(model or ())
+        print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))
+
+
+@app.command()
+def simulate(
+    model: ModelArgument,
+    disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
+    strategy: RunStrategyOption = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="out.png", help="Where to draw work and memory over time (needs the plots extra).")
+    ] = None,
+    json: Json = False,
+    device: Device = None,
+    budget: Budget = None,
+    m_peak: MPeak = None,
+    lambda_: Lambda = None,
+    chunk: Chunk = None,
+    precision: PrecisionOption = None,
+    shape: Shape = None,
+    preload: Preload = None,
+    memory_path: MemoryPathOption = None,
+    mode: ModeOption = None,
+    objective: ObjectiveOption = None,
+    unfusion: Unfusion = None,
+    mu: Mu = None,
+    alpha: Alpha = None,
+) -> None:
+    """Predict latency and memory of a plan on a described device, which need not be here."""
+    from flashmem.commands.simulate import options_of, simulate_model
+
+    everything = strategy == RunStrategy.PRELOAD
+    planned = None if strategy is None or everything else Strategy(strategy.value)
+    options = _compile_options(
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, planned,
+        unfusion, mu, alpha,
+    )  # fmt: skip
+    simulate_model(model, options, options_of(disk.value, "preload" if everything else "stream", json, timeline))
+
+
+@app.command()
+def sweep(
+    models: Annotated[list[Path], typer.Argument(metavar="MODEL...", help=".onnx models, or bundles.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="sweep.csv", help="Rows are added here as they finish.")
+    ] = Path("sweep.csv"),
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="sweep.png", help="Draws latency against memory here and, beside it, against preloading."),
+    ] = None,
+    m_peak: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on weights in flight.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on all memory.")] = None,
+    lambda_: Annotated[
+        str, typer.Option("--lambda", metavar="NUMBER,...", help="Weights of preloading against loading early.")
+    ] = "0.9",
+    mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0.1",
+    precision: Annotated[str, typer.Option(metavar="NAME,...", help="How weights are stored: fp32, fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
+    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
+    shape: Shape = None,
+    objective: Annotated[Objective, typer.Option(help="auto: latency for a --budget, paper for an --m-peak.")] = Objective.AUTO,
+    mode: Annotated[Mode, typer.Option(help="How weights reach the kernels.")] = Mode.AUTO,
+    disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
+    measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh processes for each measured point; medians are kept.")] = 3,
+    executor: Annotated[str, typer.Option(metavar="local|dask|ray", help="Where points are simulated.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the dask or ray cluster.", show_default="as configured")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="half the cores")] = None,
+) -> None:
+    """Plan, and simulate or measure, a grid of limits and parameters over models and devices; resumable."""
+    from flashmem.commands.sweep import SweepOptions
+    from flashmem.commands.sweep import sweep as run_sweep
+
+    run_sweep(
+        SweepOptions(
+            models=tuple(models),
+            output=output,
+            plot=plot,
+            m_peak=m_peak,
+            budget=budget,
+            lambda_=lambda_,
+            mu=mu,
+            precision=precision,
+            device=device,
+            chunk=chunk,
+            shape=tuple(shape or ()),
+            objective=objective.value,
+            mode=mode.value,
+            disk=disk.value,
+            measured=measured,
+            runs=runs,
+            executor=executor,
+            address=address,
+            jobs=jobs,
+        )
+    )
 
 
 @zoo.command("list")

@@ -7,14 +7,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
-from flashmem.codegen.program import generate
+from flashmem.codegen.program import Generated, generate
 from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
 from flashmem.errors import MissingFileError, NoDeviceError, UserError
 from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_external import model_files
@@ -23,11 +24,12 @@ from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.paths import cache_folder
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan
-from flashmem.planning.planner import Limits, make_plan
+from flashmem.planning.plan import Objective, OverlapPlan, Strategy
+from flashmem.planning.planner import Limits, make_plan, planning_problem
 from flashmem.program import MemoryPath, Program
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
+from flashmem.unfusion import Cuts, Road, refine
 from flashmem.units import parse_size
 
 Progress = Callable[[str, float], None]
@@ -62,6 +64,10 @@ def compile(
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
     objective: Objective | Literal["auto"] = "auto",
+    strategy: Strategy = "stream",
+    unfusion: bool = True,
+    mu: float = 0.1,
+    alpha: float = 0.1,
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -80,6 +86,10 @@ def compile(
         memory_path: where weights are read from; "auto" takes the device's first.
         mode: how weights travel; "auto" takes the first the device has on that path.
         objective: "latency" (default unless `m_peak` is given) or "paper".
+        strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, to compare with.
+        unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
+        mu: weight of loading distance when fused layers are ranked for a split.
+        alpha: the least gain in load capacity, as a share, for which a fused layer is split.
         progress: called with a stage and the fraction done.
 
     Raises:
@@ -89,6 +99,8 @@ def compile(
     model = Path(model)
     if not model.is_file():
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
+    if strategy not in get_args(Strategy):
+        raise UserError(f"strategy {strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
     descriptor = find_descriptor(device)
     if memory_path != "auto":
         descriptor = descriptor.on_path(memory_path)
@@ -102,6 +114,10 @@ def compile(
             lambda_=lambda_,
             objective=objective,
             preload=tuple(preload),
+            strategy=strategy,
+            unfusion=unfusion,
+            mu=mu,
+            alpha=alpha,
         ),
         precision,
         dict(shapes or {}),
@@ -114,18 +130,52 @@ def compile(
 
 def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
     told("import", 0.0)
-    graph = import_model(model, options.shapes, why_unsupported)
-    collect_unsupported(graph, why_unsupported)
-    graph = assign_layouts(normalize(graph))
-    generated = generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+    graph = read_graph(model, options)
     told("plan", 0.0)
-    plan = plan_program(generated.program, options)
+    generated, plan = refine(graph, _road(graph, options), options.limits, options.mode, _chunk_seconds(options))
     with BundleWriter(output) as bundle:
         generated.weights.write(
             bundle, lambda name, nbytes: told("pack weights", bundle.size / generated.program.weights_bytes)
         )
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
+
+
+def read_graph(model: Path, options: Options) -> Graph:
+    """The graph of `model` as layers are fused from it. No weight is read.
+
+    Raises:
+        UserError: the model cannot be read, or not run.
+    """
+    graph = import_model(model, options.shapes, why_unsupported)
+    collect_unsupported(graph, why_unsupported)
+    return assign_layouts(normalize(graph))
+
+
+def generate_program(model: Path, options: Options) -> Generated:
+    """The program of `model`, fused as far as it goes."""
+    graph = read_graph(model, options)
+    return generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+
+
+def _road(graph: Graph, options: Options) -> Road:
+    """From the graph to a program and its plan, for the cuts that adaptive unfusion tries."""
+    descriptor, limits = options.descriptor, options.limits
+
+    def program(cuts: Cuts) -> Generated:
+        layers = fuse(graph, cuts)
+        return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+
+    return Road(
+        program,
+        lambda program: planning_problem(program, descriptor, options.mode, limits),
+        lambda program: plan_program(program, options),
+    )
+
+
+def _chunk_seconds(options: Options) -> float:
+    """What moving one chunk takes where nothing hides it."""
+    return options.limits.chunk / options.descriptor.rates.copy_bandwidth
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:
@@ -166,6 +216,7 @@ def _about(model: Path, options: Options) -> dict[str, object]:
         "model_path": str(model.resolve()),
         "budget_bytes": options.limits.budget,
         "mode": options.mode,
+        "limits": asdict(options.limits),
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},
     }
 

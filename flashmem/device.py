@@ -70,6 +70,7 @@ class DeviceDescriptor:
     max_alloc_bytes: int = 1 << 30
     tile: Tile = field(default_factory=Tile)
     rates: Rates = field(default_factory=Rates)
+    capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -124,6 +125,7 @@ def load_descriptor(name_or_path: str) -> DeviceDescriptor:
         MissingFileError: neither a known name nor a file.
         UserError: not a descriptor.
     """
+    folder: Path | None = None
     if name_or_path in descriptor_names():
         text = read_text("devices", f"{name_or_path}.toml")
     else:
@@ -131,9 +133,12 @@ def load_descriptor(name_or_path: str) -> DeviceDescriptor:
         if not path.is_file():
             known = ", ".join(descriptor_names())
             raise MissingFileError(f"no device descriptor {name_or_path!r}; name a TOML file or one of: {known}")
-        text = path.read_text(encoding="utf-8")
+        text, folder = path.read_text(encoding="utf-8"), path.parent.absolute()
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name_or_path} is not valid TOML: {error}") from error
-    return DeviceDescriptor.from_dict(data, where=name_or_path)
+    descriptor = DeviceDescriptor.from_dict(data, where=name_or_path)
+    if folder is not None and descriptor.capacity_model:
+        return replace(descriptor, capacity_model=str(folder / descriptor.capacity_model))
+    return descriptor

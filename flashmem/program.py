@@ -67,6 +67,27 @@ class Arg:
 
 
 @dataclass(frozen=True)
+class KernelShape:
+    """What a kernel does, beyond its arithmetic and its bytes: what a measured predictor tells kernels apart by.
+
+    `rows` x `columns` elements are written, each from `depth` elements (1 where nothing is summed). Source elements lie in
+    runs of `run` neighbours; after a run, or between elements if it is 1, the address jumps by `stride` elements. A load
+    takes `vector` elements. Each written element passes `simple_ops` elementwise operators and `special_ops` transcendental
+    ones.
+    """
+
+    family: str = ""  # the template: matmul, conv, elementwise ...
+    rows: int = 1
+    columns: int = 1
+    depth: int = 1
+    run: int = 1
+    stride: int = 1
+    vector: int = 1
+    simple_ops: int = 0
+    special_ops: int = 0
+
+
+@dataclass(frozen=True)
 class Launch:
     """Layer ℓ: one kernel launch. `macs` and `bytes` (activations read and written) describe its cost to the planner.
 
@@ -83,6 +104,7 @@ class Launch:
     operators: tuple[str, ...]  # the ONNX nodes fused into it, for plans a person reads
     macs: int
     bytes: int
+    shape: KernelShape = KernelShape()
 
 
 @dataclass(frozen=True)
@@ -157,7 +179,9 @@ class Program:
         def each(kind: type, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
 
-        launches = [{**row, "args": each(Arg, row["args"])} for row in data["launches"]]
+        launches = [
+            {**row, "args": each(Arg, row["args"]), "shape": KernelShape(**row.get("shape", {}))} for row in data["launches"]
+        ]
         return cls(
             **{
                 **data,

@@ -1,4 +1,4 @@
-"""Files that ship with flashmem but are not Python: kernel templates and device descriptors.
+"""Files that ship with flashmem but are not Python: kernel templates, device descriptors and their trained models.
 
 In a checkout they stand beside the package, in a wheel inside it; `flashmem/__init__.py` makes both look the same.
 """
@@ -22,6 +22,15 @@ def read_text(folder: Folder, path: str) -> str:
     for part in PurePosixPath(path).parts:
         file = file / part  # one at a time: Python 3.11's namespace folders take no more
     return file.read_text(encoding="utf-8")
+
+
+def read_bytes(folder: Folder, path: str) -> bytes:
+    """The content of `path` directly inside `folder`.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    return (resources.files(f"flashmem.{folder}") / path).read_bytes()
 
 
 def names(folder: Folder, suffix: str) -> tuple[str, ...]:

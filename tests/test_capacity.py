@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashmem.capacity.classes import THRESHOLDS, classify, classify_group, load_capacity, predict_seconds
+from flashmem.capacity.classes import THRESHOLDS, classify, classify_group, predict_seconds
+from flashmem.capacity.model import Roofline, load_capacity
 from flashmem.device import DeviceDescriptor, Rates
 from flashmem.planning.problem import build_problem
 from flashmem.program import Arg, Launch, OperatorClass, Program, Slice
@@ -41,10 +42,11 @@ def test_latency_is_the_slower_of_arithmetic_and_traffic() -> None:
 
 
 def test_capacity_is_what_can_be_copied_within_the_threshold() -> None:
+    roofline = Roofline(DEVICE)
     # 1.01 ms; of that 20 % at 4 GB/s is 808 000 bytes, 300 % is 12 120 000
-    assert load_capacity(launch("reusable", 50_000_000, 0), DEVICE, 100_000) == 8
-    assert load_capacity(launch("elemental", 50_000_000, 0), DEVICE, 100_000) == 121
-    assert load_capacity(launch("hierarchical", 50_000_000, 0), DEVICE, 1) == 0
+    assert load_capacity(roofline, launch("reusable", 50_000_000, 0), 0, 100_000, "map") == 8
+    assert load_capacity(roofline, launch("elemental", 50_000_000, 0), 0, 100_000, "map") == 121
+    assert load_capacity(roofline, launch("hierarchical", 50_000_000, 0), 0, 1, "map") == 0
     assert THRESHOLDS == {"hierarchical": 0.0, "reusable": 0.2, "elemental": 3.0}
 
 

@@ -1,12 +1,11 @@
-"""Operator classes and the plain load capacity: what a layer can stream while it computes (FlashMem sections 4.2, Table 5).
+"""Operator classes and their thresholds (FlashMem section 4.2, Table 5), and the roofline over a device's rates.
 
-A layer may be slowed down by a share of its own latency that depends on its class; what can be copied in that time is its
-load capacity C_l. Latency here is a roofline over the device's rates; a measured predictor takes its place where one exists.
+A layer may be slowed down by a share of its own latency that depends on its class; what can be streamed in that time is its
+load capacity C_l (capacity/model.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -65,9 +64,3 @@ def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: 
     arithmetic = 2 * launch.macs / rates.gemm_flops
     traffic = (launch.bytes + weight_bytes) / rates.memory_bandwidth
     return max(arithmetic, traffic) + rates.launch_seconds
-
-
-def load_capacity(launch: Launch, descriptor: DeviceDescriptor, chunk_bytes: int, weight_bytes: int = 0) -> int:
-    """C_l: whole chunks of `chunk_bytes` that can be copied within the slowdown the launch's class may take."""
-    seconds = THRESHOLDS[launch.operator_class] * predict_seconds(launch, descriptor, weight_bytes)
-    return math.floor(seconds * descriptor.rates.copy_bandwidth / chunk_bytes)

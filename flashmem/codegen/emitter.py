@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
-from flashmem.graph.operators.elementwise import VectorType
-from flashmem.program import TENSOR_ALIGNMENT, Arg, Launch, MemoryPath, OperatorClass, Slice
+from flashmem.graph.operators import is_elementwise
+from flashmem.graph.operators.elementwise import SPECIAL, VectorType
+from flashmem.program import TENSOR_ALIGNMENT, Arg, KernelShape, Launch, MemoryPath, OperatorClass, Slice
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
@@ -119,12 +120,16 @@ class Emitter:
         items: Sequence[int],
         local: Sequence[int],
         operator_class: OperatorClass,
+        shape: KernelShape,
         *,
         macs: int = 0,
         nbytes: int = 0,
         part: str = "",
     ) -> None:
         """One layer of the program: `items` work-items in each direction, rounded up to whole work-groups."""
+        finishing = [node for node in layer.nodes if is_elementwise(node)]
+        special = sum(node.op in SPECIAL for node in finishing)
+        family = kernel.rsplit("_", 1)[0]
         self.launches.append(
             Launch(
                 name=(layer.main.name or layer.output.name) + part,
@@ -136,6 +141,7 @@ class Emitter:
                 operators=tuple(node.name for node in layer.nodes),
                 macs=macs,
                 bytes=nbytes or sum(4 * v.size for v in (*layer.main.inputs, layer.output) if v is not None),
+                shape=replace(shape, family=family, simple_ops=len(finishing) - special, special_ops=special),
             )
         )
 

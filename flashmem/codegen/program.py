@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter, tensor_bytes
 from flashmem.codegen.emitters import EMITTERS
@@ -15,18 +16,19 @@ from flashmem.codegen.row_gather import host_indices, place_rows
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.ir import Graph, GraphPort, Node, Value
 from flashmem.planning.memory_layout import Interval, lay_out
 from flashmem.program import TENSOR_ALIGNMENT, Port, Program, RowGather, Source, Tensor
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A program, the OpenCL C of its kernels, and its weights, not yet read."""
+    """A program, the OpenCL C of its kernels, its weights, not yet read, and (in memory, as bytes) its resident constants."""
 
     program: Program
     source: Source
     weights: PackingList
+    constants: NDArray[np.uint8]
 
 
 def generate(
@@ -42,7 +44,8 @@ def generate(
     half = precision == "fp16"
     lane = "buffer" if path == "buffer" else "half" if half else "float"
     emitter = Emitter(descriptor, path, half, slice_bytes, KernelLibrary(lane))
-    layers = [*layers, *_output_copies(graph, emitter)]
+    results, copies = _results(graph, emitter)
+    layers = [*layers, *copies]
     gathered: dict[Value, tuple[Node, str]] = {}
     for layer in layers:
         indices = host_indices(layer.main, graph)
@@ -56,7 +59,7 @@ def generate(
     ]
     # An input that no kernel reads (it only picks rows, or nothing) has no tensor.
     inputs = [Port(port.name, port.value.shape, port.dtype, emitter.known(port.value)) for port in graph.inputs]
-    outputs = [Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value)) for port in graph.outputs]
+    outputs = [Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value)) for port in results]
     tensors, arena_bytes = _arena(emitter, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     [constants_offset] = emitter.weights.place("constants", [constants.nbytes], lambda: [constants])
@@ -74,21 +77,21 @@ def generate(
         constants_bytes=constants.nbytes,
         weights_bytes=emitter.weights.size,
     )
-    return Generated(program, emitter.kernels.source(), emitter.weights)
+    return Generated(program, emitter.kernels.source(), emitter.weights, constants)
 
 
-def _output_copies(graph: Graph, emitter: Emitter) -> list[Layer]:
-    """An output that is an input or a constant as it stands is copied, so that every output has a tensor of its own."""
-    copies, seen = [], set()
+def _results(graph: Graph, emitter: Emitter) -> tuple[list[GraphPort], list[Layer]]:
+    """The outputs, each with a tensor of its own: one that is an input or a constant as it stands is copied, by a layer."""
+    results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
-    for i, port in enumerate(graph.outputs):
-        root = emitter.root(port.value)
+    for port in graph.outputs:
+        root, value = emitter.root(port.value), port.value
         if root in inputs or root.constant is not None or root in seen:
-            copy = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
-            copies.append(Layer(Node("Identity", f"{port.name}.copy", [port.value], [copy])))
-            graph.outputs[i] = type(port)(port.name, port.dtype, copy)
+            value = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
+            copies.append(Layer(Node("Identity", f"{port.name}.copy", [port.value], [value])))
+        results.append(GraphPort(port.name, port.dtype, value))
         seen.add(root)
-    return copies
+    return results, copies
 
 
 def _arena(

@@ -35,6 +35,10 @@ class CompileOptions:
     memory_path: str | None = None
     mode: str | None = None
     objective: str | None = None
+    strategy: str | None = None
+    unfusion: bool | None = None
+    mu: float | None = None
+    alpha: float | None = None
 
     def check(self) -> None:
         """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
@@ -56,7 +60,9 @@ class CompileOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             for item in value if isinstance(value, tuple) else (value,):
-                if item is not None:
+                if isinstance(item, bool):
+                    written.append(f"--{'' if item else 'no-'}{_flag(field.name)}")
+                elif item is not None:
                     written.append(f"--{_flag(field.name)}={item}")
         return written
 
@@ -114,7 +120,10 @@ def bundle_of(model: Path, options: CompileOptions) -> Path:
     return model
 
 
-_PASSED_ON = ("device", "budget", "m_peak", "lambda_", "chunk", "precision", "memory_path", "mode", "objective")
+_PASSED_ON = (
+    "device", "budget", "m_peak", "lambda_", "chunk", "precision", "memory_path", "mode", "objective", "strategy", "unfusion",
+    "mu", "alpha",
+)  # fmt: skip
 _RUN_TIME = ("--device", "--budget", "--mode")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -17,7 +17,7 @@ from flashmem.commands.inputs import complete_inputs, read_inputs, write_outputs
 from flashmem.commands.plan import summary
 from flashmem.commands.trace import write_trace
 from flashmem.commands.verify import TOLERANCE, Verification, compare, reference
-from flashmem.console import emit_json, print_facts, waiting
+from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.runtime.report import RunReport
@@ -35,9 +35,10 @@ class RunOptions:
     verify: bool = False
     reference: Path | None = None
     json: bool = False
-    strategy: str = "stream"
+    strategy: str | None = None
     seed: int = 0
     trace: Path | None = None
+    learn: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Outcome:
 
     bundle: Bundle
     device: str
-    transfer_mode: str
+    transfer_mode: TransferMode
+    strategy: str
     outputs: list[NDArray[Any]]
     reports: list[RunReport]
 
@@ -61,9 +63,13 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     for path, flag in ((options.output, "--output"), (options.trace, "--trace")):
         if path is not None:
             check_target(path, flag)
+    if options.learn and options.strategy == "preload":
+        raise UserError("--learn needs runs that stream; leave --strategy preload out")
     given = read_inputs(options.input) if options.input else {}
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
+    if not model.is_dir() and options.strategy != "preload":
+        compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
     bundle = Bundle.open(bundle_of(model, compiling))
     inputs = complete_inputs(bundle.program, given, options.seed)
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
@@ -73,6 +79,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         write_outputs(options.output, names, outcome.outputs)
     if options.trace is not None:
         write_trace(options.trace, outcome.reports[0])
+    if options.learn:
+        _learn(outcome)
     verification = None
     if options.verify:
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
@@ -98,9 +106,9 @@ def _run(
             bundle,
             device=_device(compiling),
             mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses what it does not know
-            strategy=cast(Strategy, options.strategy),
+            strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
-            trace=options.trace is not None,
+            trace=options.trace is not None or options.learn,
         ) as session,
     ):
         for _ in range(options.repeat):
@@ -111,7 +119,25 @@ def _run(
             assert session.last_run is not None
             reports.append(session.last_run)
         device = f"{session.device.platform}: {session.device.name}"
-        return Outcome(bundle, device, session.mode, outputs, reports)
+        return Outcome(bundle, device, session.mode, session.strategy, outputs, reports)
+
+
+def _learn(outcome: Outcome) -> None:
+    """Plans again with what the runs measured. After the session, whose memory was reported: this loads the offline half.
+
+    Raises:
+        UserError: the offline half is not installed, or the bundle cannot be planned again.
+    """
+    try:
+        from flashmem.learn import learn
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flashmem"):
+            raise
+        raise UserError(f"--learn needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
+    before = outcome.bundle.plan
+    after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
+    moved = sum(a.load_layer != b.load_layer for a, b in zip(before.weights, after.weights, strict=True))
+    say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
 
 
 def _device(compiling: CompileOptions) -> str:
@@ -131,7 +157,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
         "device": outcome.device,
         "memory_path": outcome.bundle.program.memory_path,
         "transfer_mode": outcome.transfer_mode,
-        "strategy": options.strategy,
+        "strategy": outcome.strategy,
         "precision": outcome.bundle.program.precision,
         "latency_ms": {name: 1e3 * seconds for name, seconds in latency.items()},
         "memory": {
@@ -159,7 +185,7 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     process = "" if memory.process_peak_rss_bytes is None else f"; process {format_size(memory.process_peak_rss_bytes)}"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
-    how = f"{outcome.bundle.program.memory_path} path, mode {outcome.transfer_mode}, {options.strategy}"
+    how = f"{outcome.bundle.program.memory_path} path, mode {outcome.transfer_mode}, {outcome.strategy}"
     facts = {
         "device": f"{outcome.device}, {how}",
         "first answer": answer + (f", later ones {1e3 * _warm(later):.1f} ms" if later else ""),

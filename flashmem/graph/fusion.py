@@ -7,6 +7,7 @@ residual sums run in registers, in the producer's epilogue.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from flashmem.graph.ir import Graph, Node, Value
@@ -50,29 +51,34 @@ class Layer:
         return list(found)
 
 
-def fuse(graph: Graph) -> list[Layer]:
-    """The layers of `graph` in execution order. Reshapes are no layers: they move no data."""
+def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
+    """The layers of `graph` in execution order. Reshapes are no layers: they move no data.
+
+    `cuts`: operators that join no tail; an elementwise one begins a layer of its own, with a tail of its own.
+    """
     consumers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
     position = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[Node] = set()
+    cut = set(cuts)
     layers: list[Layer] = []
     # From the last to the first, so that a sum of two branches ends the one that is computed later.
     for node in reversed(graph.nodes):
         if node in taken or node.op == "Reshape" or is_elementwise(node):
             continue
-        layers.append(_grow(Layer(node), position, consumers, outputs, taken))
+        layers.append(_grow(Layer(node), position, consumers, outputs, taken | cut))
+        taken.update(layers[-1].nodes)
     for node in graph.nodes:
         if is_elementwise(node) and node not in taken:
-            layers.append(_grow(Layer(node), position, consumers, outputs, taken))
+            layers.append(_grow(Layer(node), position, consumers, outputs, taken | cut))
+            taken.update(layers[-1].nodes)
     return sorted(layers, key=lambda layer: position[layer.nodes[-1]])
 
 
 def _grow(
     layer: Layer, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
 ) -> Layer:
-    """The longest tail after which one value is all that the rest of the graph sees."""
-    taken.add(layer.main)
+    """The longest tail without `taken` nodes after which one value is all that the rest of the graph sees."""
     if not (layer.main.op in WITH_TAIL or is_elementwise(layer.main)):
         return layer
     domain = layer.main.outputs[0]
@@ -96,7 +102,6 @@ def _grow(
         if escaping == [node.outputs[0]] and len(Layer(layer.main, trial).operands()) <= MAX_OPERANDS:
             best = list(trial)
     layer.tail = best
-    taken.update(best)
     return layer
 
 

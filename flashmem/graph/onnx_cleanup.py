@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import onnx
@@ -67,6 +67,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
         if defined:
             proto = ir.to_proto(model)
+            _write_out_defaults(proto, defined)
             proto = onnx.inliner.inline_selected_functions(proto, [("", op) for op in defined], inline_schema_functions=True)
             model = ir.from_proto(proto)
             _simplify(model)
@@ -129,6 +130,18 @@ def _has_definition(op: str, opset: int) -> bool:
     except onnx.defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
+
+
+def _write_out_defaults(proto: onnx.ModelProto, ops: Collection[str]) -> None:
+    """Give nodes of `ops` the attributes they leave to their schema: ONNX's inliner drops what a definition says of those."""
+    opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    for node in proto.graph.node:
+        if node.op_type in ops and node.domain in ("", "ai.onnx"):
+            given = {attribute.name for attribute in node.attribute}
+            schema = onnx.defs.get_schema(node.op_type, opset)
+            for name, attribute in schema.attributes.items():
+                if name not in given and attribute.default_value.type:
+                    node.attribute.append(attribute.default_value)
 
 
 @contextmanager

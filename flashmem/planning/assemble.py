@@ -74,5 +74,5 @@ def assemble(
         solve_seconds=time.monotonic() - started,
         lambda_=lambda_,
         expected_slowdown=max(0.0, seconds / fastest - 1) if fastest else 0.0,
-        notes=notes,
+        notes=(*problem.notes, *notes),
     )

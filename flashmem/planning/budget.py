@@ -14,6 +14,9 @@ from flashmem.planning.latency import forced_preload, latency_plan, smallest_m_p
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem
 
+Measure = Callable[[OverlapPlan], int]
+"""The bytes a plan takes in all, in the caller's meaning of a budget."""
+
 _STEPS = 10
 """Halvings of the range of M_peak: the plan uses all but about a thousandth of what it could."""
 
@@ -21,43 +24,69 @@ _STEPS = 10
 def plan_within(
     problem: Problem,
     budget: int,
-    measure: Callable[[OverlapPlan], int],
+    measure: Measure,
     *,
     preload: Collection[str] = (),
     lambda_: float = 0.9,
 ) -> tuple[OverlapPlan, Problem]:
     """The latency plan for the largest M_peak found with `measure(plan) <= budget`, and the problem with that M_peak.
 
-    `measure` gives the bytes a plan takes in all, in the caller's meaning of `budget`; `problem.m_peak` is ignored.
+    `problem.m_peak` is ignored.
 
     Raises:
         BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
     """
-    smallest, binding = smallest_m_peak(problem, preload)
     chosen = forced_preload(problem, preload)
-    streamed = sum(w.nbytes for w in problem.weights if w.name not in chosen)
+    plan = largest_within(
+        problem,
+        budget,
+        measure,
+        lambda limited: latency_plan(limited, preload, lambda_=lambda_),
+        smallest_m_peak(problem, preload),
+        chosen,
+    )
+    return plan, replace(problem, m_peak=plan.m_peak)
 
-    def attempt(m_peak: int) -> tuple[OverlapPlan, Problem, int]:
-        candidate = replace(problem, m_peak=m_peak)
-        plan = latency_plan(candidate, preload, lambda_=lambda_)
-        return plan, candidate, measure(plan)
 
-    low, high = smallest, max(smallest, min(streamed, budget))
-    best = attempt(high)
-    if best[2] <= budget:
-        return best[:2]
-    best = attempt(low)
-    if best[2] > budget:
+def largest_within(
+    problem: Problem,
+    budget: int,
+    measure: Measure,
+    make: Callable[[Problem], OverlapPlan],
+    smallest: tuple[int, str],
+    preload: Collection[str],
+) -> OverlapPlan:
+    """What `make` plans in the largest M_peak found with `measure(plan) <= budget`.
+
+    `smallest`: the least M_peak that `make` takes, and the layer that binds it. `preload`: W, which M_peak does not cover.
+
+    Raises:
+        BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
+    """
+    streamed = sum(w.nbytes for w in problem.weights if w.name not in preload)
+
+    def attempt(m_peak: int) -> tuple[OverlapPlan, int]:
+        plan = make(replace(problem, m_peak=m_peak))
+        return plan, measure(plan)
+
+    low, binding = smallest
+    high = max(low, min(streamed, budget))
+    best, needed = attempt(high)
+    if needed <= budget:
+        return best
+    best, needed = attempt(low)
+    if needed > budget:
         raise BudgetError(
-            f"budget of {budget} bytes is too small: {best[2]} bytes are needed, bound by layer {binding!r} and the loads for "
-            f"the next layer; raise the budget to {best[2]} bytes or more",
-            smallest_bytes=best[2],
+            f"budget of {budget} bytes is too small: {needed} bytes are needed, bound by layer {binding!r} and the loads for "
+            f"the next layer; raise the budget to {needed} bytes or more",
+            smallest_bytes=needed,
             binding=binding,
         )
     for _ in range(_STEPS):
         middle = (low + high) // 2
-        if (found := attempt(middle))[2] <= budget:
-            low, best = middle, found
+        plan, needed = attempt(middle)
+        if needed <= budget:
+            low, best = middle, plan
         else:
             high = middle
-    return best[:2]
+    return best

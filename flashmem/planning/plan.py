@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Objective = Literal["paper", "latency"]
 Status = Literal["OPTIMAL", "FEASIBLE"]
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
+Strategy = Literal["stream", "on-demand", "always-next", "same-op", "resident-first"]
+"""Who decided: "stream" is the planner, the others are baselines to compare it with (planning/baselines.py)."""
 
 
 RELAXING_TIERS: frozenset[Tier] = frozenset({"soft-threshold", "incremental-preload", "greedy"})
@@ -42,7 +44,8 @@ class PlannedWeight:
 
     A preloaded weight (w in W) has `load_layer` 0 and no `moves`; it is resident before layer 1 and to the end of the
     session. Any other is loaded from disk from layer `load_layer` (z_w) on: the loader may start once layer z_w - 1 is done.
-    `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}. It is freed when layer `last_use` is done.
+    `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}. It is freed when layer `last_use` is done. A move at
+    layer `first_use` itself (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
     """
 
     name: str
@@ -114,6 +117,7 @@ class OverlapPlan:
     notes: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()  # weights that the caller wanted in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
+    strategy: Strategy = "stream"
 
     @property
     def gap(self) -> float:
@@ -129,14 +133,15 @@ class OverlapPlan:
     def check(self, problem: Problem, slices: Sequence[Slice] = ()) -> None:
         """Verify the plan against `problem`: C0-C3 (DESIGN section 4; FlashMem section 3), the paper's objective, the layouts.
 
-        With `slices` (the program's) the texture slots are also checked to be large enough for what they hold.
+        With `slices` (the program's) the texture slots are also checked to be large enough for what they hold. Only the
+        strategy "on-demand" may load and move at layer i_w itself, which then waits for it.
 
         Raises:
             PlanViolation: the first thing found wrong.
         """
         self._check_weights(problem)
         for w in self.weights:
-            _check_moves(w)
+            _check_moves(w, w.first_use if self.strategy == "on-demand" else w.first_use - 1)
         self._check_memory(problem)
         self._check_capacities(problem)
         self._check_objective()
@@ -234,8 +239,8 @@ class OverlapPlan:
         )
 
 
-def _check_moves(w: PlannedWeight) -> None:
-    """C0 and C1 of one weight."""
+def _check_moves(w: PlannedWeight, latest: int) -> None:
+    """C0 and C1 of one weight, which is loaded and moved at layer `latest` or before."""
     if w.preload:
         if w.load_layer != 0 or w.moves:
             raise PlanViolation("C0", f"preloaded weight {w.name} is streamed as well")
@@ -245,9 +250,9 @@ def _check_moves(w: PlannedWeight) -> None:
         raise PlanViolation("C0", f"the moves of weight {w.name} are not ascending layers with one or more chunks")
     if sum(chunks for _, chunks in w.moves) != w.chunks:
         raise PlanViolation("C0", f"weight {w.name} moves {sum(n for _, n in w.moves)} chunks of {w.chunks}")
-    if layers and (layers[0] < 1 or layers[-1] >= w.first_use):
-        raise PlanViolation("C0", f"weight {w.name} moves outside layers 1 to {w.first_use - 1}")
-    if not 1 <= w.load_layer < w.first_use or (layers and w.load_layer > layers[0]):
+    if layers and (layers[0] < 1 or layers[-1] > latest):
+        raise PlanViolation("C0", f"weight {w.name} moves outside layers 1 to {latest}")
+    if not 1 <= w.load_layer <= latest or (layers and w.load_layer > layers[0]):
         raise PlanViolation(
             "C1", f"weight {w.name} is loaded at layer {w.load_layer}, after it is moved or used, or before layer 1"
         )

@@ -6,23 +6,29 @@ their padding, staging, activations, constants, and the arrays it hands back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.planning.budget import plan_within
+from flashmem.errors import UserError
+from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
+from flashmem.planning.budget import Measure, plan_within
 from flashmem.planning.latency import smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan
+from flashmem.planning.plan import Objective, OverlapPlan, Strategy
 from flashmem.planning.problem import Problem, build_problem
 from flashmem.program import Program, fixed_bytes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The user's limits and wishes, in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency"."""
+    """The user's limits and wishes, in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency".
+
+    `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion (`flashmem.unfusion`) ranks layers by
+    lambda |W_new| + `mu` times the loading distance, and splits where C_l grows by the share `alpha` at least. The paper names
+    neither value: `mu` is what its objective charges for distance at lambda 0.9, and `alpha` asks for a tenth.
+    """
 
     budget: int | None = None
     m_peak: int | None = None
@@ -30,6 +36,24 @@ class Limits:
     lambda_: float = 0.9
     objective: Objective | Literal["auto"] = "auto"
     preload: tuple[str, ...] = ()
+    strategy: Strategy = "stream"
+    unfusion: bool = True
+    mu: float = 0.1
+    alpha: float = 0.1
+
+    @property
+    def settled_objective(self) -> Objective:
+        """The objective that "auto" stands for, or the one that was named."""
+        if self.objective != "auto":
+            return self.objective
+        return "paper" if self.m_peak is not None and self.budget is None else "latency"
+
+
+def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Problem:
+    """The problem that `make_plan` solves; without an M_peak, all weights may be in flight."""
+    total = sum(part.nbytes for part in program.slices)
+    m_peak = limits.m_peak or max(total, 1)
+    return build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
 
 
 def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -39,35 +63,59 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
         BudgetError: nothing fits; it names the smallest budget (or M_peak) that works, and what binds it.
         UserError: lambda out of range, or an unknown name to preload.
     """
-    total = sum(part.nbytes for part in program.slices)
-    problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=limits.m_peak or max(total, 1))
+    return plan_problem(planning_problem(program, descriptor, mode, limits), program, mode, limits)
+
+
+def plan_problem(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+    """The plan of `problem`, which is `program`'s, as `make_plan` makes it."""
+    if not 0 <= limits.lambda_ <= 1:
+        raise UserError(
+            f"lambda {limits.lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading"
+        )
     preload = _slices_of(program, limits.preload)
-    objective = limits.objective
-    if objective == "auto":
-        objective = "paper" if limits.m_peak is not None and limits.budget is None else "latency"
+    objective = limits.settled_objective
     fixed = fixed_bytes(program)
 
     def measure(plan: OverlapPlan) -> int:
         return fixed + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes
 
+    if limits.strategy != "stream":
+        return _baseline(problem, program, limits, preload, measure)
+    if objective == "latency" and limits.budget is None:
+        return fastest(problem, operators_of(program), preload, limits.lambda_)
     if limits.budget is None:
         return solve(problem, objective=objective, lambda_=limits.lambda_, preload=preload)
     if objective == "latency":
-        return plan_within(problem, limits.budget, measure, preload=preload, lambda_=limits.lambda_)[0]
+        return fastest_within(problem, operators_of(program), limits.budget, measure, preload, limits.lambda_)
     return _paper_plan_within(problem, limits, preload, measure)
 
 
 def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
-    """Slices named by themselves or by their weight; unknown names are passed on, for the planner to refuse."""
+    """Slices named by themselves or by their weight.
+
+    Raises:
+        UserError: a name that is neither's.
+    """
     chosen: set[str] = set()
     for name in names:
-        chosen.update({part.name for part in program.slices if name in (part.name, part.weight)} or {name})
+        meant = {part.name for part in program.slices if name in (part.name, part.weight)}
+        if not meant:
+            raise UserError(f"weight {name!r} cannot be preloaded: the model has no weight of that name; correct the name")
+        chosen |= meant
     return frozenset(chosen)
 
 
-def _paper_plan_within(
-    program_problem: Problem, limits: Limits, preload: frozenset[str], measure: Callable[[OverlapPlan], int]
-) -> OverlapPlan:
+def _baseline(problem: Problem, program: Program, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
+    """The plan of a strategy that others use."""
+    baseline = Baseline(limits.strategy, operators_of(program), preload, limits.lambda_)
+    if limits.budget is not None:
+        return baseline.within(problem, limits.budget, measure)
+    if limits.strategy == "resident-first":
+        raise UserError("strategy resident-first fills a budget; name one with --budget")
+    return baseline.plan(problem)
+
+
+def _paper_plan_within(program_problem: Problem, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
     """The paper's objective under a budget: W and M_peak share it, the largest share for M_peak that works."""
     assert limits.budget is not None
     smallest, _ = smallest_m_peak(program_problem, preload)

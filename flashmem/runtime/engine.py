@@ -16,7 +16,7 @@ from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import Launch, output_bytes, scratch_bytes
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, make_steps
-from flashmem.runtime.lanes import LayerMoves, layer_moves
+from flashmem.runtime.lanes import LayerMoves, layer_moves, needed_slices
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun, Span, planned_frees, planned_loads
 from flashmem.runtime.opencl import Context, Memory
@@ -79,7 +79,7 @@ class Engine:
         staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
         lane = self._lane.program if self._lane is not None else None
-        steps = make_steps(program, self._needs(moves), moves, resources, self._plain.program, lane)
+        steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain.program, lane)
         self._executor = Executor(self._queue, steps)
         ports = {port.tensor for port in (*program.inputs, *program.outputs)} | {g.tensor for g in program.row_gathers}
         self._ports: dict[str, Memory] = {
@@ -116,18 +116,6 @@ class Engine:
         self._file.read_into(view, program.constants_offset)
         self._queue.unmap(view)
         return constants
-
-    def _needs(self, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:
-        """The slices that must be loaded before a layer: those it is the first to use, or to move."""
-        needs: dict[int, list[str]] = {}
-        first_moved: dict[str, int] = {}
-        for layer in sorted(moves):
-            moving = moves[layer]
-            for move in (*((moving.riding,) if moving.riding else ()), *moving.separate):
-                first_moved.setdefault(move.part.name, layer)
-        for w in self._plan.weights:
-            needs.setdefault(first_moved.get(w.name, w.first_use), []).append(w.name)
-        return {layer: tuple(names) for layer, names in needs.items()}
 
     def preload(self) -> None:
         """Make W resident. Raises RunError when a load fails."""

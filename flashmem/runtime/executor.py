@@ -72,16 +72,14 @@ def make_steps(
     for layer, launch in enumerate(program.launches, start=1):
         arguments = [binder.bind(arg) for arg in launch.args]
         moving = moves.get(layer)
-        commands = []
+        commands = [_copy(lane, move, resources) for move in (moving.leading if moving else ())]
         if moving is None or moving.riding is None:
             commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments))
         else:
             assert lane is not None
             arguments += _lane(moving.riding, resources)
             commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments))
-        for move in moving.separate if moving else ():
-            assert lane is not None
-            commands.append(_command(lane, move.copier, (COPY_ITEMS,), None, _lane(move, resources)))
+        commands += [_copy(lane, move, resources) for move in (moving.separate if moving else ())]
         steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
     return steps
 
@@ -90,6 +88,11 @@ def _command(
     program: Program, name: str, size: tuple[int, ...], group: tuple[int, ...] | None, arguments: Sequence[Any]
 ) -> Command:
     return Command(program.kernel(name, arguments), size, group, tuple(arguments))
+
+
+def _copy(lane: Program | None, move: Move, resources: Resources) -> Command:
+    assert lane is not None
+    return _command(lane, move.copier, (COPY_ITEMS,), None, _lane(move, resources))
 
 
 def _lane(move: Move, resources: Resources) -> list[Any]:

@@ -39,23 +39,48 @@ class Move:
 
 @dataclass(frozen=True)
 class LayerMoves:
-    """What moves while one layer computes: in the kernel's own lane, and by launches of their own."""
+    """What moves while one layer computes: in the kernel's own lane, and by launches of their own.
+
+    `leading` moves, by launches of their own too, come before the layer's kernel, which needs what they bring.
+    """
 
     riding: Move | None
     separate: tuple[Move, ...]
+    leading: tuple[Move, ...] = ()
+
+    @property
+    def all(self) -> tuple[Move, ...]:
+        """Every move of the layer."""
+        return (*self.leading, *((self.riding,) if self.riding else ()), *self.separate)
 
 
 def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool) -> dict[int, LayerMoves]:
     """The moves of each layer that has any. `texture`: kernels' lanes write images, so a plain buffer cannot ride along."""
-    by_layer: dict[int, list[Move]] = {}
+    beside: dict[int, list[Move]] = {}
+    before: dict[int, list[Move]] = {}
     for weight in plan.weights:
         for layer, move in _moves(weight, slices[weight.name]):
-            by_layer.setdefault(layer, []).append(move)
+            (before if layer == weight.first_use else beside).setdefault(layer, []).append(move)
     result = {}
-    for layer, moves in by_layer.items():
+    for layer in beside.keys() | before.keys():
+        moves = beside.get(layer, [])
         riding = next((move for move in moves if bool(move.width) == texture), None)
-        result[layer] = LayerMoves(riding, tuple(move for move in moves if move is not riding))
+        separate = tuple(move for move in moves if move is not riding)
+        result[layer] = LayerMoves(riding, separate, tuple(before.get(layer, ())))
     return result
+
+
+def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:
+    """The slices that must be loaded before a layer: those it is the first to use, or to move."""
+    needs: dict[int, list[str]] = {}
+    first_moved: dict[str, int] = {}
+    for layer in sorted(moves):
+        moving = moves[layer]
+        for move in (*((moving.riding,) if moving.riding else ()), *moving.separate):
+            first_moved.setdefault(move.part.name, layer)
+    for w in plan.weights:
+        needs.setdefault(first_moved.get(w.name, w.first_use), []).append(w.name)
+    return {layer: tuple(names) for layer, names in needs.items()}
 
 
 def _moves(weight: PlannedWeight, part: Slice) -> list[tuple[int, Move]]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.device import TRANSFER_MODES, TransferMode
 from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program import Port, fixed_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
@@ -28,7 +29,7 @@ from flashmem.runtime.weight_file import WeightFile
 from flashmem.units import format_size, parse_size
 
 Array = NDArray[Any]
-Strategy = Literal["stream", "preload"]
+Strategy = PlannedStrategy | Literal["preload"]
 
 __all__ = ["RunReport", "Session", "Strategy"]
 
@@ -45,7 +46,7 @@ class Session:
         *,
         device: str = "auto",
         mode: TransferMode | Literal["auto"] = "auto",
-        strategy: Strategy = "stream",
+        strategy: Strategy | Literal["auto"] = "auto",
         budget: int | str | None = None,
         trace: bool = False,
     ) -> None:
@@ -55,7 +56,8 @@ class Session:
             bundle: a bundle or its path.
             device: "auto", or what `runtime.devices.choose` understands.
             mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first.
-            strategy: "stream" follows the plan; "preload" makes everything resident first, as engines do.
+            strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
+                do; any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and none with "preload".
             trace: record when each layer ran on the device.
 
@@ -64,14 +66,12 @@ class Session:
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
-        if strategy not in ("stream", "preload"):
-            raise UserError(f"strategy {strategy!r} is unknown; name one of: stream, preload")
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.device = find_device(device, prefer=self.bundle.descriptor.name)
-        self.strategy: Strategy = strategy
+        self.strategy: Strategy = self._choose_strategy(strategy)
         self.mode = self._choose_mode(mode)
         program, plan = self.bundle.program, self.bundle.plan
-        if strategy == "preload":
+        if self.strategy == "preload":
             plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
         else:
             layout = streamed_layout(plan, self.mode)
@@ -91,13 +91,25 @@ class Session:
         except BaseException:
             self._file.close()
             raise
-        if strategy == "preload":
+        if self.strategy == "preload":
             try:
                 self._engine.preload()
             except BaseException:
                 self.close()
                 raise
         self._init_seconds = perf_counter() - begun
+
+    def _choose_strategy(self, strategy: str) -> Strategy:
+        planned = self.bundle.plan.strategy
+        if strategy == "preload":
+            return "preload"
+        if strategy not in ("auto", *get_args(PlannedStrategy)):
+            raise UserError(f"strategy {strategy!r} is unknown; name one of: {', '.join(get_args(PlannedStrategy))}, preload")
+        if strategy not in ("auto", planned):
+            raise UserError(
+                f"the bundle was not compiled for strategy {strategy!r}; it plays {planned} and preload: compile the model anew"
+            )
+        return planned
 
     def _choose_mode(self, mode: TransferMode | Literal["auto"]) -> TransferMode:
         path = self.bundle.program.memory_path

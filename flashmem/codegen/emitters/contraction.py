@@ -15,7 +15,7 @@ from flashmem.codegen.expression import affine, broadcast_strides
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node
-from flashmem.program import Arg, Slice
+from flashmem.program import Arg, KernelShape, Slice
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
@@ -129,6 +129,13 @@ def _emit_packed(
             (-(-rows // tile.rows), part.panels),
             tile.local,
             "reusable",
+            KernelShape(
+                rows=rows,
+                columns=min(part.panels * tile.columns, columns),
+                depth=depth,
+                run=fold_unit if template == "conv" else depth,
+                vector=tile.vector,
+            ),
             macs=rows * depth * min(part.panels * tile.columns, columns),
             nbytes=4 * (layer.main.input(0).size + rows * part.panels * tile.columns),
             part=f"[{i}]" if len(sliced) > 1 else "",
@@ -177,7 +184,8 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
         *node.attributes["dilations"], *node.attributes["pads"][:2],
     ]  # fmt: skip
     args = [emitter.operand(x), packed, emitter.tensor(layer.output), zeros, *emitter.operand_args(tail), *dims]
-    emitter.launch(layer, kernel, args, items, local, "reusable", macs=rows * weight.size)
+    shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
+    emitter.launch(layer, kernel, args, items, local, "reusable", shape, macs=rows * weight.size)
 
 
 def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
@@ -210,6 +218,9 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         (-(-rows // tile.rows), -(-columns // tile.columns), batches),
         (*local, 1),
         "reusable",
+        KernelShape(
+            rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1, vector=tile.vector
+        ),
         macs=batches * rows * columns * depth,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression, best_split, matrix_of
 from flashmem.graph.fusion import Layer
-from flashmem.program import Arg
+from flashmem.program import Arg, KernelShape
 
 
 def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
@@ -29,6 +29,6 @@ def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
         **emitter.tail_context(expression),
     )
     args: list[Arg | int] = [emitter.tensor(layer.output), *emitter.operand_args(expression), rows, columns]
-    emitter.launch(
-        layer, kernel, args, items, local, "elemental", nbytes=4 * (layer.output.size + sum(value.size for value in values))
-    )
+    shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)
+    nbytes = 4 * (layer.output.size + sum(value.size for value in values))
+    emitter.launch(layer, kernel, args, items, local, "elemental", shape, nbytes=nbytes)

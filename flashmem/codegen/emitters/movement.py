@@ -13,7 +13,7 @@ from flashmem.graph.builder import constant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.elementwise import VectorType
-from flashmem.program import Arg
+from flashmem.program import Arg, KernelShape
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -33,6 +33,17 @@ def _inner_run(region: Sequence[int], strides: Sequence[int]) -> int:
                 break
             run *= size
     return run
+
+
+def _jump(region: Sequence[int], strides: Sequence[int]) -> int:
+    """The stride of the innermost dimension that does not continue the run (see `_inner_run`); 1 if all of it is one run."""
+    run = 1
+    for size, stride in zip(reversed(region), reversed(strides), strict=True):
+        if size != 1:
+            if stride != run:
+                return abs(stride)
+            run *= size
+    return 1
 
 
 def _move(
@@ -69,7 +80,9 @@ def _move(
     )
     pointers: list[Arg | int] = [emitter.operand(source)] if source is not None else []
     args = [*pointers, emitter.tensor(target), count, source_start, target_start]
-    emitter.launch(layer, kernel, args, (count,), local, "elemental", nbytes=8 * math.prod(region), part=part)
+    longest = _inner_run(region, source_strides)
+    shape = KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector)
+    emitter.launch(layer, kernel, args, (count,), local, "elemental", shape, nbytes=8 * math.prod(region), part=part)
 
 
 def emit_transpose(emitter: Emitter, layer: Layer) -> None:
@@ -162,4 +175,5 @@ def emit_gather(emitter: Emitter, layer: Layer) -> None:
     kernel = emitter.kernels.kernel("gather", attributes=emitter.attributes(local), scalar=kind, storage=kind)
     args = [emitter.operand(data), emitter.operand(indices), emitter.tensor(layer.output)]
     dims = [outer * count, count, data.shape[axis], inner]
-    emitter.launch(layer, kernel, [*args, *dims], items, local, "elemental", nbytes=8 * layer.output.size)
+    shape = KernelShape(rows=outer * count, columns=inner, run=inner, stride=inner)
+    emitter.launch(layer, kernel, [*args, *dims], items, local, "elemental", shape, nbytes=8 * layer.output.size)

@@ -7,7 +7,7 @@ import math
 from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.elementwise import VectorType
-from flashmem.program import Arg
+from flashmem.program import Arg, KernelShape
 
 # (neutral element, contribution of an element v, how two join, the result from the total `$` over `columns` elements)
 SIMPLE = {
@@ -61,7 +61,8 @@ def _emit_rows(emitter: Emitter, layer: Layer, context: dict[str, str], pointers
         **emitter.tail_context(tail),
     )
     args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth]
-    emitter.launch(layer, kernel, args, (lanes, outer), local, "hierarchical")
+    shape = KernelShape(rows=outer, columns=layer.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
+    emitter.launch(layer, kernel, args, (lanes, outer), local, "hierarchical", shape)
 
 
 def _emit_columns(
@@ -84,4 +85,6 @@ def _emit_columns(
         **emitter.vectors(vector),
         **emitter.tail_context(tail),
     )
-    emitter.launch(layer, kernel, [*pointers, *emitter.operand_args(tail), outer, depth, inner], items, local, "hierarchical")
+    shape = KernelShape(rows=layer.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
+    args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth, inner]
+    emitter.launch(layer, kernel, args, items, local, "hierarchical", shape)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
-from flashmem.program import Arg
+from flashmem.program import Arg, KernelShape
 
 
 def emit_pool(emitter: Emitter, layer: Layer) -> None:
@@ -32,7 +32,9 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
     )
     window = [*node.attributes["kernel"], *node.attributes["strides"], *node.attributes["dilations"], *node.attributes["pads"]]
     args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), rows, height, width, columns, *y.shape[1:3], *window]
-    emitter.launch(layer, kernel, args, items, local, "elemental")
+    taps = math.prod(node.attributes["kernel"])
+    shape = KernelShape(rows=rows, columns=columns, depth=taps, run=columns, vector=vector)
+    emitter.launch(layer, kernel, args, items, local, "elemental", shape)
 
 
 def emit_resize(emitter: Emitter, layer: Layer) -> None:
@@ -54,7 +56,8 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
         "resize", taps=across[0].shape[1], attributes=emitter.attributes(local), **emitter.vectors(vector)
     )
     args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
-    emitter.launch(layer, kernel, args, items, local, "elemental")
+    shape = KernelShape(rows=rows, columns=columns, depth=across[0].shape[1] ** 2, run=columns, vector=vector)
+    emitter.launch(layer, kernel, args, items, local, "elemental", shape)
 
 
 def resize_taps(

@@ -215,3 +215,8 @@ ELEMENTWISE: dict[str, Emit] = {
     "Where": _where,
     "Xor": _infix("^"),
 }
+
+SPECIAL = frozenset({
+    "Cos", "Elu", "Erf", "Exp", "Gelu", "Log", "Mish", "Mod", "Pow", "Selu", "Sigmoid", "Sin", "Softplus", "Tanh",
+})  # fmt: skip
+"""Operators that cost a function call or more an element, where the others cost an instruction or two."""

@@ -1,0 +1,84 @@
+"""Load capacity: how long a launch takes alone, and how long with bytes streamed beside it (FlashMem section 4.2).
+
+Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor` (capacity/predictor.py) trained on what
+`flashmem profile` measured. `default_model` chooses by the descriptor; what it chose stands in every plan's notes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from flashmem.capacity.classes import THRESHOLDS, predict_seconds
+from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.program import Launch, MemoryPath
+
+
+class CapacityModel(Protocol):
+    """What the planner asks. Seconds and bytes; `weight_bytes` are read by the launch beside its activations."""
+
+    @property
+    def note(self) -> str:
+        """What the numbers rest on, for a plan's notes."""
+        ...
+
+    def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
+        """Latency with nothing streamed beside it."""
+        ...
+
+    def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
+        """Latency with `streamed_bytes` streamed beside it; never falls as they grow."""
+        ...
+
+    def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
+        """The most bytes with which `loaded_seconds` stays within (1 + `slowdown`) times `seconds`."""
+        ...
+
+
+class Roofline:
+    """The analytic model: the slower of arithmetic and traffic, and streaming added on top at the copy rate."""
+
+    def __init__(self, descriptor: DeviceDescriptor, why: str = "") -> None:
+        """`why`: why there is no better model, for the note."""
+        self._descriptor = descriptor
+        self._why = why or f"descriptor {descriptor.name} has no trained model"
+
+    @property
+    def note(self) -> str:
+        """Says that it is the roofline, and why."""
+        return f"load capacities from the roofline over the descriptor's rates ({self._why})"
+
+    def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
+        """See `capacity.classes.predict_seconds`."""
+        return predict_seconds(launch, self._descriptor, weight_bytes)
+
+    def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
+        """The same, and the time that copying takes; `mode` makes no difference."""
+        return self.seconds(launch, weight_bytes) + streamed_bytes / self._descriptor.rates.copy_bandwidth
+
+    def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
+        """What can be copied in the time that the slowdown admits."""
+        return slowdown * self.seconds(launch, weight_bytes) * self._descriptor.rates.copy_bandwidth
+
+
+def load_capacity(model: CapacityModel, launch: Launch, weight_bytes: int, chunk_bytes: int, mode: TransferMode) -> int:
+    """C_l: whole chunks of `chunk_bytes` that `launch` takes along within the slowdown its class may take."""
+    threshold = THRESHOLDS[launch.operator_class]
+    if threshold == 0:
+        return 0
+    return math.floor(model.streamable_bytes(launch, weight_bytes, threshold, mode) / chunk_bytes)
+
+
+def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> CapacityModel:
+    """The trained model that lies beside the descriptor, or the roofline with the reason in its note.
+
+    Raises:
+        UserError: the descriptor names a model that is not there or not one of ours.
+    """
+    if not descriptor.capacity_model:
+        return Roofline(descriptor)
+    try:
+        from flashmem.capacity.predictor import Predictor
+    except ImportError:
+        return Roofline(descriptor, "xgboost is not installed; it comes with flashmem[compile]")
+    return Predictor.load(descriptor.capacity_model, memory_path)

@@ -1,0 +1,175 @@
+"""The predictor: two XGBoost models, trained on what `flashmem profile` measured (FlashMem section 4.2, Figure 4).
+
+The first predicts how far a kernel's latency lies from its roofline, the second by what factor streaming slows it down, with
+predictions that never fall as the streamed bytes grow. They lie beside the descriptor as NAME.seconds.ubj and
+NAME.slowdown.ubj, in XGBoost's own format; what they need to know of the device is among their attributes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xgboost
+from numpy.typing import NDArray
+
+from flashmem.capacity.features import (
+    KERNEL_FEATURES,
+    LOAD_FEATURES,
+    MAX_RATIO,
+    Facts,
+    facts_of,
+    kernel_features,
+    load_features,
+    roofline_seconds,
+)
+from flashmem.device import TransferMode
+from flashmem.errors import UserError
+from flashmem.program import Launch, MemoryPath
+from flashmem.resources import read_bytes
+
+FORMAT_VERSION = 1
+SECONDS, SLOWDOWN = ".seconds.ubj", ".slowdown.ubj"
+_ATTRIBUTE = "flashmem"
+_GRID = MAX_RATIO * np.linspace(0, 1, 49)
+"""Ratios at which the slowdown of a kernel is predicted; between them it is a line."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What the two models were trained with. Rates in FLOP and bytes per second; `mode_rates` of transfers that run alone."""
+
+    gemm_flops: float
+    memory_bandwidth: float
+    launch_seconds: float
+    mode_rates: dict[str, float]  # "path mode", see `rate`
+    source: str  # device, driver and date of the measurement
+
+    def roofline(self, facts: Facts) -> float:
+        """The latency the predictor starts from, seconds."""
+        return roofline_seconds(facts, self.gemm_flops, self.memory_bandwidth, self.launch_seconds)
+
+    def rate(self, path: MemoryPath, mode: TransferMode) -> float:
+        """Bytes per second of a transfer that runs alone.
+
+        Raises:
+            UserError: this mode was not profiled on this path.
+        """
+        key = f"{path} {mode}"
+        if key not in self.mode_rates:
+            raise UserError(f"the trained model knows no transfer mode {mode!r} on the {path} path; run flashmem profile again")
+        return self.mode_rates[key]
+
+
+class Predictor:
+    """Both models, for launches of programs on one memory path."""
+
+    def __init__(self, seconds: xgboost.Booster, slowdown: xgboost.Booster, basis: Basis, memory_path: MemoryPath) -> None:
+        self._seconds, self._slowdown = seconds, slowdown
+        self.basis = basis
+        self._path = memory_path
+        self._known: dict[Facts, float] = {}
+        self._curves: dict[tuple[Facts, TransferMode], NDArray[np.float64]] = {}
+
+    @property
+    def boosters(self) -> tuple[xgboost.Booster, xgboost.Booster]:
+        """The models of latency and of slowdown."""
+        return self._seconds, self._slowdown
+
+    @property
+    def note(self) -> str:
+        """Says what was measured."""
+        return f"load capacities from the model trained on {self.basis.source}"
+
+    def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
+        """Latency alone."""
+        return self.facts_seconds(facts_of(launch, weight_bytes, self._path))
+
+    def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
+        """Latency with bytes streamed beside it. Beyond what was profiled (`MAX_RATIO`), more bytes take their full time."""
+        facts = facts_of(launch, weight_bytes, self._path)
+        ratio = streamed_bytes / facts.own_bytes
+        within = self.facts_slowdown(facts, streamed_bytes, mode) * self.facts_seconds(facts)
+        return within + max(0.0, ratio - MAX_RATIO) * facts.own_bytes / self.basis.rate(self._path, mode)
+
+    def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
+        """The most bytes within a slowdown, and never more than were profiled beside such a kernel."""
+        return self.facts_streamable(facts_of(launch, weight_bytes, self._path), slowdown, mode)
+
+    def facts_seconds(self, facts: Facts) -> float:
+        """`seconds` of a launch known by its facts."""
+        if facts not in self._known:
+            roofline = self.basis.roofline(facts)
+            difference = self._seconds.inplace_predict(kernel_features([facts], [roofline]))
+            self._known[facts] = roofline * float(np.exp(difference[0]))
+        return self._known[facts]
+
+    def facts_curve(self, facts: Facts, mode: TransferMode) -> NDArray[np.float64]:
+        """The factor by which streaming slows it down, at the ratios of `_GRID`; from 1 on, and never falling."""
+        key = (facts, mode)
+        if key not in self._curves:
+            count = len(_GRID)
+            kernels = np.repeat(kernel_features([facts], [self.basis.roofline(facts)]), count, 0)
+            own = np.full(count, float(facts.own_bytes))
+            seconds = np.full(count, self.facts_seconds(facts))
+            rates = np.full(count, self.basis.rate(facts.memory_path, mode))
+            rows = load_features(kernels, own, seconds, [mode] * count, own * _GRID, rates)
+            curve = np.exp(np.maximum(self._slowdown.inplace_predict(rows), 0.0).astype(np.float64))
+            curve[0] = 1.0
+            self._curves[key] = curve
+        return self._curves[key]
+
+    def facts_slowdown(self, facts: Facts, streamed_bytes: float, mode: TransferMode) -> float:
+        """The factor by which `streamed_bytes`, at most `MAX_RATIO` times its own, slow it down."""
+        return float(np.interp(streamed_bytes / facts.own_bytes, _GRID, self.facts_curve(facts, mode)))
+
+    def facts_streamable(self, facts: Facts, slowdown: float, mode: TransferMode) -> float:
+        """`streamable_bytes` of a launch known by its facts."""
+        return ratio_within(_GRID, self.facts_curve(facts, mode), slowdown) * facts.own_bytes
+
+    @classmethod
+    def load(cls, name_or_stem: str, memory_path: MemoryPath) -> Predictor:
+        """The models of a shipped descriptor by its name, or of a file by its path without `.seconds.ubj`.
+
+        Raises:
+            UserError: they are missing, damaged, or of another version.
+        """
+        boosters, basis = [], None
+        for suffix, features in ((SECONDS, KERNEL_FEATURES), (SLOWDOWN, LOAD_FEATURES)):
+            name = name_or_stem + suffix
+            booster = xgboost.Booster()
+            try:
+                stem = Path(name_or_stem)
+                data = Path(name).read_bytes() if stem.is_absolute() else read_bytes("devices", name)
+                booster.load_model(bytearray(data))
+                about = json.loads(booster.attr(_ATTRIBUTE) or "{}")
+            except (OSError, xgboost.core.XGBoostError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                raise UserError(f"capacity model {name} cannot be read ({reason}); run flashmem profile again") from error
+            if about.get("version") != FORMAT_VERSION or tuple(about.get("features", ())) != features:
+                raise UserError(f"capacity model {name} is of another version of flashmem; run flashmem profile again")
+            boosters.append(booster)
+            basis = Basis(**about["basis"])
+        assert basis is not None
+        return cls(boosters[0], boosters[1], basis, memory_path)
+
+
+def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], allowed: float) -> float:
+    """The last ratio up to which `slowdowns` (factors, at ascending `ratios`) stay within 1 + `allowed`; lines between them."""
+    limit = 1.0 + allowed
+    beyond = np.flatnonzero(slowdowns > limit)
+    if not beyond.size:
+        return float(ratios[-1])
+    after = int(beyond[0])
+    if after == 0:
+        return 0.0
+    low, high = slowdowns[after - 1], slowdowns[after]
+    return float(ratios[after - 1] + (ratios[after] - ratios[after - 1]) * (limit - low) / (high - low))
+
+
+def describe(booster: Any, basis: Basis, features: tuple[str, ...]) -> None:
+    """Write into `booster` what `Predictor.load` asks for."""
+    booster.set_attr(**{_ATTRIBUTE: json.dumps({"version": FORMAT_VERSION, "features": features, "basis": asdict(basis)})})

@@ -1,0 +1,63 @@
+"""`flashmem profile`: measures a device, trains its capacity model, and writes its descriptor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashmem.console import progress, say
+from flashmem.errors import MissingFileError, UserError
+
+
+def profile_device(
+    device: str, output: Path, *, minutes: float, name: str, models: tuple[Path, ...], resume: bool, seed: int
+) -> Path:
+    """Profiles a device with a progress bar; returns the descriptor's path.
+
+    Raises:
+        UserError: see `profiler.run.profile`.
+    """
+    _need_extra()
+    from flashmem.profiler.run import Request, profile
+
+    if name and not name.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"--name {name!r} cannot be a file's name; use letters, digits, '-' and '_'")
+    for model in models:
+        if not model.is_file():
+            raise MissingFileError(f"model {model} does not exist; name an ONNX file")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is not a folder; name one")
+    request = Request(device, output, minutes, name, models, resume, seed)
+    with progress("profiling") as told:
+        path: Path = profile(request, told)
+    say(f"use it as --device {path}")
+    return path
+
+
+def retrain_model(dataset: Path) -> Path:
+    """Trains anew on a dataset, without a device; returns the path of the models without their suffixes."""
+    _need_extra()
+    from flashmem.profiler.run import retrain
+
+    path: Path = retrain(dataset)
+    return path
+
+
+def report_on(dataset: Path, figures: Path | None) -> None:
+    """Prints how good predictions are on what was held out; with `figures`, draws them into that folder."""
+    _need_extra()
+    from flashmem.profiler.report import print_report
+
+    print_report(dataset)
+    if figures is not None:
+        from flashmem.profiler.figures import draw_figures
+
+        for path in draw_figures(dataset, figures):
+            say(f"drew {path}")
+
+
+def _need_extra() -> None:
+    for module in ("xgboost", "jinja2", "onnx", "ortools"):
+        try:
+            __import__(module)
+        except ModuleNotFoundError as error:
+            raise UserError(f"profiling needs {module}; install flashmem with its `compile` or `desktop` extra") from error

@@ -1,0 +1,173 @@
+"""`flashmem simulate`: what a session would take, predicted from the plan and the device's descriptor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from flashmem.bundle import Bundle
+from flashmem.commands.compiling import CompileOptions, bundle_of
+from flashmem.commands.files import check_target
+from flashmem.commands.plan import summary
+from flashmem.console import emit_json, print_facts
+from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
+from flashmem.errors import BudgetError, NoDeviceError, UserError
+from flashmem.program import fixed_bytes
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl import find_device
+from flashmem.simulation.scenario import Disk, Strategy, describe, layout_for
+from flashmem.simulation.simulator import Prediction, simulate
+from flashmem.units import format_size, parse_size
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What `simulate` does with a bundle; see the command line's help."""
+
+    disk: Disk = "cached"
+    strategy: Strategy = "stream"
+    json: bool = False
+    timeline: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Played:
+    bundle: Bundle
+    descriptor: DeviceDescriptor
+    mode: TransferMode
+    prediction: Prediction
+
+
+def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOptions) -> None:
+    """Plays `model`, a bundle or an ONNX file, on a descriptor, and prints the prediction.
+
+    Raises:
+        UserError: something in the files or options has to be changed.
+    """
+    if options.timeline is not None:
+        check_target(options.timeline, "--timeline")
+    bundle = Bundle.open(bundle_of(model, compiling))
+    # A model compiled just now was compiled for the device and the budget; a bundle may be played on another, within another.
+    device, budget = (compiling.device, compiling.budget) if model.is_dir() else (None, None)
+    played = _play(bundle, described_device(bundle, device), compiling.mode or "auto", budget, options)
+    if options.timeline is not None:
+        from flashmem.plots.timeline import draw_timeline
+
+        draw_timeline(options.timeline, played.prediction, title=_title(played, options))
+    if options.json:
+        emit_json(prediction_json(played, options))
+    else:
+        _print(played, options)
+
+
+def described_device(bundle: Bundle, device: str | None) -> DeviceDescriptor:
+    """The bundle's own descriptor, or the one that `device` names: shipped, a file, or of a device that is here."""
+    if device is None or device == "auto":
+        return bundle.descriptor
+    if device.endswith(".toml") or device in descriptor_names():
+        return load_descriptor(device)
+    try:
+        return descriptor_for(find_device(device))
+    except NoDeviceError as error:
+        known = ", ".join(descriptor_names())
+        raise UserError(f"no device is called {device!r}; name one that is here, a TOML file, or one of: {known}") from error
+
+
+def mode_for_bundle(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, strategy: Strategy = "stream") -> TransferMode:
+    """The mode that a session on such a device would take.
+
+    Raises:
+        UserError: the device cannot run the bundle, or not in this mode.
+    """
+    path = bundle.program.memory_path
+    if path not in descriptor.memory_paths:
+        raise UserError(f"device {descriptor.name} has no memory path {path!r}, which the bundle uses; compile for it")
+    modes = descriptor.modes[path]
+    if mode == "auto":
+        if strategy == "preload":
+            return "dma"
+        planned = bundle.meta.get("mode")
+        return next((m for m in modes if m == planned), modes[0])
+    for known in TRANSFER_MODES:
+        if known == mode and known in modes:
+            return known
+    raise UserError(f"device {descriptor.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}")
+
+
+def _play(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, budget: str | None, options: SimulateOptions) -> _Played:
+    chosen = mode_for_bundle(bundle, descriptor, mode, options.strategy)
+    limit = None if options.strategy == "preload" else bundle.budget_bytes
+    if budget is not None:
+        limit = parse_size(budget, what="--budget")
+    needed = fixed_bytes(bundle.program) + layout_for(bundle.program, bundle.plan, chosen, options.strategy).total_bytes
+    if limit is not None and limit < needed:
+        raise BudgetError(
+            f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {chosen}; "
+            "raise the budget, or compile the model for this one",
+            smallest_bytes=needed,
+            binding=f"the layout for transfer mode {chosen}",
+        )
+    scenario = describe(bundle.program, bundle.plan, descriptor, chosen, disk=options.disk, strategy=options.strategy)
+    return _Played(bundle, descriptor, chosen, simulate(scenario, limit))
+
+
+def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]:
+    """The object that `--json` prints: the keys of `flashmem run`, as far as a prediction has them."""
+    prediction, bundle = played.prediction, played.bundle
+    latency, memory = prediction.report.latency, prediction.report.memory
+    seconds = {"integrated": latency.integrated, "init": latency.init, "exec": latency.exec, "warm": prediction.later}
+    return {
+        "simulated": True,
+        "device": played.descriptor.name,
+        "device_measured": played.descriptor.measured,
+        "memory_path": bundle.program.memory_path,
+        "transfer_mode": played.mode,
+        "strategy": options.strategy,
+        "precision": bundle.program.precision,
+        "disk": options.disk,
+        "latency_ms": {name: 1e3 * value for name, value in seconds.items()},
+        "busy_ms": {name: 1e3 * value for name, value in prediction.busy.items()},
+        "memory": {
+            "peak_bytes": memory.peak_bytes,
+            "average_bytes": memory.average_bytes,
+            "budget_bytes": memory.budget_bytes,
+            "by_category": dict(memory.by_category),
+        },
+        "plan": summary(bundle.plan),
+    }
+
+
+def _title(played: _Played, options: SimulateOptions) -> str:
+    name = model_name(Path(str(played.bundle.meta.get("model_path") or played.bundle.path)))
+    return f"{name} on {played.descriptor.name}, {options.strategy}, mode {played.mode}, file {options.disk}"
+
+
+def _print(played: _Played, options: SimulateOptions) -> None:
+    prediction, descriptor = played.prediction, played.descriptor
+    latency, memory = prediction.report.latency, prediction.report.memory
+    rates = "measured rates" if descriptor.measured else "rates not measured on it"
+    budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
+    answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
+    busy = {"disk": "disk", "read": "reading the page cache", "copy": "copying", "compute": "compute"}
+    print_facts(
+        {
+            "device": f"{descriptor.name} ({rates}), {played.bundle.program.memory_path} path, mode {played.mode}, "
+            f"{options.strategy}, file {options.disk}",
+            "first answer": f"{answer}, later ones {1e3 * prediction.later:.1f} ms: predicted",
+            "memory": f"{format_size(memory.peak_bytes)} at most, {format_size(memory.average_bytes)} on average, {budget}",
+            "busy": ", ".join(
+                f"{label} {1e3 * seconds:.1f} ms" for key, label in busy.items() if (seconds := prediction.busy.get(key))
+            ),
+        }
+    )
+
+
+def model_name(path: Path) -> str:
+    """What a reader calls the model: its file's name, or its folder's where the file is just `model.onnx`."""
+    return path.parent.name if path.stem == "model" and path.parent.name else path.stem
+
+
+def options_of(disk: str, strategy: str, json: bool, timeline: Path | None) -> SimulateOptions:
+    """The command line's words as options; its enumerations have already refused others."""
+    return SimulateOptions(cast(Disk, disk), cast(Strategy, strategy), json, timeline)

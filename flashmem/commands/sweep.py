@@ -1,0 +1,196 @@
+"""`flashmem sweep`: a grid of limits and parameters over models and devices, into a file that grows row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashmem.commands.files import check_target
+from flashmem.console import ProgressCallback, progress, say
+from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
+from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words
+from flashmem.sweeping.results import ResultFile, read_rows
+from flashmem.units import parse_shape, parse_size
+
+if TYPE_CHECKING:
+    from flashmem.sweeping.points import Subject
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """As typed on the command line; lists are separated by commas."""
+
+    models: tuple[Path, ...]
+    output: Path
+    plot: Path | None = None
+    m_peak: str | None = None
+    budget: str | None = None
+    lambda_: str = "0.9"
+    mu: str = "0"
+    precision: str = "fp32"
+    device: str = "auto"
+    chunk: str = "1MiB"
+    shape: tuple[str, ...] = ()
+    objective: str = "auto"
+    mode: str = "auto"
+    disk: str = "cached"
+    measured: bool = False
+    runs: int = 3
+    executor: str = "local"
+    address: str | None = None
+    jobs: int | None = None
+
+    def grid(self) -> Grid:
+        """The axes. Raises UserError for anything that is not understood."""
+        if self.m_peak is None and self.budget is None:
+            raise UserError("a sweep needs limits; give --m-peak 64MB,128MB,... or --budget 64MB,128MB,...")
+        if self.executor not in EXECUTORS:
+            raise UserError(f"--executor {self.executor!r} is unknown; name one of: {', '.join(EXECUTORS)}")
+        if self.measured and self.executor != "local":
+            raise UserError("--measured runs on a device of this machine; leave --executor out")
+        for model in self.models:
+            if not model.exists():
+                raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
+        for text in self.shape:
+            parse_shape(text)
+        return Grid(
+            models=[str(model) for model in self.models],
+            devices=words(self.device, "--device"),
+            precisions=words(self.precision, "--precision", ("fp32", "fp16")),
+            m_peaks=sizes(self.m_peak, "--m-peak"),
+            budgets=sizes(self.budget, "--budget"),
+            lambdas=numbers(self.lambda_, "--lambda", low=0, high=1),
+            mus=numbers(self.mu, "--mu", low=0, high=float("inf")),
+            shape=" ".join(sorted(self.shape)),
+            chunk_bytes=parse_size(self.chunk, what="--chunk"),
+            objective_asked=self.objective,
+            mode=self.mode,
+            disk=self.disk,
+            source="measured" if self.measured else "simulated",
+        )
+
+
+def sweep(options: SweepOptions) -> None:
+    """Does the points that the file lacks, adds a row for each as it is finished, and draws the plots.
+
+    Raises:
+        UserError: something in the files or options has to be changed.
+        RunError: some points could not be measured; all others are in the file.
+    """
+    points = options.grid().points()
+    check_target(options.output, "--output")
+    if options.plot is not None:
+        check_target(options.plot, "--plot")
+        from flashmem.plots.figure import require_matplotlib
+
+        require_matplotlib()
+    with ResultFile(options.output) as file:
+        pending = [point for point in points if not file.has(point)]
+        if len(pending) < len(points):
+            say(f"{len(points) - len(pending)} of {len(points)} points are in {options.output} already")
+        with progress("sweeping") as report:
+            work = _Work(pending, file, report)
+            if options.measured:
+                failed = _measure(work, options.runs)
+            else:
+                failed = []
+                _simulate(work, options)
+    _conclude(options)
+    if failed:
+        raise RunError(f"{len(failed)} of {len(pending)} points could not be measured, the first because {failed[0]}")
+
+
+class _Work:
+    """The points to be done, those of one subject side by side, and how far it is."""
+
+    def __init__(self, points: list[Point], file: ResultFile, report: ProgressCallback) -> None:
+        self._points = points
+        self._file = file
+        self._report = report
+        self._finished = 0
+
+    def groups(self) -> list[tuple[str, list[Point]]]:
+        """The points of each subject, and what to call it."""
+
+        def subject(point: Point) -> tuple[str, str, str]:
+            return point.model, point.device, point.precision
+
+        return [(", ".join(key), list(points)) for key, points in groupby(self._points, subject)]
+
+    def begin(self, stage: str) -> None:
+        """Say what is being done."""
+        self._report(stage, self._finished / len(self._points))
+
+    def finish(self, stage: str, row: Row | None) -> None:
+        """A point is done; None: it failed."""
+        if row is not None:
+            self._file.add(row)
+        self._finished += 1
+        self.begin(stage)
+
+
+def _simulate(work: _Work, options: SweepOptions) -> None:
+    groups = work.groups()
+    if not groups:
+        return
+    subject_of, simulated, _ = _offline_half()
+    with executor(options.executor, jobs=options.jobs or default_jobs(), address=options.address) as pool:
+        for name, points in groups:
+            work.begin(name)
+            subject = subject_of(points[0])
+            try:
+                for future in as_completed([pool.submit(simulated, subject, point) for point in points]):
+                    work.finish(name, future.result())
+            except BrokenProcessPool as error:
+                raise RunError(
+                    "a process of the pool was ended from outside, for lack of memory perhaps; finished points are kept, "
+                    "so run the sweep again, with fewer --jobs"
+                ) from error
+
+
+def _measure(work: _Work, runs: int) -> list[str]:
+    """One point at a time, so that none disturbs another; why points failed."""
+    groups = work.groups()
+    if not groups:
+        return []
+    subject_of, _, measured = _offline_half()
+    failed = []
+    for name, points in groups:
+        work.begin(name)
+        subject = subject_of(points[0])
+        for point in points:
+            row = None
+            try:
+                row = measured(subject, point, runs)
+            except RunError as error:
+                failed.append(str(error))
+            work.finish(name, row)
+    return failed
+
+
+def _offline_half() -> tuple[Callable[[Point], Subject], Callable[[Subject, Point], Row], Callable[[Subject, Point, int], Row]]:
+    try:
+        from flashmem.sweeping.points import measured, simulated
+        from flashmem.sweeping.subjects import subject_of
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flashmem"):
+            raise
+        raise UserError(f"planning needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
+    return subject_of, simulated, measured
+
+
+def _conclude(options: SweepOptions) -> None:
+    rows = read_rows(options.output)
+    infeasible = sum(row["status"] == "INFEASIBLE" for row in rows)
+    say(f"{len(rows)} points in {options.output}" + (f", {infeasible} of them infeasible" if infeasible else ""))
+    if options.plot is not None:
+        from flashmem.plots.sweep import draw_sweep
+
+        for path in draw_sweep(options.plot, rows):
+            say(f"drew {path}")

@@ -1,0 +1,135 @@
+"""Profile-guided plans: what runs measured takes the place of what was predicted (FlashMem section 3.2; `run --learn`).
+
+Per layer, the seconds that the device took, and C_l in proportion: the slowdown that a class of operators may take is a share
+of its latency. For loads, the rate at which they came in. What was learned stays in the bundle, so that later runs add to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import floor
+from statistics import median
+from typing import Any
+
+from flashmem.bundle import Bundle, replace_plan
+from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.errors import UserError
+from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.planner import Limits, plan_problem, planning_problem
+from flashmem.planning.problem import Problem
+from flashmem.runtime.loader import Span
+from flashmem.runtime.report import RunReport
+
+KEY = "learned"
+"""Where a bundle's `meta` holds what was learned."""
+
+_MEMORY = 8
+"""Runs after which a new one weighs no less than an eighth: devices warm up, drivers change."""
+
+_MOST_SCALED = 4.0
+"""C_l follows measured latency up to this factor: a layer that was interrupted once must not be given everything."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """From `runs` runs in transfer `mode`: seconds of each layer with nothing moved beside it, and bytes loaded in a second."""
+
+    mode: str
+    runs: int
+    seconds: tuple[float, ...]
+    load_bandwidth: float
+
+    def applied_to(self, problem: Problem) -> Problem:
+        """`problem` with measured latencies, the load capacities that go with them, and the measured rate of loads."""
+        layers = []
+        for spec, seconds in zip(problem.layers, self.seconds, strict=True):
+            scale = min(_MOST_SCALED, seconds / spec.seconds) if spec.seconds > 0 else 1.0
+            layers.append(replace(spec, seconds=seconds, capacity=floor(spec.capacity * scale)))
+        return replace(problem, layers=tuple(layers), load_bandwidth=self.load_bandwidth)
+
+    def joined_to(self, earlier: Learned | None) -> Learned:
+        """Both together, each in proportion to its runs; what another mode or another program taught is forgotten."""
+        if earlier is None or earlier.mode != self.mode or len(earlier.seconds) != len(self.seconds):
+            return self
+        old, new = min(earlier.runs, _MEMORY), self.runs
+        share = new / (old + new)
+        seconds = tuple((1 - share) * a + share * b for a, b in zip(earlier.seconds, self.seconds, strict=True))
+        rate = (1 - share) * earlier.load_bandwidth + share * self.load_bandwidth
+        return Learned(self.mode, earlier.runs + new, seconds, rate)
+
+
+def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Bundle:
+    """Plan `bundle`'s program again with what `reports` (of runs that traced, in `mode`) measured, and put the plan in place.
+
+    Raises:
+        UserError: the bundle was compiled before it kept the limits it was planned for, or cannot be written.
+    """
+    limits = _limits_of(bundle)
+    earlier = _learned_from(bundle)
+    learned = observed(bundle, mode, reports).joined_to(earlier)
+    problem = learned.applied_to(planning_problem(bundle.program, bundle.descriptor, mode, limits))
+    plan = plan_problem(problem, bundle.program, mode, limits)
+    layouts = lay_out_pools(bundle.program.slices, plan, bundle.descriptor.modes[bundle.program.memory_path])
+    note = f"learned from {learned.runs} runs in mode {mode}; loads came in at {learned.load_bandwidth / 1e6:.0f} MB/s"
+    plan = replace(plan, layouts=dict(layouts), notes=(*plan.notes, note))
+    return replace_plan(bundle, plan, {**bundle.meta, "mode": mode, KEY: asdict(learned)})
+
+
+def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
+    """What the runs measured. Layers: medians over runs, less what moving weights is known to cost them in this mode."""
+    moved = _moved_bytes(bundle.plan) if mode == "interleave" else [0] * len(bundle.program.launches)
+    seconds = []
+    for layer, spans in enumerate(zip(*(report.layers for report in reports), strict=True)):
+        whole = median(span.end - span.start for span in spans)
+        seconds.append(max(whole - _moving_seconds(bundle.descriptor, mode, moved[layer]), whole / 2, 1e-9))
+    rates = [rate for report in reports if (rate := _load_rate(bundle, report.loads)) is not None]
+    if not rates:  # everything was resident
+        rates = [min(bundle.descriptor.rates.disk_bandwidth, bundle.descriptor.rates.copy_bandwidth)]
+    return Learned(mode, len(reports), tuple(seconds), rates[0])
+
+
+def _moved_bytes(plan: OverlapPlan) -> list[int]:
+    moved = [0] * len(plan.capacities)
+    for w in plan.weights:
+        for layer, chunks in w.moves:
+            moved[layer - 1] += chunks * plan.chunk_bytes
+    return moved
+
+
+def _moving_seconds(descriptor: DeviceDescriptor, mode: TransferMode, nbytes: int) -> float:
+    rates = descriptor.rates
+    return rates.contention.get(mode, 0.0) * nbytes / rates.copy_bandwidth
+
+
+def _load_rate(bundle: Bundle, loads: Sequence[Span]) -> float | None:
+    """Bytes per second while anything was being loaded (several threads at once count once); None without loads."""
+    sizes = {part.name: part.nbytes for part in bundle.program.slices}
+    busy, until = 0.0, float("-inf")
+    for span in sorted(loads, key=lambda span: span.start):
+        busy += max(0.0, span.end - max(until, span.start))
+        until = max(until, span.end)
+    return sum(sizes[span.name] for span in loads) / busy if busy > 0 else None
+
+
+def _limits_of(bundle: Bundle) -> Limits:
+    written = bundle.meta.get("limits")
+    known = {field.name for field in fields(Limits)}
+    if not isinstance(written, dict) or not written.keys() <= known:
+        raise UserError(f"bundle {bundle.path} does not say what it was planned for; compile the model again to use --learn")
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+    return Limits(**values)
+
+
+def _learned_from(bundle: Bundle) -> Learned | None:
+    """What earlier runs taught; None if nothing that can be used."""
+    written: Any = bundle.meta.get(KEY)
+    try:
+        learned = Learned(
+            str(written["mode"]), int(written["runs"]), tuple(map(float, written["seconds"])), float(written["load_bandwidth"])
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    usable = learned.runs > 0 and learned.load_bandwidth > 0 and all(seconds > 0 for seconds in learned.seconds)
+    return learned if usable else None

@@ -1,0 +1,247 @@
+"""Plans of simpler strategies, for the same program, runtime and budget: what the planner has to beat.
+
+- on-demand: a weight is loaded when the operator that uses it is next; whatever it does not find there it waits for.
+- always-next: while an operator with weights executes, the weights of the next one are loaded (FlashMem section 5.4).
+- same-op: while an operator executes, the weights of the next one of its type are loaded (FlashMem section 5.4).
+- resident-first: as many weights as the budget takes stay resident from the start, the rest is loaded always-next.
+
+Depth is counted in operators, not in slices, which favours the baselines: all slices of a weight may come in together, each as
+soon as M_peak permits. A *type* of operators is one kernel: the same operator, shape and fused tail. The first operator of a
+type has none before it, so its weights are loaded always-next.
+
+Only on-demand loads at layer i_w itself (z_w = i_w: the loader starts once layer i_w - 1 is done). Its weights are then moved
+at i_w too, by launches of their own before the layer's kernel, so that in no transfer mode anything is hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+
+from flashmem.errors import BudgetError
+from flashmem.planning.assemble import Moves, assemble
+from flashmem.planning.budget import Measure, largest_within, plan_within
+from flashmem.planning.clock import fastest_seconds, play, unlimited_seconds
+from flashmem.planning.latency import forced_preload, late_moves, latency_plan, smallest_m_peak
+from flashmem.planning.plan import OverlapPlan, Strategy
+from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.program import Program
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator with weights: its first layer, its type, and the slices it is the first to use."""
+
+    first: int
+    kind: str
+    slices: tuple[str, ...]
+
+
+def operators_of(program: Program) -> list[Operator]:
+    """The operators with weights, in execution order; several weights first used at one layer belong to one operator."""
+    uses = program.uses()
+    first_of: dict[str, int] = {}
+    for part in program.slices:
+        first = uses[part.name][0]
+        first_of[part.weight] = min(first, first_of.get(part.weight, first))
+    slices: dict[int, list[str]] = {}
+    for part in program.slices:
+        slices.setdefault(first_of[part.weight], []).append(part.name)
+    return [Operator(first, program.launches[first - 1].kernel, tuple(slices[first])) for first in sorted(slices)]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The plans of one strategy for one program. `asked`: weights that the user wants in W."""
+
+    strategy: Strategy
+    operators: Sequence[Operator]
+    asked: frozenset[str] = frozenset()
+    lambda_: float = 0.9
+
+    @property
+    def waits(self) -> bool:
+        """Whether weights may be loaded at the layer that uses them."""
+        return self.strategy == "on-demand"
+
+    def least_preload(self, problem: Problem) -> frozenset[str]:
+        """The least W."""
+        return self.asked if self.waits else forced_preload(problem, self.asked)
+
+    def smallest(self, problem: Problem, preload: Collection[str]) -> tuple[int, str]:
+        """The smallest M_peak for W = `preload`, in bytes, and the layer that binds."""
+        if not self.waits:
+            return smallest_m_peak(problem, preload)
+        change = [0] * (len(problem.layers) + 2)
+        for w in problem.weights:
+            if w.name not in preload:
+                change[w.first_use] += w.nbytes
+                change[w.last_use + 1] -= w.nbytes
+        needed = list(accumulate(change))[1:-1]
+        layer = max(range(len(needed)), key=needed.__getitem__)
+        return needed[layer], problem.layers[layer].name
+
+    def opens(self) -> dict[str, int]:
+        """The first layer at which the strategy lets each slice be loaded."""
+        opens: dict[str, int] = {}
+        before, of_kind = 1, dict[str, int]()
+        for operator in self.operators:
+            first = operator.first if self.waits else before
+            if self.strategy == "same-op":
+                first = of_kind.get(operator.kind, before)
+            opens.update(dict.fromkeys(operator.slices, first))
+            before = of_kind[operator.kind] = operator.first
+        return opens
+
+    def load_layers(self, problem: Problem, preload: Collection[str]) -> dict[str, int]:
+        """z_w of every weight (0 for W): in use order, each as early as the strategy and M_peak permit.
+
+        Raises:
+            BudgetError: M_peak is below `smallest`.
+        """
+        smallest, binding = self.smallest(problem, preload)
+        if problem.m_peak < smallest:
+            raise BudgetError(
+                f"M_peak of {problem.m_peak} bytes is too small for strategy {self.strategy}: layer {binding!r} needs "
+                f"{smallest} bytes in flight; raise the limit to {smallest} bytes or more",
+                smallest_bytes=smallest,
+                binding=binding,
+            )
+        opens = self.opens()
+        load_layers = dict.fromkeys(preload, 0)
+        held = np.zeros(len(problem.layers) + 2, np.int64)  # bytes in flight, by layer
+        for w in sorted((w for w in problem.weights if w.name not in preload), key=lambda w: w.first_use):
+            full = np.flatnonzero(held[opens[w.name] : w.last_use + 1] + w.nbytes > problem.m_peak)
+            first = opens[w.name] + (int(full[-1]) + 1 if full.size else 0)
+            load_layers[w.name] = first
+            held[first : w.last_use + 1] += w.nbytes
+        return load_layers
+
+    def plan(self, problem: Problem, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
+        """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`).
+
+        Raises:
+            BudgetError: M_peak is too small for it.
+        """
+        begun = time.monotonic()
+        chosen = self.least_preload(problem) if preload is None else preload
+        load_layers = self.load_layers(problem, chosen)
+        clock = play(problem, load_layers)
+        moves: Moves
+        if self.waits:
+            moves = {w.name: ((w.first_use, problem.chunks(w)),) for w in problem.weights if w.name not in chosen}
+        else:
+            moves = late_moves(problem, load_layers, clock)
+        plan = assemble(
+            problem, chosen, load_layers, moves, kind="latency", lambda_=self.lambda_, objective=clock.seconds,
+            bound=min(clock.seconds, fastest_seconds(problem, chosen)), tier="greedy", started=begun, base=chosen,
+            notes=(f"loads as strategy {self.strategy} does{note}",),
+        )  # fmt: skip
+        return replace(plan, strategy=self.strategy)
+
+    def within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
+        """The strategy's plan whose every byte fits `budget`, as `measure` counts bytes.
+
+        Raises:
+            BudgetError: nothing fits; it names the smallest budget that works.
+        """
+        if self.strategy == "resident-first":
+            return self._resident_within(problem, budget, measure)
+        return self._stretched(problem, budget, measure, self.least_preload(problem), "")
+
+    def _stretched(self, problem: Problem, budget: int, measure: Measure, preload: frozenset[str], note: str) -> OverlapPlan:
+        """The plan with W = `preload` and the largest M_peak that fits."""
+        return largest_within(
+            problem,
+            budget,
+            measure,
+            lambda limited: self.plan(limited, preload, note),
+            self.smallest(problem, preload),
+            preload,
+        )
+
+    def _resident_within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
+        """W filled in each of a few orders; the plan that the clock says answers first."""
+        base = self.least_preload(problem)
+        rest = [w for w in problem.weights if w.name not in base]
+        plans = []
+        for name, order in _ORDERS.items():
+            preload = base | _most_that_fit(
+                [w.name for w in sorted(rest, key=order)],
+                lambda added: measure(self._tight(problem, base | added)) <= budget,
+            )
+            plans.append(self._stretched(problem, budget, measure, preload, f"; W filled {name}"))
+        return min(plans, key=lambda plan: plan.objective)
+
+    def _tight(self, problem: Problem, preload: frozenset[str]) -> OverlapPlan:
+        """The plan with W = `preload` in the smallest M_peak."""
+        return self.plan(replace(problem, m_peak=max(1, self.smallest(problem, preload)[0])), preload)
+
+
+_ORDERS: Mapping[str, Callable[[WeightSpec], tuple[int, ...]]] = {
+    "in the order of layers": lambda w: (w.first_use,),
+    "from the last layer back": lambda w: (-w.first_use,),
+    "largest first": lambda w: (-w.nbytes, w.first_use),
+}
+
+
+def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool]) -> frozenset[str]:
+    """The longest beginning of `names` that fits, by bisection."""
+    low, high = 0, len(names)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(frozenset(names[:middle])):
+            low = middle
+        else:
+            high = middle - 1
+    return frozenset(names[:low])
+
+
+def fastest(problem: Problem, operators: Sequence[Operator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
+    """The latency plan inside M_peak; or, should the clock say that one of the baselines answers sooner, what that one decides.
+
+    The latency plan is the fastest that loads whole slices in use order. Where a slice does not fit yet and a smaller one of a
+    later layer would, leaving that order can gain a little.
+    """
+    best = latency_plan(problem, preload, lambda_=lambda_)
+    asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS[:2]]
+    return _soonest(problem, best, [partial(baseline.plan, problem) for baseline in asked])
+
+
+def fastest_within(
+    problem: Problem, operators: Sequence[Operator], budget: int, measure: Measure, preload: frozenset[str], lambda_: float
+) -> OverlapPlan:
+    """The same within a budget, which also covers what a transfer mode takes for a weight in flight (staging beside its place).
+
+    A weight of W takes less of that, so here resident-first is a candidate too.
+
+    Raises:
+        BudgetError: nothing fits; it names the smallest budget that works.
+    """
+    best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
+    asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS]
+    return _soonest(inside, best, [partial(baseline.within, problem, budget, measure) for baseline in asked])
+
+
+_RIVALS: tuple[Strategy, ...] = ("always-next", "same-op", "resident-first")
+"""Their plans keep C0 and C1 as the planner's do."""
+
+_TIE = 1e-6
+
+
+def _soonest(problem: Problem, best: OverlapPlan, candidates: Iterable[Callable[[], OverlapPlan]]) -> OverlapPlan:
+    if best.objective <= unlimited_seconds(problem, {w.name for w in best.weights if w.preload}) * (1 + _TIE):
+        return best  # memory costs it nothing
+    for candidate in candidates:
+        try:
+            plan = candidate()
+        except BudgetError:
+            continue
+        if plan.objective < best.objective * (1 - _TIE):
+            best = replace(plan, strategy="stream", notes=(*plan.notes, "which is predicted to answer first"))
+    return best

@@ -1,0 +1,69 @@
+"""What a fused layer costs the plan: Penalty(v) = lambda |W_new| + mu * dz (FlashMem section 4.3).
+
+Fusing lowers load capacity, because a group streams only what its most sensitive operator tolerates. W_new are the chunks that
+found no room because of it: preloaded although a layer before their use could have moved them, or moved above some C_l. dz is
+by how much the loading distances would shrink. Both are estimates, made by planning with the capacity that a split would give;
+the planner then decides on the program that was really split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashmem.planning.assemble import moved_chunks
+from flashmem.planning.latency import forced_preload
+from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.problem import Problem
+from flashmem.planning.srpt import SrptPlan, srpt
+
+
+class Penalties:
+    """Penalties of the fused layers of one program under one plan. `asked`: weights that are in W whatever the capacities."""
+
+    def __init__(self, problem: Problem, plan: OverlapPlan, asked: frozenset[str], lambda_: float, mu: float) -> None:
+        self._problem = replace(problem, m_peak=plan.m_peak)
+        self._lambda, self._mu = lambda_, mu
+        self._preload = {w.name for w in plan.weights if w.preload}
+        forced = forced_preload(problem, asked)
+        # (first layer, last layer) of the window in which a weight without room could have been moved, and its chunks
+        self._without_room = [(1, w.first_use - 1, w.chunks) for w in plan.weights if w.preload and w.name not in forced]
+        self._without_room += _above_capacity(problem, plan)
+        now = srpt(self._problem, self._preload) if mu else None
+        self._distance = now.distance(problem) if now is not None and now.feasible else None
+
+    @property
+    def shortage(self) -> int:
+        """Chunks that found no room at all."""
+        return sum(chunks for _, _, chunks in self._without_room)
+
+    def of(self, layer: int, gain: int) -> float:
+        """The penalty of a fused layer at `layer` (1-based) that would move `gain` chunks more if it were split."""
+        affected = sum(chunks for first, last, chunks in self._without_room if first <= layer <= last)
+        return self._lambda * min(gain, affected) + self._mu * self._distance_saved(layer, gain)
+
+    def _distance_saved(self, layer: int, gain: int) -> int:
+        if self._distance is None:
+            return 0
+        layers = list(self._problem.layers)
+        layers[layer - 1] = replace(layers[layer - 1], capacity=layers[layer - 1].capacity + gain)
+        roomier: SrptPlan = srpt(replace(self._problem, layers=tuple(layers)), self._preload)
+        return self._distance - roomier.distance(self._problem)
+
+
+def chunks_above_capacity(problem: Problem, plan: OverlapPlan) -> int:
+    """Chunks that the plan moves above the C_l of the problem."""
+    moved = moved_chunks(problem, {w.name: w.moves for w in plan.weights})
+    return sum(max(0, n - spec.capacity) for n, spec in zip(moved, problem.layers, strict=True))
+
+
+def _above_capacity(problem: Problem, plan: OverlapPlan) -> list[tuple[int, int, int]]:
+    """Windows of the chunks moved above C_l; of a layer's chunks those of the latest uses are called the ones too many."""
+    left = [spec.capacity for spec in problem.layers]
+    windows = []
+    for w in sorted((w for w in plan.weights if not w.preload), key=lambda w: w.first_use):
+        for layer, chunks in w.moves:
+            within = min(chunks, left[layer - 1])
+            left[layer - 1] -= within
+            if chunks > within:
+                windows.append((w.load_layer, w.first_use - 1, chunks - within))
+    return windows

@@ -1,0 +1,60 @@
+"""Figures as PNG files: matplotlib without a display, one look, files written whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashmem.commands.files import written_whole
+from flashmem.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#882255")
+"""Told apart by everyone (Okabe and Ito, without yellow and black)."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+_DPI = 160
+
+
+def require_matplotlib() -> None:
+    """Raises UserError where matplotlib is missing: better before the work than after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError("drawing needs matplotlib; install flashmem with its `plots` extra") from error
+
+
+@contextmanager
+def figure(path: Path, *, rows: int = 1, columns: int = 1, size: tuple[float, float], **grid: Any) -> Iterator[Any]:
+    """A figure and its axes, as `(figure, axes)`; written to `path` when all went well. `size` in inches.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=size, layout="constrained")
+    axes = drawn.subplots(rows, columns, **grid)
+    yield drawn, axes
+    with written_whole(path) as file:
+        drawn.savefig(file, format="png", dpi=_DPI)
+
+
+def plain_axes(axes: Axes) -> None:
+    """Grid behind, no frame on top and at the right."""
+    axes.grid(True, color="#e0e0e0", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_below(drawn: Figure, axes: Axes, *, columns: int = 4) -> None:
+    """One legend under the figure, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))), frameon=False)

@@ -1,0 +1,116 @@
+"""Discrete events over shared resources: processes that work, wait, and work on.
+
+A process is a generator. It yields `Work` (an amount of one resource, which takes as long as the resource's speed makes it) or
+a condition (it goes on once that holds). Between two events every speed is constant, so time advances to the next completion.
+How works share a resource (a bus, a disk) or disturb one another (compute beside a copy) is one function: from what is busy to
+speeds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+
+Condition = Callable[[], bool]
+Speeds = Callable[[Mapping[str, int]], Mapping[str, float]]
+"""From how many works each resource has at hand to units per second of each of these works; more than 0 for one at least."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """`amount` units of `resource`: bytes, or seconds at the resource's full speed."""
+
+    resource: str
+    amount: float
+
+
+Process = Generator[Work | Condition, None, None]
+
+
+@dataclass(eq=False)
+class _Running:
+    process: Process
+    resource: str
+    left: float
+
+
+@dataclass(eq=False)
+class _Waiting:
+    process: Process
+    ready: Condition
+
+
+@dataclass
+class Events:
+    """The clock. `now` is in seconds; `busy` adds up for how long each resource had any work."""
+
+    speeds: Speeds
+    now: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    _running: list[_Running] = field(default_factory=list)
+    _waiting: list[_Waiting] = field(default_factory=list)
+
+    def start(self, process: Process) -> None:
+        """Let `process` begin now."""
+        self._resume(process)
+
+    def run(self, process: Process) -> None:
+        """Start `process` and play until it ends; others are left where they are then.
+
+        Raises:
+            RuntimeError: every process waits for another one.
+        """
+        ended = False
+
+        def watched() -> Process:
+            nonlocal ended
+            yield from process
+            ended = True
+
+        self._resume(watched())
+        while not ended:
+            if not self._wake():
+                self._advance()
+
+    def _resume(self, process: Process) -> None:
+        """Run `process` up to its next pause."""
+        for pause in process:
+            if isinstance(pause, Work):
+                if pause.amount > 0:
+                    self._running.append(_Running(process, pause.resource, pause.amount))
+                    return
+            elif not pause():
+                self._waiting.append(_Waiting(process, pause))
+                return
+
+    def _wake(self) -> bool:
+        """Resume the process that waited longest of those whose condition holds; whether there was one."""
+        for waiting in self._waiting:
+            if waiting.ready():
+                self._waiting.remove(waiting)
+                self._resume(waiting.process)
+                return True
+        return False
+
+    def _advance(self) -> None:
+        """To the next completion."""
+        speeds = self.speeds(Counter(running.resource for running in self._running))
+        times = [running.left / speeds[running.resource] for running in self._running if speeds[running.resource] > 0]
+        if not times:
+            raise RuntimeError("the simulation is stuck: every process waits for another one")
+        step = min(times)
+        self.now += step
+        for resource in {running.resource for running in self._running}:
+            self.busy[resource] = self.busy.get(resource, 0.0) + step
+        finished: list[_Running] = []
+        going: list[_Running] = []
+        for running in self._running:
+            speed = speeds[running.resource]
+            # Works that end together by arithmetic end together here, whatever the rounding.
+            done = running.left <= step * speed * (1 + 1e-12)
+            running.left -= step * speed
+            (finished if done else going).append(running)
+        self._running = going
+        for running in finished:
+            self._resume(running.process)

@@ -1,0 +1,271 @@
+"""What is to be played: a machine, and the loads, layers and memory of one session on it, as plain data.
+
+`describe` takes them from a program, a plan and a descriptor. The order of loads, their gates, what each layer needs, what is
+freed when, and every allocation come from the runtime's own functions, so that the simulation plays what a session would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from typing import Literal
+
+from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.planning.problem import build_problem
+from flashmem.program import SLICE_ALIGNMENT, Program, Slice, output_bytes, scratch_bytes
+from flashmem.runtime.engine import LOADER_THREADS
+from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
+from flashmem.runtime.ledger import Category
+from flashmem.runtime.loader import planned_frees, planned_loads
+from flashmem.runtime.opencl import TEXEL_BYTES
+from flashmem.runtime.ports import panel_bytes
+from flashmem.runtime.residence import preloaded, preloaded_layout
+from flashmem.runtime.transfer import WORD, file_bytes
+
+Disk = Literal["cold", "cached"]
+Strategy = Literal["stream", "preload"]
+Piece = tuple[Literal["read", "copy"], int]
+"""Bytes that a loader thread reads out of the page cache, or copies to where kernels read them (or populates, when mapped)."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
+
+    `contention` is the share of its speed that compute loses while a loader thread moves bytes. A call that announces reads
+    (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit a disk's queue, Linux makes
+    the caller wait for.
+    """
+
+    read_bandwidth: float
+    copy_bandwidth: float
+    disk_bandwidth: float | None = None
+    load_seconds: float = 0.0
+    contention: float = 0.0
+    disk_queue_bytes: int = 16 << 20
+    threads: int = LOADER_THREADS
+
+
+@dataclass(frozen=True)
+class SimulatedLoad:
+    """A slice to bring in once layer `gate` is done. `held` bytes are counted from its start until it is freed (mode `map`)."""
+
+    name: str
+    nbytes: int
+    pieces: tuple[Piece, ...]
+    gate: int = 0
+    preload: bool = False
+    held: int = 0
+
+    @property
+    def last_of_file(self) -> int:
+        """Index of the last piece that needs the file's bytes: it ends no sooner than the disk has brought them."""
+        return max((index for index, (resource, _) in enumerate(self.pieces) if resource == "read"), default=0)
+
+
+@dataclass(frozen=True)
+class SimulatedLayer:
+    """`seconds` on the device with nothing beside it; starts when all of `needs` are loaded."""
+
+    name: str
+    seconds: float
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Bytes that the session holds from its opening to its end."""
+
+    category: Category
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One session and its first run. Loads are in the order in which threads take them.
+
+    `context_seconds` pass before memory is accounted for, `kernel_seconds` before anything is allocated. `constants_bytes` are
+    read while opening; `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last.
+    `w_threads`: threads that bring W in before the first layer; None: W comes in with the rest. `resident_first`: every load
+    belongs to the opening (strategy preload).
+    """
+
+    machine: Machine
+    layers: tuple[SimulatedLayer, ...]
+    loads: tuple[SimulatedLoad, ...]
+    frees: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    allocations: tuple[Allocation, ...] = ()
+    context_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    constants_bytes: int = 0
+    gathered_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    w_threads: int | None = None
+    resident_first: bool = False
+
+    def later(self) -> Scenario:
+        """A later run of the same session: W is there, the file is in the page cache, nothing is opened."""
+        kept = {load.name for load in self.loads if load.preload}
+        held = sum(load.held for load in self.loads if load.preload)
+        return replace(
+            self,
+            machine=replace(self.machine, disk_bandwidth=None),
+            layers=tuple(replace(layer, needs=tuple(n for n in layer.needs if n not in kept)) for layer in self.layers),
+            loads=tuple(load for load in self.loads if not load.preload),
+            allocations=(*self.allocations, Allocation("weights", held)),
+            context_seconds=0.0,
+            kernel_seconds=0.0,
+            constants_bytes=0,
+            w_threads=None,
+            resident_first=False,
+        )
+
+
+def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
+    """Where the runtime would put slices: the plan's layout for `mode`, made now if the plan has none for it."""
+    if strategy == "preload":
+        return preloaded_layout(program, mode, LOADER_THREADS)
+    return plan.layouts[mode] if mode in plan.layouts else lay_out_pools(program.slices, plan, [mode])[mode]
+
+
+def describe(
+    program: Program,
+    plan: OverlapPlan,
+    descriptor: DeviceDescriptor,
+    mode: TransferMode,
+    *,
+    disk: Disk = "cached",
+    strategy: Strategy = "stream",
+) -> Scenario:
+    """The first run of a session that plays `plan` on a device, `mode` being how weights travel.
+
+    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `planning.problem`.
+    """
+    rates = descriptor.rates
+    slices = {part.name: part for part in program.slices}
+    layout = layout_for(program, plan, mode, strategy)
+    if strategy == "preload":
+        plan = preloaded(plan)
+    problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak)
+    moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
+    needs = needed_slices(plan, moves)
+    delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
+    travel = _Travel(descriptor, mode, layout)
+    return Scenario(
+        Machine(
+            read_bandwidth=rates.cached_bandwidth,
+            copy_bandwidth=rates.copy_bandwidth,
+            disk_bandwidth=rates.disk_bandwidth if disk == "cold" else None,
+            load_seconds=rates.load_seconds,
+            # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
+            contention=0.0 if mode == "interleave" else rates.contention.get(mode, 0.0),
+        ),
+        layers=tuple(
+            SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
+            for layer, spec in enumerate(problem.layers, start=1)
+        ),
+        loads=tuple(
+            SimulatedLoad(
+                load.part.name,
+                file_bytes(load.part),
+                travel.pieces(load.part, preload=load.preload),
+                load.gate,
+                load.preload,
+                travel.held(load.part),
+            )
+            for load in planned_loads(plan, slices, preload=True)
+        ),
+        frees=_names(planned_frees(plan, slices)) if mode == "map" else {},
+        allocations=_allocations(program, layout),
+        context_seconds=rates.session_seconds,
+        kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves),
+        constants_bytes=program.constants_bytes,
+        gathered_bytes=_gathered_bytes(program),
+        input_bytes=sum(4 * prod(port.shape) for port in program.inputs if port.tensor is not None),
+        output_bytes=sum(4 * prod(port.shape) for port in program.outputs),
+        w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
+        resident_first=strategy == "preload",
+    )
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """How slices travel in one mode (runtime/transfer.py)."""
+
+    descriptor: DeviceDescriptor
+    mode: TransferMode
+    layout: PoolLayout
+
+    def pieces(self, part: Slice, *, preload: bool) -> tuple[Piece, ...]:
+        total = file_bytes(part)
+        if self.mode == "map":
+            return (("copy", total),)
+        if self.mode == "alias":
+            return (("read", total),)
+        if self.mode == "interleave":
+            copy: Piece = ("copy", total)
+            return (("read", total), *[copy] * (preload + (not self._shares_memory)))
+        ring = self.layout.staging_bytes // LOADER_THREADS // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+        step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
+        ends = [*range(0, total, step), total]
+        return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
+
+    def held(self, part: Slice) -> int:
+        """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
+        return -(-file_bytes(part) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether host and device share memory: where they do not, a descriptor has no `alias`, and staging is sent over."""
+        return any("alias" in modes for modes in self.descriptor.modes.values())
+
+
+def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
+    """By how much the moves of a layer delay it: a riding one by its contention, the others are launches of their own."""
+    rates = descriptor.rates
+    riding = _moved_bytes(moving.riding) if moving.riding else 0
+    delay = rates.contention.get("interleave", 0.0) * riding / rates.copy_bandwidth
+    return delay + sum(rates.launch_seconds + _moved_bytes(move) / rates.copy_bandwidth for move in moving.separate)
+
+
+def _moved_bytes(move: Move) -> int:
+    return move.count * (TEXEL_BYTES[move.part.channel] if move.width else WORD)
+
+
+def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
+    """Distinct kernels of the plain and of the lane program."""
+    plain: set[str] = set()
+    lane: set[str] = set()
+    for layer, launch in enumerate(program.launches, start=1):
+        moving = moves.get(layer)
+        (lane if moving is not None and moving.riding is not None else plain).add(launch.kernel)
+        lane.update(move.copier for move in (moving.separate if moving else ()))
+    return len(plain) + len(lane)
+
+
+def _gathered_bytes(program: Program) -> int:
+    """Bytes of the panels that a run reads from tables at most: one for each index, none twice."""
+    shapes = {port.name: port.shape for port in program.inputs}
+    return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.row_gathers)
+
+
+def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:
+    """In the engine's order; mapped pages are not among them, they come and go."""
+    homes = layout.pool_bytes + sum(slot.nbytes for slot in layout.slots)
+    return (
+        Allocation("arena", program.arena_bytes),
+        Allocation("constants", program.constants_bytes),
+        Allocation("outputs", output_bytes(program)),
+        Allocation("staging", scratch_bytes(program)),
+        Allocation("weights", homes),
+        Allocation("staging", layout.staging_bytes),
+    )
+
+
+def _names(frees: Mapping[int, Sequence[Slice]]) -> dict[int, tuple[str, ...]]:
+    return {layer: tuple(part.name for part in parts) for layer, parts in frees.items()}

@@ -1,0 +1,135 @@
+"""The grid of a sweep: its points, and the columns of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Literal, TypeVar
+
+from flashmem.errors import UserError
+from flashmem.units import parse_size
+
+Cell = str | int | float | None
+Row = Mapping[str, Cell]
+Source = Literal["simulated", "measured"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is asked of one run: the key of a row. Exactly one of `m_peak_bytes` and `budget_bytes` is not None."""
+
+    model: str
+    shape: str  # NAME=1x128 and so on, sorted, separated by spaces
+    device: str
+    precision: str
+    m_peak_bytes: int | None
+    budget_bytes: int | None
+    lambda_: float
+    mu: float
+    chunk_bytes: int
+    objective_asked: str
+    mode: str
+    disk: str
+    source: Source
+
+    def cells(self) -> dict[str, Cell]:
+        """The key columns."""
+        return {column: getattr(self, name) for name, column in zip(_FIELDS, KEY, strict=True)}
+
+
+_FIELDS = tuple(field.name for field in fields(Point))
+KEY = tuple(name.rstrip("_") for name in _FIELDS)
+"""Columns that identify a point."""
+
+RESULTS = (
+    "status", "tier", "objective_kind", "objective", "bound", "gap", "preload_ratio",
+    "integrated_ms", "init_ms", "exec_ms", "warm_ms", "average_bytes", "peak_bytes", "smallest_bytes", "solve_seconds",
+)  # fmt: skip
+"""Columns that say what came out. An infeasible point has `status` INFEASIBLE and the smallest limit that works.
+
+`objective` and `bound` are seconds for the kind "latency", and the paper's weighted sum for "paper". `exec_ms` is the first run
+without its opening, `warm_ms` a later run, with W resident.
+"""
+
+COLUMNS = (*KEY, *RESULTS)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The axes. `m_peaks` and `budgets` are limits in bytes, each a point of its own."""
+
+    models: Sequence[str]
+    devices: Sequence[str]
+    precisions: Sequence[str]
+    m_peaks: Sequence[int]
+    budgets: Sequence[int]
+    lambdas: Sequence[float]
+    mus: Sequence[float]
+    shape: str
+    chunk_bytes: int
+    objective_asked: str
+    mode: str
+    disk: str
+    source: Source
+
+    def points(self) -> list[Point]:
+        """Every combination once, those of one model, device and precision side by side."""
+        limits = [(m_peak, None) for m_peak in self.m_peaks] + [(None, budget) for budget in self.budgets]
+        axes = product(self.models, self.devices, self.precisions, limits, self.lambdas, self.mus)
+        points = (
+            Point(
+                model, self.shape, device, precision, m_peak, budget, lambda_, mu,
+                self.chunk_bytes, self.objective_asked, self.mode, self.disk, self.source,
+            )
+            for model, device, precision, (m_peak, budget), lambda_, mu in axes
+        )  # fmt: skip
+        return list(dict.fromkeys(points))
+
+
+Item = TypeVar("Item")
+
+
+def split_list(text: str, flag: str, read: Callable[[str], Item]) -> list[Item]:
+    """The items of a comma-separated option, each read by `read`.
+
+    Raises:
+        UserError: there is none, or `read` refuses one (its UserErrors are passed on).
+    """
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise UserError(f"{flag} {text!r} has an empty item; write values separated by commas")
+    return [read(item) for item in items]
+
+
+def sizes(text: str | None, flag: str) -> list[int]:
+    """Bytes of a comma-separated list of sizes; empty for None."""
+    return [] if text is None else split_list(text, flag, lambda item: parse_size(item, what=flag))
+
+
+def numbers(text: str, flag: str, *, low: float, high: float) -> list[float]:
+    """Numbers of a comma-separated list, each from `low` to `high`."""
+
+    def read(item: str) -> float:
+        try:
+            value = float(item)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high or value == float("inf"):
+            most = f"from {low:g} to {high:g}" if high < float("inf") else f"of {low:g} or more"
+            raise UserError(f"{flag} {item!r} is not a number {most}")
+        return value
+
+    return split_list(text, flag, read)
+
+
+def words(text: str, flag: str, known: Iterable[str] = ()) -> list[str]:
+    """Words of a comma-separated list, each one of `known` if that is given."""
+    allowed = tuple(known)
+
+    def read(item: str) -> str:
+        if allowed and item not in allowed:
+            raise UserError(f"{flag} {item!r} is unknown; name one of: {', '.join(allowed)}")
+        return item
+
+    return split_list(text, flag, read)

@@ -1,0 +1,66 @@
+"""One measured run in a process of its own: a request as JSON on stdin, the result as JSON on stdout.
+
+The plan comes with the request and replaces the bundle's, so that a sweep packs the weights of a model once. Only the online
+half of flashmem is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flashmem.bundle import Bundle
+from flashmem.bundle_check import check_bundle
+from flashmem.commands.inputs import complete_inputs
+from flashmem.console import exit_codes
+from flashmem.planning.plan import OverlapPlan
+from flashmem.runtime.session import Session
+
+
+def run(request: dict[str, Any]) -> dict[str, float]:
+    """The first run of a session, and a later one; milliseconds and bytes."""
+    path = Path(request["bundle"])
+    plan = OverlapPlan.from_json(request["plan"])
+    bundle = Bundle.open(path)
+    inputs = complete_inputs(bundle.program, {}, seed=0)
+    if request["cold"]:
+        _drop(bundle.weights_path)
+    begun = time.perf_counter()
+    bundle = Bundle.open(path)
+    check_bundle(bundle.program, plan)
+    planned = replace(bundle, plan=plan, meta={**bundle.meta, "budget_bytes": request["budget"]})
+    opened = time.perf_counter() - begun  # a session that is given a path does this itself
+    with Session(planned, device=request["device"], mode=request["mode"]) as session:
+        session.run(None, inputs)
+        first = session.last_run
+        session.run(None, inputs)
+        later = session.last_run
+    assert first is not None and later is not None
+    return {
+        "integrated_ms": 1e3 * (opened + first.latency.integrated),
+        "init_ms": 1e3 * (opened + first.latency.init),
+        "exec_ms": 1e3 * first.latency.exec,
+        "warm_ms": 1e3 * later.latency.exec,
+        "average_bytes": round(first.memory.average_bytes),
+        "peak_bytes": max(first.memory.peak_bytes, later.memory.peak_bytes),
+    }
+
+
+def _drop(path: Path) -> None:
+    """Drop the file from the page cache; the host of a virtual machine may still hold it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        print(json.dumps(run(json.load(sys.stdin))))

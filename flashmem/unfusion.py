@@ -1,0 +1,171 @@
+"""Adaptive unfusion: fused layers are split where that gives the plan the load capacity it lacks (FlashMem section 4.3).
+
+Planning shows what found no room. Fused layers are ranked by their penalty (`planning.penalty`); those whose parts stream more
+than the whole, C_v1 + C_v2 >= (1 + alpha) C_v, are split, worst first, and the program is generated and planned again. A split
+stays only if the objective improves. Hierarchical groups stay whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flashmem.codegen.program import Generated
+from flashmem.device import TransferMode
+from flashmem.graph.fusion import Layer, fuse
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.planning.penalty import Penalties, chunks_above_capacity
+from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.planner import Limits
+from flashmem.planning.problem import Problem
+from flashmem.program import Program
+
+BATCH = 8
+"""Layers split at a time; halved when that does not improve the objective."""
+
+SECONDS = 12.0
+"""No further split is tried after this long."""
+
+Cuts = frozenset[Node]
+
+
+@dataclass(frozen=True)
+class Road:
+    """How a program with given cuts is made, the problem it poses, and its plan: the middle of the offline road."""
+
+    generate: Callable[[Cuts], Generated]
+    problem: Callable[[Program], Problem]
+    plan: Callable[[Program], OverlapPlan]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A program for some cuts, and its plan."""
+
+    generated: Generated
+    problem: Problem
+    plan: OverlapPlan
+
+
+@dataclass(frozen=True)
+class Split:
+    """A fused layer that may be cut before `node`. `layer`: its first launch (1-based); `gain`: chunks its parts move more."""
+
+    name: str
+    node: Node
+    layer: int
+    gain: int
+
+
+def refine(graph: Graph, road: Road, limits: Limits, mode: TransferMode, chunk_seconds: float) -> tuple[Generated, OverlapPlan]:
+    """The program of `graph` and its plan, with those fused layers split that made the plan better; its notes say which.
+
+    `chunk_seconds`: what moving a chunk above C_l costs.
+    """
+
+    def attempt(cuts: Cuts) -> Attempt:
+        generated = road.generate(cuts)
+        return Attempt(generated, road.problem(generated.program), road.plan(generated.program))
+
+    def cost(tried: Attempt) -> float:
+        return objective(tried, mode, chunk_seconds)
+
+    cuts: Cuts = frozenset()
+    best = first = attempt(cuts)
+    if not (limits.unfusion and limits.strategy == "stream" and capacity_matters(best.plan, mode)):
+        return best.generated, best.plan
+    deadline = time.monotonic() + SECONDS
+    done: list[Split] = []
+    ranked, batch = _ranked(graph, best, cuts, road, limits), BATCH
+    while ranked and batch and time.monotonic() < deadline:
+        chosen = ranked[:batch]
+        tried = attempt(cuts | {split.node for split in chosen})
+        if cost(tried) < cost(best) * (1 - 1e-6):
+            best, cuts = tried, cuts | {split.node for split in chosen}
+            done += chosen
+            ranked = _ranked(graph, best, cuts, road, limits)
+        else:
+            batch = min(batch, len(ranked)) // 2
+    if not done:
+        return best.generated, best.plan
+    names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])
+    more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
+    note = f"adaptive unfusion split {len(done)} layers, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
+    return best.generated, replace(best.plan, notes=(*best.plan.notes, note))
+
+
+def capacity_matters(plan: OverlapPlan, mode: TransferMode) -> bool:
+    """Whether C_l has a part in the objective: the paper's always, latency only where kernels move weights themselves."""
+    return plan.objective_kind == "paper" or mode == "interleave"
+
+
+def objective(tried: Attempt, mode: TransferMode, chunk_seconds: float) -> float:
+    """What is minimised: the plan's objective; of latency in mode `interleave`, with the time that chunks above C_l take."""
+    if tried.plan.objective_kind == "paper" or mode != "interleave":
+        return tried.plan.objective
+    return tried.plan.objective + chunk_seconds * chunks_above_capacity(tried.problem, tried.plan)
+
+
+def _ranked(graph: Graph, best: Attempt, cuts: Cuts, road: Road, limits: Limits) -> list[Split]:
+    """The splits worth trying on top of `cuts`, highest penalty first; none when nothing lacks capacity."""
+    asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
+    penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.lambda_, limits.mu)
+    if not penalties.shortage and not limits.mu:
+        return []
+    found = splits(graph, best, cuts, road, limits.alpha)
+    scored = [(penalties.of(split.layer, split.gain), split) for split in found]
+    return [split for score, split in sorted(scored, key=lambda pair: (-pair[0], pair[1].layer)) if score > 0]
+
+
+def splits(graph: Graph, best: Attempt, cuts: Cuts, road: Road, alpha: float) -> list[Split]:
+    """The fused layers of a program (made with `cuts`) that can be split, and by what their capacity would grow.
+
+    Capacities of the parts are those of a program in which all of them are split at once.
+    """
+    consumers, outputs = graph.consumers(), {port.value for port in graph.outputs}
+    candidates = {cut: layer for layer in fuse(graph, cuts) if (cut := cut_point(layer, consumers, outputs)) is not None}
+    if not candidates:
+        return []
+    program, apart = best.generated.program, road.generate(cuts | candidates.keys()).program
+    whole, parts = _capacities(program, best.problem), _capacities(apart, road.problem(apart))
+    first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
+    found = []
+    for cut, layer in candidates.items():
+        names = tuple(node.name for node in layer.nodes)
+        if names not in first or "" in names:
+            continue
+        at = first[names]
+        if program.launches[at - 1].operator_class == "hierarchical":
+            continue
+        before = whole[names]
+        after = sum(chunks for operators, chunks in parts.items() if set(operators) <= set(names))
+        if after > before and after >= (1 + alpha) * before:
+            found.append(Split(program.launches[at - 1].name, cut, at, after - before))
+    return found
+
+
+def cut_point(layer: Layer, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
+    """Where a fused layer is cut: after its first elementwise operator (a bias), or before its only one; None if it cannot be.
+
+    What comes before the cut must leave a single value, as every layer does.
+    """
+    for at in (*range(1, len(layer.tail)), 0) if layer.tail else ():
+        before: Sequence[Node] = layer.nodes[: at + 1]
+        inside = [node.outputs[0] for node in before[:-1]]
+        if not any(value in outputs or any(user not in before for user in consumers.get(value, ())) for value in inside):
+            cut: Node = layer.tail[at]
+            return cut
+    return None
+
+
+def _capacities(program: Program, problem: Problem) -> dict[tuple[str, ...], int]:
+    """C_v by the operators of each group, its slices together."""
+    total: dict[tuple[str, ...], int] = {}
+    for launch, spec in zip(program.launches, problem.layers, strict=True):
+        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity
+    return total
+
+
+_NAMED = 6
+"""Splits that a plan's note names one by one."""

@@ -1,0 +1,399 @@
+"""What is measured: small graphs around one kernel each, drawn quasi-randomly, and the launches of whole models.
+
+Sizes are drawn from ranges that cover convolutional and transformer models, with the sizes of ResNet, ViT and GPT among them.
+The sequence depends on a seed and on nothing else, so a profile that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.codegen.program import generate
+from flashmem.device import DeviceDescriptor, Tile
+from flashmem.graph.builder import constant
+from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph, GraphPort, Node, Value
+from flashmem.graph.layout import assign_layouts
+from flashmem.graph.normalize import normalize
+from flashmem.graph.onnx_import import import_model
+from flashmem.graph.operators import why_unsupported
+from flashmem.program import Launch, Program, Source
+
+Precision = Literal["fp32", "fp16"]
+T = TypeVar("T")
+SLICE_BYTES = 4 << 20
+"""Weights are cut as `flashmem compile` cuts them."""
+
+
+class Draw:
+    """One point of a low-discrepancy sequence, a coordinate at a time.
+
+    The additive recurrence of M. Roberts ("The unreasonable effectiveness of quasirandom sequences", 2018): powers of the
+    generalised golden ratio of 8 dimensions; later coordinates, of which few cases need one, repeat with other offsets.
+    """
+
+    _DIMENSIONS = 8
+    _PHI = 1.0850702465535  # the positive root of x**9 = x + 1
+
+    def __init__(self, index: int, seed: int) -> None:
+        self._index, self._seed, self._next = index, seed, 0
+
+    def unit(self) -> float:
+        """A number in [0, 1)."""
+        power = self._next % self._DIMENSIONS + 1
+        offset = 0.5 + 0.6180339887 * (self._seed + self._next // self._DIMENSIONS * 7)
+        self._next += 1
+        return (offset + self._index * self._PHI**-power) % 1.0
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of `options`."""
+        return options[int(self.unit() * len(options))]
+
+    def size(self, low: int, high: int, multiple: int = 1) -> int:
+        """A number between two others, evenly in its logarithm, rounded to a multiple."""
+        return max(multiple, round(low * math.pow(high / low, self.unit()) / multiple) * multiple)
+
+
+@dataclass
+class _Graph:
+    """A graph under construction, in ONNX's operators."""
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[GraphPort] = field(default_factory=list)
+
+    def input(self, *shape: int) -> Value:
+        value = Value(f"x{len(self.inputs)}", shape, "float32")
+        self.inputs.append(GraphPort(value.name, "float32", value))
+        return value
+
+    def weight(self, *shape: int) -> Value:
+        return constant(f"w{len(self.nodes)}.{len(shape)}", np.broadcast_to(np.float32(0.01), shape))
+
+    def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
+        name = f"{op}{len(self.nodes)}"
+        output = Value(f"{name}.out", tuple(shape), "float32")
+        node = Node(op, name, list(inputs), [output], attributes)
+        output.producer = node
+        self.nodes.append(node)
+        return output
+
+    def finish(self, output: Value) -> Graph:
+        return Graph("case", self.inputs, [GraphPort("y", "float32", output)], self.nodes)
+
+
+Maker = Callable[[Draw], Graph]
+
+
+def _tail(g: _Graph, draw: Draw, y: Value) -> Value:
+    """What usually follows a contraction: nothing, a bias, an activation, a residual sum."""
+    kind = draw.pick(("none", "bias", "relu", "gelu", "residual"))
+    if kind == "none":
+        return y
+    y = g.node("Add", [y, g.weight(y.shape[-1])], y.shape)
+    if kind == "relu":
+        y = g.node("Relu", [y], y.shape)
+    elif kind == "gelu":
+        y = g.node("Gelu", [y], y.shape)
+    elif kind == "residual":
+        y = g.node("Add", [y, g.input(*y.shape)], y.shape)
+    return y
+
+
+_WIDTHS = (64, 192, 256, 384, 512, 768, 1024, 1280, 2048, 2304, 3072, 4096)
+
+
+def _matmul(draw: Draw) -> Graph:
+    g = _Graph()
+    rows = draw.pick((1, 16, 49, 64, 128, 128, 196, 197, 256, 512, 1024))
+    depth = draw.pick(_WIDTHS) if draw.unit() < 0.6 else draw.size(48, 4096, 8)
+    columns = draw.pick(_WIDTHS) if draw.unit() < 0.6 else draw.size(32, 8192, 8)
+    x = g.input(1, rows, depth)
+    return g.finish(_tail(g, draw, g.node("MatMul", [x, g.weight(depth, columns)], (1, rows, columns))))
+
+
+def _convolution(draw: Draw) -> Graph:
+    g = _Graph()
+    side = draw.pick((7, 14, 14, 28, 28, 56, 112))
+    kernel = draw.pick((1, 1, 3, 3, 3, 5, 7))
+    stride = draw.pick((1, 1, 1, 2))
+    limit = 64 if side > 56 else 512
+    channels = draw.pick((3, 16, 32, 64, 128, 256, 512, 1024))
+    channels, columns = min(channels, limit), min(draw.pick((16, 32, 64, 96, 128, 256, 512, 2048)), 4 * limit)
+    x = g.input(1, channels, side, side)
+    pad = kernel // 2
+    out = (side + 2 * pad - kernel) // stride + 1
+    shape = (1, columns, out, out)
+    y = g.node(
+        "Conv", [x, g.weight(columns, channels, kernel, kernel)], shape,
+        kernel_shape=[kernel, kernel], strides=[stride, stride], pads=[pad] * 4,
+    )  # fmt: skip
+    kind = draw.pick(("none", "relu", "residual"))
+    if kind != "none":
+        y = g.node("Add", [y, g.weight(columns, 1, 1)], shape)
+    if kind == "residual":
+        y = g.node("Add", [y, g.node("Relu", [g.node("Conv", [x, g.weight(columns, channels, 1, 1)], shape,
+            kernel_shape=[1, 1], strides=[stride, stride])], shape)], shape)  # fmt: skip
+    if kind != "none":
+        y = g.node("Relu", [y], shape)
+    return g.finish(y)
+
+
+def _depthwise(draw: Draw) -> Graph:
+    g = _Graph()
+    side, kernel, stride = draw.pick((7, 14, 28, 56, 112)), draw.pick((3, 3, 5)), draw.pick((1, 1, 2))
+    channels = draw.size(32, 1024, 8)
+    out = (side + 2 * (kernel // 2) - kernel) // stride + 1
+    shape = (1, channels, out, out)
+    y = g.node(
+        "Conv", [g.input(1, channels, side, side), g.weight(channels, 1, kernel, kernel)], shape,
+        kernel_shape=[kernel, kernel], strides=[stride, stride], pads=[kernel // 2] * 4, group=channels,
+    )  # fmt: skip
+    return g.finish(g.node("Relu", [y], shape) if draw.unit() < 0.5 else y)
+
+
+def _attention(draw: Draw) -> Graph:
+    """The two products of attention: scores (scaled, as GPT and ViT have it) and values."""
+    g = _Graph()
+    heads, rows = draw.pick((3, 6, 12, 12, 16, 32)), draw.pick((49, 64, 128, 128, 197, 256, 512))
+    width = draw.pick((32, 64, 128))
+    if draw.unit() < 0.5:
+        a, b = g.input(1, heads, rows, width), g.input(1, heads, width, rows)
+        y = g.node("MatMul", [a, b], (1, heads, rows, rows))
+        return g.finish(g.node("Mul", [y, g.weight(1)], y.shape) if draw.unit() < 0.5 else y)
+    a, b = g.input(1, heads, rows, rows), g.input(1, heads, rows, width)
+    return g.finish(g.node("MatMul", [a, b], (1, heads, rows, width)))
+
+
+def _matrix(g: _Graph, draw: Draw, most: int = 4 << 20) -> Value:
+    """An activation [1, rows, columns], small to large."""
+    columns = draw.pick((64, 128, 197, 256, 512, 768, 1000, 1024, 2048, 3072, 4096))
+    rows = draw.size(1, max(2, most // columns))
+    return g.input(1, rows, columns)
+
+
+def _elementwise(draw: Draw) -> Graph:
+    g = _Graph()
+    x = _matrix(g, draw)
+    op = draw.pick(("Relu", "Gelu", "Sigmoid", "Tanh", "Add", "Mul", "Div", "Exp", "Clip", "Bias", "HardSwish"))
+    if op == "Bias":
+        return g.finish(g.node("Add", [x, g.weight(x.shape[-1])], x.shape))
+    if op == "Clip":
+        return g.finish(g.node("Clip", [x, g.weight(), g.weight()], x.shape))
+    inputs = [x, g.input(*x.shape)] if op in ("Add", "Mul", "Div") else [x]
+    y = g.node(op, inputs, x.shape)
+    return g.finish(g.node("Add", [y, g.input(*x.shape)], x.shape) if draw.unit() < 0.3 else y)
+
+
+def _rows(draw: Draw) -> Graph:
+    g = _Graph()
+    x = _matrix(g, draw)
+    op = draw.pick(("Softmax", "Softmax", "LayerNormalization", "LayerNormalization", "ReduceMean", "ReduceMax"))
+    if op == "LayerNormalization":
+        return g.finish(g.node(op, [x, g.weight(x.shape[-1]), g.weight(x.shape[-1])], x.shape, axis=-1))
+    if op == "Softmax":
+        return g.finish(g.node(op, [x], x.shape, axis=-1))
+    return g.finish(g.node(op, [x], (*x.shape[:-1], 1), axes=[-1]))
+
+
+def _reduced_columns(draw: Draw) -> Graph:
+    g = _Graph()
+    op = draw.pick(("ReduceMean", "ReduceMean", "ReduceMax", "ReduceSum", "Softmax"))
+    x = g.input(draw.pick((1, 1, 4, 12)), draw.size(7, 3200), draw.pick((32, 64, 128, 256, 512, 768, 1024)))
+    if op == "Softmax":
+        return g.finish(g.node(op, [x], x.shape, axis=1))
+    return g.finish(g.node(op, [x], (x.shape[0], 1, x.shape[2]), axes=[1]))
+
+
+def _gather(draw: Draw) -> Graph:
+    g = _Graph()
+    rows, columns, count = draw.size(64, 8192), draw.size(8, 1024, 4), draw.size(16, 2048)
+    at = np.random.default_rng(count).integers(0, rows, count)
+    at[:3] = (0, 5, 1)  # not evenly spaced: that would be a Slice
+    return g.finish(g.node("Gather", [g.input(rows, columns), constant("at", at.astype(np.int64))], (count, columns), axis=0))
+
+
+def _movement(draw: Draw) -> Graph:
+    g = _Graph()
+    op = draw.pick(("Heads", "Heads", "Transpose", "Slice", "Concat", "Pad", "Expand"))
+    rows, heads, width = draw.size(16, 1024), draw.pick((3, 4, 8, 12, 16)), draw.pick((16, 32, 64, 128))
+    if op == "Heads":  # attention's [rows, heads, width] -> [heads, rows, width]
+        return g.finish(g.node("Transpose", [g.input(1, rows, heads, width)], (1, heads, rows, width), perm=[0, 2, 1, 3]))
+    columns = heads * width
+    x = g.input(1, rows, columns)
+    if op == "Transpose":
+        return g.finish(g.node("Transpose", [x], (1, columns, rows), perm=[0, 2, 1]))
+    if op == "Slice":
+        third = columns // 3
+        bounds = (np.array([third]), np.array([2 * third]), np.array([2]))
+        settled = [constant(f"s{i}", bound) for i, bound in enumerate(bounds)]
+        return g.finish(g.node("Slice", [x, *settled], (1, rows, third)))
+    if op == "Concat":
+        return g.finish(g.node("Concat", [x, g.input(1, rows, columns)], (1, rows, 2 * columns), axis=2))
+    if op == "Pad":
+        pads = constant("pads", np.array([0, 1, 0, 0, 1, 0]))
+        return g.finish(g.node("Pad", [x, pads], (1, rows + 2, columns)))
+    shape = (4, rows, columns)
+    return g.finish(g.node("Expand", [x, constant("shape", np.array(shape))], shape))
+
+
+def _pool(draw: Draw) -> Graph:
+    g = _Graph()
+    side, kernel, stride = draw.pick((14, 28, 56, 112)), draw.pick((2, 3, 3, 5)), draw.pick((1, 2, 2))
+    channels = draw.size(16, 1024, 8)
+    out = (side - kernel) // stride + 1
+    return g.finish(g.node(
+        draw.pick(("MaxPool", "AveragePool")), [g.input(1, channels, side, side)], (1, channels, out, out),
+        kernel_shape=[kernel, kernel], strides=[stride, stride],
+    ))  # fmt: skip
+
+
+def _resize(draw: Draw) -> Graph:
+    g = _Graph()
+    side, channels = draw.pick((7, 14, 28, 56)), draw.size(16, 512, 8)
+    mode = draw.pick(("nearest", "linear"))
+    scales = constant("scales", np.array([1, 1, 2, 2], np.float32))
+    x = g.input(1, channels, side, side)
+    return g.finish(g.node("Resize", [x, None, scales], (1, channels, 2 * side, 2 * side), mode=mode))
+
+
+FAMILIES: dict[str, tuple[Maker, int]] = {
+    "matmul": (_matmul, 5),
+    "conv": (_convolution, 5),
+    "elementwise": (_elementwise, 3),
+    "reduce_rows": (_rows, 3),
+    "movement": (_movement, 3),
+    "matmul_dynamic": (_attention, 2),
+    "depthwise": (_depthwise, 2),
+    "reduce_columns": (_reduced_columns, 1),
+    "pool": (_pool, 1),
+    "gather": (_gather, 1),
+    "resize": (_resize, 1),
+}
+"""How a kernel of each family is drawn, and how many of them to one of the rarest."""
+
+TILES: tuple[dict[str, Any], ...] = (
+    {"rows": 4}, {"columns": 16, "vector": 8}, {"columns": 16}, {"vector": 8}, {"rows": 6, "columns": 32},
+    {"rows": 8, "columns": 16},
+)  # fmt: skip
+LOCAL_SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (16, 4), (16, 8))
+
+
+@dataclass(frozen=True)
+class Target:
+    """One launch to measure. `operator` is the ONNX type of its main node."""
+
+    origin: str  # "sample", or the model's name
+    case: str
+    operator: str
+    launch: Launch
+    program: Program
+    source: Source
+    constants: NDArray[Any] = field(repr=False, compare=False)
+
+
+def _targets(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
+    """Every launch of `graph`, made as `flashmem compile` makes it."""
+    graph = assign_layouts(normalize(graph))
+    layers = fuse(graph)
+    operators = {node.name: layer.main.op for layer in layers for node in layer.nodes}
+    made = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES)
+    found = []
+    for i, launch in enumerate(made.program.launches):
+        operator = operators.get(launch.operators[0], "") if launch.operators else ""
+        found.append(
+            Target(origin, f"{case}.{i}", operator or launch.shape.family, launch, made.program, made.source, made.constants)
+        )
+    return found
+
+
+def sampled_family(index: int) -> tuple[str, int]:
+    """The family of the sampled case `index`, the important ones more often, and which of that family's cases it is."""
+    order: list[str] = []
+    for turn in range(max(weight for _, weight in FAMILIES.values())):
+        order += [name for name, (_, weight) in FAMILIES.items() if weight > turn]
+    turns, place = divmod(index, len(order))
+    family = order[place]
+    return family, turns * FAMILIES[family][1] + order[:place].count(family)
+
+
+def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | None:
+    """The sampled case `index` on the descriptor's default path; None where the graph has no kernel of the wanted family."""
+    family, ordinal = sampled_family(index)
+    maker, _ = FAMILIES[family]
+    draw = Draw(ordinal, seed + list(FAMILIES).index(family))
+    tile_unit, half_unit, choice = draw.unit(), draw.unit(), draw.unit()
+    contraction = family in ("matmul", "conv", "matmul_dynamic")
+    if contraction and tile_unit < 0.35:
+        descriptor = replace(descriptor, tile=_variant(descriptor, choice))
+    precision: Precision = "fp16" if family in ("matmul", "conv") and half_unit < 0.2 else "fp32"
+    found = _targets(maker(draw), descriptor, precision, "sample", f"{family}-{index}")
+    kernels = (family, "matmul") if family == "conv" else (family,)  # a 1x1 convolution is a matmul
+    wanted = [target for target in found if target.launch.shape.family in kernels]
+    return wanted[-1] if wanted else None
+
+
+def _variant(descriptor: DeviceDescriptor, choice: float) -> Tile:
+    """Another tile; on devices whose work-groups have more than one item, also another work-group."""
+    tile = replace(descriptor.tile, **TILES[int(choice * len(TILES))])
+    if math.prod(tile.local_size) > 1:
+        tile = replace(tile, local_size=LOCAL_SIZES[int(choice * 97) % len(LOCAL_SIZES)])
+    usual = descriptor.tile
+    columns = min(tile.columns, usual.columns)
+    return replace(tile, rows=min(tile.rows, usual.rows), columns=columns, vector=min(tile.vector, usual.vector, columns))
+
+
+def of_model(path: Path, descriptor: DeviceDescriptor) -> Iterator[Target]:
+    """The distinct launches of an ONNX model; launches that differ in nothing but their weights count once."""
+    name = path.parent.name if path.stem == "model" else path.stem
+    seen = set()
+    for target in _targets(import_model(path, {}, why_unsupported), descriptor, "fp32", name, name):
+        launch = target.launch
+        weights = sum(s.nbytes for s in target.program.slices for arg in launch.args if arg.value == s.name)
+        key = (launch.kernel, launch.global_size, launch.local_size, launch.macs, launch.bytes, weights, launch.shape)
+        if key not in seen:
+            seen.add(key)
+            yield target
+
+
+def matmul_target(rows: int, depth: int, columns: int, descriptor: DeviceDescriptor) -> Target:
+    """A plain product [rows, depth] x [depth, columns]: its first slice."""
+    g = _Graph()
+    product = g.node("MatMul", [g.input(1, rows, depth), g.weight(depth, columns)], (1, rows, columns))
+    return _targets(g.finish(product), descriptor, "fp32", "rates", f"gemm-{rows}x{depth}x{columns}")[0]
+
+
+def elementwise_target(size: int, descriptor: DeviceDescriptor) -> Target:
+    """A sum of two activations of `size` elements."""
+    g = _Graph()
+    total = g.node("Add", [g.input(1, size), g.input(1, size)], (1, size))
+    return _targets(g.finish(total), descriptor, "fp32", "rates", f"add-{size}")[0]
+
+
+def kernels_graph(count: int) -> Graph:
+    """A graph of about `count` kernels, of the kinds that models have, all different."""
+    g = _Graph()
+    outputs = []
+    for i in range(count):
+        width = 64 + 16 * i
+        x = g.input(1, 8 + i, width)
+        kind = i % 4
+        if kind == 0:
+            y = g.node("MatMul", [x, g.weight(width, 64)], (1, 8 + i, 64))
+            y = g.node(("Relu", "Gelu", "Tanh", "Sigmoid")[i // 4 % 4], [y], y.shape)
+        elif kind == 1:
+            y = g.node(("Exp", "Gelu", "Tanh", "Sigmoid")[i // 4 % 4], [x], x.shape)
+        elif kind == 2:
+            y = g.node("Transpose", [x], (1, width, 8 + i), perm=[0, 2, 1])
+        else:
+            op = ("Softmax", "ReduceMean", "ReduceMax", "ReduceSum")[i // 4 % 4]
+            shape = x.shape if op == "Softmax" else (*x.shape[:-1], 1)
+            y = g.node(op, [x], shape, **({"axis": -1} if op == "Softmax" else {"axes": [-1]}))
+        outputs.append(GraphPort(f"y{i}", "float32", y))
+    return Graph("kernels", g.inputs, outputs, g.nodes)

@@ -1,0 +1,143 @@
+"""The dataset: one row for each launch, transfer mode and amount of streamed bytes.
+
+While it grows it is a CSV file that rows are appended to, a launch at a time; what a kill leaves half-written is dropped when
+the profile goes on. Finished, it is NAME.profile.csv.gz.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from flashmem.capacity.features import Facts
+from flashmem.errors import MissingFileError, UserError
+
+SUFFIX = ".profile.csv.gz"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement. `seconds`: the launch alone; `slowdown`: by `streamed_bytes` beside it, a factor; `spread`: see bench.py.
+
+    `mode` is "none" in the one row of each launch in which nothing is streamed. `spent`: seconds it took to measure.
+    """
+
+    origin: str  # "sample", or the model that the launch is from
+    case: str
+    operator: str
+    facts: Facts
+    mode: str
+    streamed_bytes: float
+    seconds: float
+    slowdown: float
+    spread: float
+    spent: float
+
+
+_FACTS = get_type_hints(Facts)
+_OWN = {name: kind for name, kind in get_type_hints(Row).items() if name != "facts"}
+_COLUMNS = (*(f.name for f in fields(Row) if f.name != "facts"), *_FACTS)
+
+
+def _as_line(row: Row) -> dict[str, Any]:
+    line: dict[str, Any] = {**{name: getattr(row, name) for name in _OWN}, **asdict(row.facts)}
+    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in line.items()}
+
+
+def _as_row(line: dict[str, str]) -> Row:
+    values = {name: _parsed(kind, line[name]) for name, kind in _OWN.items()}
+    return Row(facts=Facts(**{name: _parsed(kind, line[name]) for name, kind in _FACTS.items()}), **values)
+
+
+def _parsed(kind: Any, text: str) -> Any:
+    return kind(text) if kind in (int, float) else text
+
+
+class Growing:
+    """The dataset of a profile under way. Its first line says what is measured, so that two devices are never mixed."""
+
+    def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
+        """Begin a file, or go on with the one that is there.
+
+        Raises:
+            UserError: the file is of another device or seed.
+        """
+        self.path = path
+        self.rows: list[Row] = []
+        head = "# " + json.dumps(about, sort_keys=True) + "\n"
+        if resume and path.is_file():
+            self._take_up(head)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + ",".join(_COLUMNS) + "\n", encoding="utf-8")
+
+    def _take_up(self, head: str) -> None:
+        text = self.path.read_text(encoding="utf-8")
+        if not text.startswith(head):
+            raise UserError(f"{self.path} was begun on another device or with another seed; finish it there, or use --fresh")
+        whole = text[: text.rindex("\n") + 1]
+        rows = _read(whole[len(head) :], self.path)
+        if whole != text and rows:  # killed in mid-line: what is there of the last launch may not be all of it
+            rows = [row for row in rows if row.case != rows[-1].case]
+            whole = head + _written(rows)
+        self.path.write_text(whole, encoding="utf-8")
+        self.rows = rows
+
+    @property
+    def cases(self) -> set[str]:
+        """The launches that are done."""
+        return {row.case for row in self.rows}
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """All rows of one launch, in one write."""
+        self.rows += rows
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_written(rows, header=False))
+
+
+def _written(rows: Iterable[Row], *, header: bool = True) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(_as_line(row) for row in rows)
+    return text.getvalue()
+
+
+def _read(text: str, where: Path) -> list[Row]:
+    try:
+        return [_as_row(line) for line in csv.DictReader(io.StringIO(text))]
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(f"{where} is not a profile of this version ({error!r}); profile the device again") from error
+
+
+def write_dataset(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:
+    """The finished dataset, whole or not at all. `about`: what was measured, and the rates."""
+    temporary = path.with_name(f".{path.name}.partial")
+    content = "# " + json.dumps(about, sort_keys=True) + "\n" + _written(rows)
+    temporary.write_bytes(gzip.compress(content.encode(), 9, mtime=0))
+    temporary.replace(path)
+
+
+def read_dataset(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """What a dataset says of itself, and its rows.
+
+    Raises:
+        MissingFileError: no such file.
+        UserError: not a dataset of this version.
+    """
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such dataset; flashmem profile writes one")
+    try:
+        text = gzip.decompress(path.read_bytes()).decode()
+        head, _, table = text.partition("\n")
+        about = json.loads(head.removeprefix("# "))
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path} is not a profile dataset ({error}); flashmem profile writes one") from error
+    return about, _read(table, path)

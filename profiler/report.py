@@ -1,0 +1,213 @@
+"""How good predictions are on launches that training did not see, and which operators respond otherwise than Table 5 says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from flashmem.capacity.classes import THRESHOLDS
+from flashmem.capacity.predictor import Basis, Predictor, ratio_within
+from flashmem.capacity.response import MARKER, Learned, learn_classes
+from flashmem.console import print_facts, print_table
+
+from .dataset import Row, read_dataset
+from .rates import MachineRates
+from .run import basis_of
+from .train import train
+
+_FOLDS = 5
+_CHUNK = 1 << 20
+_WITHIN = 0.25
+_LEAST_SECONDS = 1e-4  # below, a launch's own overhead hides how its kernel responds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row that was held out, what was predicted, and by what."""
+
+    row: Row
+    predicted: float
+    roofline: float
+
+    @property
+    def measured(self) -> float:
+        """Seconds, with the load."""
+        return self.row.seconds * self.row.slowdown
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """C_l of a held-out launch in one mode, bytes: measured, predicted, and by the roofline. All end where measuring ended."""
+
+    row: Row
+    measured: float
+    predicted: float
+    roofline: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Everything that was predicted while it was held out. `what`: the shapes or the model that was held out."""
+
+    what: str
+    predictions: list[Prediction]
+    capacities: list[Capacity]
+
+
+def held_out(dataset: Path) -> list[HeldOut]:
+    """Sampled shapes in five folds, then each model in turn; trained anew without them each time."""
+    about, rows = read_dataset(dataset)
+    basis, machine = basis_of(about), MachineRates.from_dict(about["rates"])
+    shapes = HeldOut("shapes (5 folds)", [], [])
+    cases = sorted({row.case for row in rows if row.origin == "sample"})
+    order = np.random.default_rng(1).permutation(len(cases))
+    for fold in range(_FOLDS):
+        chosen = {cases[i] for i in order[fold::_FOLDS]}
+        part = _judge("", rows, basis, machine, lambda row, chosen=chosen: row.case in chosen)  # type: ignore[misc]
+        shapes.predictions.extend(part.predictions)
+        shapes.capacities.extend(part.capacities)
+    found = [shapes]
+    for origin in sorted({row.origin for row in rows} - {"sample"}):
+        found.append(_judge(origin, rows, basis, machine, lambda row, origin=origin: row.origin == origin))  # type: ignore[misc]
+    return found
+
+
+def _judge(what: str, rows: Sequence[Row], basis: Basis, machine: MachineRates, held: Callable[[Row], bool]) -> HeldOut:
+    predictor = train([row for row in rows if not held(row)], basis)
+    tested = [row for row in rows if held(row)]
+    predictions = [Prediction(row, _loaded(predictor, row), _by_roofline(basis, machine, row)) for row in tested]
+    return HeldOut(what, predictions, _capacities(tested, predictor, basis, machine))
+
+
+def _loaded(predictor: Predictor, row: Row) -> float:
+    seconds = predictor.facts_seconds(row.facts)
+    if row.mode == "none":
+        return seconds
+    return seconds * predictor.facts_slowdown(row.facts, row.streamed_bytes, _mode(row))
+
+
+def _by_roofline(basis: Basis, machine: MachineRates, row: Row) -> float:
+    return basis.roofline(row.facts) + row.streamed_bytes / machine.rates.copy_bandwidth
+
+
+def _mode(row: Row) -> Any:
+    return row.mode
+
+
+def curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The loaded rows of each (case, mode), by rising streamed bytes."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.mode != "none":
+            found.setdefault((row.case, row.mode), []).append(row)
+    return {key: sorted(values, key=lambda row: row.streamed_bytes) for key, values in found.items()}
+
+
+def measured_ratio(points: Sequence[Row], slowdown: float) -> float:
+    """The streamed bytes, over the kernel's own, up to which the measured curve stays within a slowdown."""
+    ratios = np.array([0.0, *(row.streamed_bytes / row.facts.own_bytes for row in points)])
+    factors = np.maximum.accumulate([1.0, *(row.slowdown for row in points)])
+    return ratio_within(ratios, factors, slowdown)
+
+
+def _capacities(rows: Sequence[Row], predictor: Predictor, basis: Basis, machine: MachineRates) -> list[Capacity]:
+    found = []
+    for points in curves(rows).values():
+        facts = points[0].facts
+        threshold = THRESHOLDS[facts.operator_class]
+        if not threshold:
+            continue  # 0 by its class, whoever is asked
+        last = points[-1].streamed_bytes
+        predicted = predictor.facts_streamable(facts, threshold, _mode(points[0]))
+        roofline = threshold * basis.roofline(facts) * machine.rates.copy_bandwidth
+        own = facts.own_bytes
+        found.append(Capacity(points[0], measured_ratio(points, threshold) * own, min(predicted, last), min(roofline, last)))
+    return found
+
+
+def agreement(capacities: Sequence[Capacity], which: str, chunk: int | None) -> float:
+    """The share of launches whose C_l is within 25 % of the measured one, in bytes or in whole chunks."""
+
+    def count(nbytes: float) -> float:
+        return nbytes if chunk is None else nbytes // chunk
+
+    pairs = [(count(c.measured), count(getattr(c, which))) for c in capacities]
+    return mean(abs(found - true) <= _WITHIN * true for true, found in pairs) if pairs else float("nan")
+
+
+def errors(predictions: Sequence[Prediction], which: str) -> list[float]:
+    """Absolute errors as shares of the measured latency."""
+    return [abs(getattr(p, which) / p.measured - 1) for p in predictions]
+
+
+def learned_classes(rows: Sequence[Row], mode: str) -> list[Learned]:
+    """Operator classes from the response to loads in `mode`, over launches long enough to show it."""
+    tolerances: dict[str, list[float]] = {}
+    for (_, used), points in curves(rows).items():
+        if used == mode and points[0].seconds >= _LEAST_SECONDS:
+            tolerances.setdefault(operator_type(points[0]), []).append(measured_ratio(points, MARKER))
+    return learn_classes(tolerances)
+
+
+def operator_type(row: Row) -> str:
+    """The ONNX type of a row; products of two activations, depthwise convolutions and columns apart from the others."""
+    apart = {"matmul_dynamic": "MatMul of activations", "depthwise": "Conv, depthwise", "reduce_columns": "over columns"}
+    other = apart.get(row.facts.family)
+    if other == "over columns":
+        return f"{row.operator} {other}"
+    return other or row.operator
+
+
+def print_report(dataset: Path) -> None:
+    """Print everything that `flashmem profile --report` shows."""
+    about, rows = read_dataset(dataset)
+    launches = len({row.case for row in rows})
+    print_facts({"measured": about["source"], "launches": str(launches), "rows": str(len(rows))})
+    lines, verdicts = [], []
+    parts = held_out(dataset)
+    for part in parts:
+        subsets = (
+            ("alone", [p for p in part.predictions if p.row.mode == "none"]),
+            ("loaded", [p for p in part.predictions if p.row.mode != "none"]),
+        )
+        for kind, chosen in subsets:
+            if chosen:
+                ours, plain = errors(chosen, "predicted"), errors(chosen, "roofline")
+                lines.append((part.what, kind, len(chosen), *(f"{f(e):.1%}" for e in (ours, plain) for f in (mean, median))))
+                if mean(ours) > mean(plain) or median(ours) > median(plain):
+                    verdicts.append(f"{part.what}, {kind}: the roofline is better than XGBoost")
+                if mean(ours) > 0.15 or median(ours) > 0.08:
+                    verdicts.append(f"{part.what}, {kind}: misses MAPE 15 % or median 8 %")
+    print_table(("held out", "latency", "rows", "XGBoost MAPE", "median", "roofline MAPE", "median"), lines)
+    _print_capacities(parts, verdicts)
+    modes = sorted({row.mode for row in rows} - {"none"})
+    for mode in modes:
+        _print_classes(mode, learned_classes([row for row in rows if row.facts.memory_path == _default_path(rows)], mode))
+    print("\n".join(verdicts) or "all bars met")
+
+
+def _default_path(rows: Sequence[Row]) -> str:
+    paths = [row.facts.memory_path for row in rows]
+    return max(sorted(set(paths)), key=paths.count)
+
+
+def _print_capacities(parts: Sequence[HeldOut], verdicts: list[str]) -> None:
+    lines = []
+    for part in parts:
+        values = [agreement(part.capacities, which, chunk) for which in ("predicted", "roofline") for chunk in (None, _CHUNK)]
+        lines.append((part.what, len(part.capacities), *(f"{value:.1%}" for value in values)))
+        if values[1] < 0.9:
+            verdicts.append(f"{part.what}: misses C_l within 25 % for 90 % of launches")
+    headers = ("C_l within 25 % of measured", "curves", "XGBoost, bytes", "1 MiB chunks", "roofline, bytes", "1 MiB chunks")
+    print_table(headers, lines)
+
+
+def _print_classes(mode: str, learned: Sequence[Learned]) -> None:
+    print(f"operator classes from the response to {mode}:")
+    rows = [(e.operator, e.launches, f"{e.tolerance:.2f}", e.learned, e.paper, "" if e.agrees else "disagree") for e in learned]
+    print_table(("operator", "launches", "ratio at +20 %", "learned", "Table 5", ""), rows)

@@ -1,0 +1,171 @@
+"""`flashmem profile`: measure a device, train on what was measured, and write the device's files.
+
+Four stages, each of which a later call takes up where an earlier one was killed: the machine's rates, the launches of models
+that were named, kernels drawn one after the other until the time is spent, and training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from flashmem.capacity.features import MAX_RATIO, facts_of
+from flashmem.capacity.predictor import Basis
+from flashmem.device import TransferMode
+from flashmem.errors import RunError
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl import find_device
+
+from .bench import Bench
+from .cases import Draw, Target, of_model, sampled
+from .dataset import SUFFIX, Growing, Row, read_dataset, write_dataset
+from .descriptor import write_descriptor
+from .rates import MachineRates, contention, measure_rates
+from .train import save, train
+
+Told = Callable[[str, float], None]
+
+_MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
+_SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
+_MODELS_SHARE = 0.45
+_OTHER_PATH = 4  # every so many sampled kernels one is measured on a path that is not the default
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure. `minutes` counts rates and launches over all calls; `seed` settles the sampled kernels."""
+
+    device: str
+    output: Path
+    minutes: float = 15.0
+    name: str = ""  # of the files; "": the descriptor's
+    models: tuple[Path, ...] = ()
+    resume: bool = True
+    seed: int = 0
+
+
+def profile(request: Request, told: Told) -> Path:
+    """Profile a device and write NAME.toml, NAME.seconds.ubj, NAME.slowdown.ubj and NAME.profile.csv.gz into `output`.
+
+    Returns the descriptor's path. `told(stage, fraction)` is called as it goes on.
+
+    Raises:
+        NoDeviceError: no such device.
+        UserError: an interrupted profile of something else is in the way, or the time was too short to train.
+        RunError: the device fails.
+    """
+    device = find_device(request.device)
+    descriptor = descriptor_for(device)
+    name = request.name or descriptor.name
+    request.output.mkdir(parents=True, exist_ok=True)
+    about = {"device": device.key, "seed": request.seed}
+    growing = Growing(request.output / f".{name}.profile.partial.csv", about, resume=request.resume)
+    rates_file = growing.path.with_suffix(".rates.json")
+    if not growing.rows and not request.resume:
+        rates_file.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        paths = descriptor.memory_paths
+        benches = [stack.enter_context(Bench(device, descriptor.on_path(path), request.output)) for path in paths]
+        begun = perf_counter()
+        if not rates_file.is_file():
+            found = measure_rates(benches, request.device, request.output, lambda what: told(f"rates ({what})", 0.0))
+            rates_file.write_text(json.dumps({"spent": perf_counter() - begun, **found.to_dict()}), encoding="utf-8")
+        known = json.loads(rates_file.read_text(encoding="utf-8"))
+        machine = MachineRates.from_dict(known)
+        _measure(request, growing, benches, known["spent"], told)
+    told("train", 1.0)
+    rates = replace(machine.rates, contention=contention(growing.rows, machine.mode_rates, descriptor.memory_paths[0]))
+    today = date.today().isoformat()
+    source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
+    basis = Basis(rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds, machine.mode_rates, source)
+    predictor = train(growing.rows, basis)
+    facts = {"source": source, "rates": replace(machine, rates=rates).to_dict(), "basis": vars(basis), "seed": request.seed}
+    write_dataset(request.output / f"{name}{SUFFIX}", facts, growing.rows)
+    save(predictor, request.output / name)
+    path = write_descriptor(
+        request.output, replace(descriptor, name=name, rates=rates, capacity_model=name, measured=True), source, device.kind
+    )
+    growing.path.unlink()
+    rates_file.unlink()
+    return path
+
+
+def retrain(dataset: Path) -> Path:
+    """Train anew on a finished dataset and write the models beside it; no device is needed. Returns the models' stem.
+
+    Raises:
+        UserError: not a dataset.
+    """
+    about, rows = read_dataset(dataset)
+    stem = dataset.with_name(dataset.name.removesuffix(SUFFIX))
+    save(train(rows, basis_of(about)), stem)
+    return stem
+
+
+def basis_of(about: dict[str, Any]) -> Basis:
+    """The basis that a dataset's first line holds."""
+    return Basis(**about["basis"])
+
+
+def _measure(request: Request, growing: Growing, benches: Sequence[Bench], spent: float, told: Told) -> None:
+    """Launches until the time is spent: those of the models first, then sampled ones."""
+    budget = 60 * request.minutes
+    spent += sum(row.spent for row in growing.rows)
+    done = growing.cases
+    begun = perf_counter()
+    for bench, target, ratios, limit in _plan(request, benches):
+        if spent >= budget:
+            break
+        if target is None or target.case in done or spent >= limit * budget:
+            continue
+        told(f"{target.origin}: {target.operator}, {bench.path}", min(1.0, spent / budget))
+        rows = _measure_launch(bench, target, ratios, len(done))
+        took = perf_counter() - begun  # drawing and compiling it among the rest
+        begun += took
+        spent += took
+        done.add(target.case)
+        if rows:
+            growing.append([replace(row, spent=took if i == len(rows) - 1 else 0.0) for i, row in enumerate(rows)])
+
+
+def _plan(request: Request, benches: Sequence[Bench]) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
+    """(bench, launch, ratios, share of the time up to which it may begin), without an end."""
+    for i, model in enumerate(request.models, start=1):
+        for target in of_model(model, benches[0].descriptor):
+            yield benches[0], target, _MODEL_RATIOS, _MODELS_SHARE * i / len(request.models)
+    index = 0
+    while True:
+        other = len(benches) > 1 and index % _OTHER_PATH == _OTHER_PATH - 1
+        bench = benches[1] if other else benches[0]
+        draw = Draw(index, request.seed + 1000)
+        ratios = tuple(ratio * (0.6 + 0.4 * draw.unit()) for ratio in _SAMPLE_RATIOS)
+        yield bench, sampled(index, request.seed, bench.descriptor), ratios, 1.0
+        index += 1
+
+
+def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int) -> list[Row]:
+    """The rows of one launch: alone, and with load in the path's default mode and one of the others, in turn."""
+    try:
+        prepared = bench.prepare(target)
+    except RunError:
+        return []  # a texture or a buffer that this device refuses: other launches say what it can do
+    facts = facts_of(target.launch, prepared.weight_bytes, bench.path)
+    rows: list[Row] = []
+    if not prepared.too_slow:
+        default, *others = bench.descriptor.modes[bench.path]
+        modes: list[TransferMode] = [default, *others[number % len(others) :][:1]] if others else [default]
+        for mode in modes:
+            for ratio in ratios:
+                found = prepared.measure(mode, ratio * facts.own_bytes)
+                if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * facts.own_bytes:
+                    rows.append(Row(target.origin, target.case, target.operator, facts, mode, found.streamed_bytes, 0.0,
+                                    found.slowdown, found.spread, 0.0))  # fmt: skip
+    seconds = prepared.settled_seconds()
+    alone = Row(target.origin, target.case, target.operator, facts, "none", 0.0, seconds, 1.0, 0.0, 0.0)
+    return [alone, *(replace(row, seconds=seconds) for row in rows)]

@@ -1,0 +1,93 @@
+"""From a dataset to the two models of `flashmem.capacity.predictor`. Needs numpy and xgboost, and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xgboost
+from numpy.typing import NDArray
+
+from flashmem.capacity.features import GROWING, KERNEL_FEATURES, LOAD_FEATURES, Facts, kernel_features, load_features
+from flashmem.capacity.predictor import SECONDS, SLOWDOWN, Basis, Predictor, describe
+from flashmem.errors import UserError
+
+from .dataset import Row
+
+_COMMON: dict[str, Any] = {"objective": "reg:squarederror", "seed": 0, "nthread": 2, "tree_method": "hist", "subsample": 0.8}
+_SECONDS_PARAMETERS = {**_COMMON, "max_depth": 5, "eta": 0.06, "colsample_bytree": 0.7, "min_child_weight": 2}
+_SLOWDOWN_PARAMETERS = {**_COMMON, "max_depth": 6, "eta": 0.08, "colsample_bytree": 0.8, "min_child_weight": 3}
+_SECONDS_ROUNDS, _SLOWDOWN_ROUNDS = 300, 300
+_FOLDS = 5
+LEAST_LAUNCHES = 20
+"""Fewer launches than this teach nothing."""
+
+
+def train(rows: Sequence[Row], basis: Basis) -> Predictor:
+    """The predictor of `rows`. Launches of the same case are never on both sides of a fold.
+
+    Raises:
+        UserError: too few rows.
+    """
+    alone = [row for row in rows if row.mode == "none"]
+    if len(alone) < LEAST_LAUNCHES:
+        raise UserError(f"the profile has {len(alone)} launches, of which {LEAST_LAUNCHES} are the least; give it more minutes")
+    seconds = _train_seconds(alone, basis)
+    slowdown = _train_slowdown(rows, alone, basis)
+    describe(seconds, basis, KERNEL_FEATURES)
+    describe(slowdown, basis, LOAD_FEATURES)
+    return Predictor(seconds, slowdown, basis, alone[0].facts.memory_path)
+
+
+def save(predictor: Predictor, stem: Path) -> None:
+    """Write both models beside each other, each whole or not at all."""
+    for booster, suffix in ((predictor.boosters[0], SECONDS), (predictor.boosters[1], SLOWDOWN)):
+        temporary = stem.with_name(f".{stem.name}.partial{suffix}")
+        temporary.write_bytes(booster.save_raw("ubj"))
+        temporary.replace(stem.with_name(stem.name + suffix))
+
+
+def _train_seconds(alone: Sequence[Row], basis: Basis) -> xgboost.Booster:
+    """The logarithm of how far latency lies from the roofline."""
+    facts = [row.facts for row in alone]
+    roofline = np.array([basis.roofline(f) for f in facts])
+    target = np.log(np.array([row.seconds for row in alone]) / roofline)
+    data = xgboost.DMatrix(kernel_features(facts, list(roofline)), target)
+    return xgboost.train(_SECONDS_PARAMETERS, data, _SECONDS_ROUNDS)
+
+
+def _train_slowdown(rows: Sequence[Row], alone: Sequence[Row], basis: Basis) -> xgboost.Booster:
+    """The logarithm of the slowdown, which must not fall as bytes grow.
+
+    It sees the latency that the first model would predict for a launch it has not seen, as it will when it is used.
+    """
+    expected: dict[str, float] = {}
+    order = np.random.default_rng(0).permutation(len(alone))
+    for fold in range(_FOLDS):
+        held = set(order[fold::_FOLDS].tolist())
+        model = _train_seconds([row for i, row in enumerate(alone) if i not in held], basis)
+        for i in held:
+            expected[alone[i].case] = predicted_seconds(model, alone[i].facts, basis)
+    loaded = [row for row in rows if row.mode != "none" and row.case in expected]
+    weights = 1 / (0.03 + np.array([row.spread for row in loaded]))
+    target = np.log(np.maximum([row.slowdown for row in loaded], 1.0))
+    data = xgboost.DMatrix(_load_rows(loaded, np.array([expected[row.case] for row in loaded]), basis), target, weight=weights)
+    constraints = "(" + ",".join("1" if name in GROWING else "0" for name in LOAD_FEATURES) + ")"
+    return xgboost.train({**_SLOWDOWN_PARAMETERS, "monotone_constraints": constraints}, data, _SLOWDOWN_ROUNDS)
+
+
+def predicted_seconds(model: xgboost.Booster, facts: Facts, basis: Basis) -> float:
+    """Latency alone, by a model of `_train_seconds`."""
+    roofline = basis.roofline(facts)
+    return float(roofline * np.exp(model.inplace_predict(kernel_features([facts], [roofline]))[0]))
+
+
+def _load_rows(rows: Sequence[Row], seconds: NDArray[np.float64], basis: Basis) -> NDArray[np.float32]:
+    kernels = kernel_features([row.facts for row in rows], [basis.roofline(row.facts) for row in rows])
+    own = np.array([float(row.facts.own_bytes) for row in rows])
+    modes: list[Any] = [row.mode for row in rows]
+    streamed = np.array([row.streamed_bytes for row in rows])
+    rates = np.array([basis.rate(row.facts.memory_path, mode) for row, mode in zip(rows, modes, strict=True)])
+    return load_features(kernels, own, seconds, modes, streamed, rates)

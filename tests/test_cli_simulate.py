@@ -1,0 +1,298 @@
+"""`flashmem simulate` and `flashmem sweep`, from the words typed to files, figures and exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmem.cli import main
+from flashmem.runtime.opencl import list_devices
+
+DATA = Path(__file__).parent / "data"
+RESNET, GPTNEO = DATA / "resnet-tiny.onnx", DATA / "gptneo-tiny.onnx"
+DEVICE = list_devices()[0].descriptor_name
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Fails unless stdout is exactly one JSON object."""
+        return json.loads(self.out)
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+
+    def command(*words: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["flashmem", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capfd.readouterr()
+        assert "Traceback" not in printed.err, printed.err
+        code = left.value.code
+        return Outcome(code if isinstance(code, int) else 0, printed.out, printed.err)
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("bundle") / "model.flashmem"
+    command = [sys.executable, "-m", "flashmem", "compile", str(RESNET), "-o", str(path), "--device", DEVICE]
+    subprocess.run(command, check=True, capture_output=True)
+    yield path
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("strategy", ["stream", "preload"])
+def test_the_memory_predicted_is_the_memory_of_a_run(flashmem: Command, bundle: Path, strategy: str) -> None:
+    for mode in ("dma", "alias"):
+        predicted = flashmem("simulate", bundle, "--mode", mode, "--strategy", strategy, "--json").json
+        run = flashmem("run", bundle, "--mode", mode, "--strategy", strategy, "--device", DEVICE, "--json").json
+        assert predicted["simulated"] is True
+        for key in ("transfer_mode", "memory_path", "strategy", "precision"):
+            assert predicted[key] == run[key]
+        assert predicted["memory"]["peak_bytes"] == run["memory"]["peak_bytes"]
+        assert predicted["plan"] == run["plan"]
+
+
+def test_simulate_reports_and_draws(flashmem: Command, bundle: Path, tmp_path: Path) -> None:
+    report = flashmem("simulate", bundle, "--disk", "cold", "--timeline", tmp_path / "t.png")
+    assert report.code == 0
+    for words in ("first answer", "predicted", "memory", "busy", "disk"):
+        assert words in report.out
+    assert (tmp_path / "t.png").read_bytes().startswith(PNG)
+    cold = flashmem("simulate", bundle, "--disk", "cold", "--json").json
+    cached = flashmem("simulate", bundle, "--json").json
+    assert cold["latency_ms"]["integrated"] >= cached["latency_ms"]["integrated"]
+    assert "disk" in cold["busy_ms"] and "disk" not in cached["busy_ms"]
+    latency = cached["latency_ms"]
+    assert latency["integrated"] == pytest.approx(latency["init"] + latency["exec"])
+    assert cached["memory"]["average_bytes"] <= cached["memory"]["peak_bytes"]
+
+
+def test_a_bundle_is_played_on_another_device_and_a_file(flashmem: Command, bundle: Path, tmp_path: Path) -> None:
+    described = tmp_path / "slow.toml"
+    described.write_text(
+        'name = "slow"\nkind = "gpu"\n[modes]\nbuffer = ["dma"]\ntexture = ["dma"]\n[rates]\ngemm_flops = 1e6\n'
+    )
+    slow = flashmem("simulate", bundle, "--device", described, "--json").json
+    assert (slow["device"], slow["device_measured"], slow["transfer_mode"]) == ("slow", False, "dma")
+    assert slow["latency_ms"]["exec"] > 10 * flashmem("simulate", bundle, "--json").json["latency_ms"]["exec"]
+
+
+def test_an_onnx_file_is_planned_first(flashmem: Command) -> None:
+    report = flashmem("simulate", GPTNEO, "--device", "nvidia", "--budget", "32MB", "--json").json
+    assert report["device"] == "nvidia" and report["memory"]["budget_bytes"] == 32_000_000
+    assert report["memory"]["peak_bytes"] <= 32_000_000
+
+
+GRID = ("--m-peak", "1KB,64KB,1MB", "--lambda", "0.1,0.9", "--device", DEVICE, "-o", "s.csv")
+
+
+def test_a_sweep_fills_its_grid_and_starts_where_it_stopped(
+    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = flashmem("sweep", RESNET, *GRID, "--mu", "0,0.5", "--plot", "s.png")
+    assert outcome.code == 0 and outcome.out == ""
+    rows = rows_of(Path("s.csv"))
+    assert len(rows) == 3 * 2 * 2
+    assert {(row["m_peak_bytes"], row["lambda"], row["mu"]) for row in rows} == {
+        (m_peak, lambda_, mu) for m_peak in ("1000", "64000", "1000000") for lambda_ in ("0.1", "0.9") for mu in ("0.0", "0.5")
+    }
+    for row in rows:
+        assert row["source"] == "simulated" and row["model"] == str(RESNET)
+        assert float(row["integrated_ms"]) == pytest.approx(float(row["init_ms"]) + float(row["exec_ms"]))
+        assert 0 <= float(row["preload_ratio"]) <= 1 and 0 < int(row["average_bytes"]) <= int(row["peak_bytes"])
+        assert row["tier"] and float(row["bound"]) <= float(row["objective"]) + 1e-9
+    for name in ("s.png", "s-figure8.png"):
+        assert Path(name).read_bytes().startswith(PNG)
+    # As after a crash: the last line was cut short. That point alone is done again, the rest is left as it is.
+    whole = Path("s.csv").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    Path("s.csv").write_bytes(whole[:-7])
+    again = flashmem("sweep", RESNET, *GRID, "--mu", "0,0.5")
+    assert again.code == 0 and "11 of 12 points are in s.csv already" in again.err
+    assert Path("s.csv").read_bytes().splitlines(keepends=True)[:-1] == lines[:-1]
+    assert len(rows_of(Path("s.csv"))) == 12
+    assert "12 of 12 points" in flashmem("sweep", RESNET, *GRID, "--mu", "0,0.5").err
+
+
+@pytest.mark.parametrize(
+    ("limit", "column"), [(("--m-peak", "--objective", "latency"), "m_peak_bytes"), (("--budget",), "budget_bytes")]
+)
+def test_a_limit_too_small_is_a_row_that_names_one_that_works(
+    limit: tuple[str, ...], column: str, flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flag, *more = limit
+    words = ("sweep", GPTNEO, "-o", "s.csv", "--device", DEVICE, *more, flag)
+    assert flashmem(*words, "1B").code == 0
+    (row,) = rows_of(Path("s.csv"))
+    assert (row["status"], row[column]) == ("INFEASIBLE", "1")
+    nothing = flashmem(*words, "1B", "--plot", "n.png")
+    assert nothing.code == 2 and "nothing to draw" in nothing.err
+    assert flashmem(*words, f"{row['smallest_bytes']}B").code == 0
+    assert rows_of(Path("s.csv"))[1]["status"] in ("OPTIMAL", "FEASIBLE")
+
+
+def test_with_the_papers_objective_m_peak_never_refuses(
+    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert flashmem("sweep", GPTNEO, "--m-peak", "1B", "-o", "s.csv", "--device", DEVICE).code == 0
+    (row,) = rows_of(Path("s.csv"))
+    assert row["status"] == "OPTIMAL" and float(row["preload_ratio"]) == 1
+
+
+def test_models_devices_and_precisions_are_axes_too(flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("sweep", RESNET, GPTNEO, "--budget", "32MB", "--precision", "fp32,fp16", "--device", "nvidia,generic-cpu")
+    assert flashmem(*words, "-o", "s.csv", "--plot", "s.png", "--disk", "cold", "--jobs", "2").code == 0
+    rows = rows_of(Path("s.csv"))
+    assert len({(row["model"], row["precision"], row["device"]) for row in rows}) == len(rows) == 8
+    smaller = {(r["model"], r["device"]): int(r["peak_bytes"]) for r in rows if r["precision"] == "fp16"}
+    assert all(smaller[r["model"], r["device"]] <= int(r["peak_bytes"]) for r in rows if r["precision"] == "fp32")
+
+
+def test_a_measured_sweep_holds_the_memory_that_a_simulated_one_predicts(
+    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("sweep", RESNET, "--budget", "8MB", "--device", DEVICE, "--mode", "dma", "-o", "s.csv")
+    assert flashmem(*words).code == 0
+    assert flashmem(*words, "--measured", "--runs", "1").code == 0
+    predicted, measured = rows_of(Path("s.csv"))
+    assert (predicted["source"], measured["source"]) == ("simulated", "measured")
+    for column in ("objective", "preload_ratio", "peak_bytes"):
+        assert predicted[column] == measured[column]
+    assert 0 < float(measured["exec_ms"]) < float(measured["integrated_ms"])
+
+
+def test_points_go_through_a_dask_cluster(flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.chdir(tmp_path)
+    with distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster:
+        words = ("sweep", RESNET, "--budget", "8MB,16MB", "--device", DEVICE)
+        there = flashmem(*words, "--executor", "dask", "--address", cluster.scheduler_address, "-o", "dask.csv")
+    assert there.code == 0
+    assert flashmem(*words, "-o", "local.csv").code == 0
+
+    def without_time(path: str) -> list[dict[str, str]]:
+        return sorted(
+            ({k: v for k, v in row.items() if k != "solve_seconds"} for row in rows_of(Path(path))),
+            key=lambda r: r["budget_bytes"],
+        )
+
+    assert without_time("dask.csv") == without_time("local.csv")
+
+
+SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", "gone.onnx"),
+        ("simulate", "text.onnx"),
+        ("simulate", RESNET, "--device", "adreno9000"),
+        ("simulate", RESNET, "--disk", "lukewarm"),
+        ("simulate", RESNET, "--budget", "1KB"),
+        ("simulate", RESNET, "--timeline", "no/such/folder/t.png"),
+        ("simulate", "BUNDLE", "--device", "adreno9000"),
+        ("simulate", "BUNDLE", "--budget", "1KB"),
+        ("simulate", "BUNDLE", "--precision", "fp16"),
+        ("simulate", "BUNDLE", "--device", "nvidia", "--mode", "map"),
+        ("simulate", "BUNDLE", "--device", "text.toml"),
+        ("sweep",),
+        ("sweep", RESNET),
+        ("sweep", "gone.onnx", "--m-peak", "1MB"),
+        ("sweep", "text.onnx", "--m-peak", "1MB"),
+        ("sweep", RESNET, "--m-peak", "1MB,,2MB"),
+        ("sweep", RESNET, "--m-peak", "1MB,lots"),
+        ("sweep", RESNET, "--budget", "0"),
+        (*SWEEP, "--lambda", "0.5,2"),
+        (*SWEEP, "--lambda", "half"),
+        (*SWEEP, "--mu", "-1"),
+        (*SWEEP, "--mu", "nan"),
+        (*SWEEP, "--precision", "fp32,int4"),
+        (*SWEEP, "--device", "adreno9000"),
+        (*SWEEP, "--mode", "teleport"),
+        (*SWEEP, "--device", "nvidia", "--mode", "map"),
+        (*SWEEP, "--shape", "pixel_values"),
+        (*SWEEP, "--objective", "beauty"),
+        (*SWEEP, "--executor", "spark"),
+        (*SWEEP, "--executor", "dask"),
+        (*SWEEP, "--executor", "dask", "--measured"),
+        (*SWEEP, "--jobs", "0"),
+        (*SWEEP, "--plot", "no/such/folder/s.png"),
+        (*SWEEP, "-o", "no/such/folder/s.csv"),
+        (*SWEEP, "-o", "other.csv"),
+        (*SWEEP, "-o", "text.onnx"),
+        ("sweep", "BUNDLE", "--m-peak", "1MB", "--precision", "fp16"),
+    ],
+    ids=lambda words: " ".join(Path(word).name for word in map(str, words)),
+)
+def test_what_the_user_has_to_change(
+    words: tuple[str, ...], flashmem: Command, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.onnx").write_text("these are words, not a model")
+    Path("text.toml").write_text("these are words, not a descriptor")
+    Path("other.csv").write_text("name,age\nAda,36\n")
+    if "sweep" in words and "-o" not in words:
+        words = (*words, "-o", "out/s.csv")
+        Path("out").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    outcome = flashmem(*(bundle if word == "BUNDLE" else word for word in words))
+    assert outcome.code == 2, outcome.err
+    assert outcome.out == ""
+    assert len(outcome.err.strip().splitlines()[-1]) > 20
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("engine", ["distributed", "ray", "matplotlib"])
+def test_what_is_not_installed_is_named(
+    engine: str, flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, engine, None)
+    extra = ("--plot", "s.png") if engine == "matplotlib" else ("--executor", "dask" if engine == "distributed" else "ray")
+    outcome = flashmem(*SWEEP, "-o", "s.csv", *extra)
+    assert outcome.code == 2 and "install" in outcome.err and engine in outcome.err
+
+
+def test_two_sweeps_do_not_write_to_one_file(flashmem: Command, tmp_path: Path) -> None:
+    from flashmem.sweeping.results import ResultFile
+
+    with ResultFile(tmp_path / "s.csv"):
+        outcome = flashmem(*SWEEP, "-o", tmp_path / "s.csv")
+    assert outcome.code == 2 and "another sweep" in outcome.err
+
+
+def test_help_names_what_is_needed(flashmem: Command) -> None:
+    assert "--timeline" in flashmem("simulate", "--help").out
+    assert "--executor" in flashmem("sweep", "--help").out

@@ -1,0 +1,104 @@
+"""Every strategy on every device, memory path and transfer mode: the planner's bits, inside the budget, from one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+
+import flashmem
+from flashmem.errors import BudgetError, UserError
+from flashmem.planning.plan import Strategy
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl import list_devices
+
+DATA = Path(__file__).parent / "data"
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
+IDS = [f"{device.descriptor_name}-{path}" for device, path in PLACES]
+
+
+def _inputs(model: Path) -> dict[str, NDArray[Any]]:
+    generator = np.random.default_rng(3)
+    return {
+        port.name: generator.integers(0, 100, port.shape)
+        if "int" in port.type
+        else generator.standard_normal(port.shape).astype(np.float32)
+        for port in onnxruntime.InferenceSession(model).get_inputs()
+    }
+
+
+def _smallest(model: Path, **options: Any) -> int:
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, budget=1, **options)
+    return refused.value.smallest_bytes
+
+
+@pytest.mark.parametrize("name", ["gptneo-tiny", "resnet-tiny"])
+@pytest.mark.parametrize(("device", "path"), PLACES, ids=IDS)
+def test_all_strategies_give_the_same_bits_inside_one_budget(name: str, device: Any, path: str, tmp_path: Path) -> None:
+    model = DATA / f"{name}.onnx"
+    inputs = _inputs(model)
+    first: list[NDArray[Any]] | None = None
+    for mode in descriptor_for(device).modes[path]:
+        common: dict[str, Any] = {"device": device.descriptor_name, "memory_path": path, "mode": mode, "chunk": "4KiB"}
+        budget = int(1.2 * max(_smallest(model, strategy=strategy, **common) for strategy in STRATEGIES))
+        for strategy in STRATEGIES:
+            bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=budget, strategy=strategy, **common)
+            assert bundle.plan.strategy == strategy
+            with flashmem.Session(bundle, device=device.descriptor_name, mode=mode) as session:
+                assert session.strategy == strategy
+                for _ in range(3):
+                    outputs = session.run(None, inputs)
+                    first = first or outputs
+                    assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
+                    assert all(np.array_equal(a, b) for a, b in zip(outputs, first, strict=True)), (mode, strategy)
+    assert first is not None
+    expected = onnxruntime.InferenceSession(model).run(None, inputs)
+    assert max(float(np.abs(a - b).max() / np.ptp(b)) for a, b in zip(first, expected, strict=True)) <= 1e-3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_smallest_budget_of_a_strategy_is_exact(strategy: Strategy, tmp_path: Path) -> None:
+    model = DATA / "gptneo-tiny.onnx"
+    smallest = _smallest(model, strategy=strategy, chunk="4KiB")
+    with pytest.raises(BudgetError):
+        flashmem.compile(model, tmp_path / "m.flashmem", budget=smallest - 1, strategy=strategy, chunk="4KiB")
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=smallest, strategy=strategy, chunk="4KiB")
+    with flashmem.Session(bundle) as session:
+        session.run(None, _inputs(model))
+        assert session.last_run is not None and session.last_run.memory.peak_bytes <= smallest
+
+
+def test_nothing_is_loaded_on_demand_before_its_layer_is_next(tmp_path: Path) -> None:
+    bundle = flashmem.compile(DATA / "resnet-tiny.onnx", tmp_path / "m.flashmem", strategy="on-demand")
+    first = bundle.program.uses()
+    firsts: dict[str, int] = {}
+    for part in bundle.program.slices:
+        firsts[part.weight] = min(first[part.name][0], firsts.get(part.weight, 1 << 30))
+    of_weight = {part.name: part.weight for part in bundle.program.slices}
+    assert all(w.load_layer == firsts[of_weight[w.name]] for w in bundle.plan.weights)
+    assert not any(w.preload for w in bundle.plan.weights)
+
+
+def test_a_bundle_plays_its_own_strategy_or_preloads(tmp_path: Path) -> None:
+    model = DATA / "resnet-tiny.onnx"
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", strategy="always-next")
+    for accepted in ("auto", "always-next", "preload"):
+        flashmem.Session(bundle, strategy=accepted).close()  # type: ignore[arg-type]
+    for refused in ("stream", "same-op"):
+        with pytest.raises(UserError, match="always-next and preload"):
+            flashmem.Session(bundle, strategy=refused)  # type: ignore[arg-type]
+
+
+def test_strategies_that_cannot_be_compiled(tmp_path: Path) -> None:
+    model = DATA / "resnet-tiny.onnx"
+    with pytest.raises(UserError, match="fills a budget"):
+        flashmem.compile(model, tmp_path / "m.flashmem", strategy="resident-first")
+    with pytest.raises(UserError, match="unknown; name one of: stream"):
+        flashmem.compile(model, tmp_path / "m.flashmem", strategy="hope")  # type: ignore[arg-type]
+    assert not (tmp_path / "m.flashmem").exists()
