@@ -36,7 +36,7 @@ def test_distance_and_memory() -> None:
     far = Problem(layers_of([1] + [0] * 11), (WeightSpec("w", 10, 12, 12),), 10, 100, 1.0)
     [reason] = reasons(solve(far))  # 0.1 * 11 layers against 0.9 * 1 chunk
     assert (reason.kind, reason.waits) == ("distance", 11)
-    assert "layers 2-11 before it have no capacity left" in reason.text and "1.1" in reason.text and "0.9" in reason.text
+    assert reason.text == "no capacity left in layers 2-11; streamed, it would wait 11 layers: (1-λ)·11 = 1.1 > λ·1 = 0.9"
     pair = tuple(WeightSpec(name, 10, 3, 3) for name in "ab")
     tight = solve(Problem(layers_of([2, 2, 0]), pair, 10, 10, 1.0))
     assert [reason.kind for reason in reasons(tight)] == ["memory"]

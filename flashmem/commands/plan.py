@@ -214,7 +214,7 @@ def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, .
 
 
 def _for_many(because: Because) -> str:
-    return because.text if because.slices == 1 else f"the first: {because.text}"
+    return because.text if because.slices == 1 else f"first: {because.text}"
 
 
 def _print_shortened(headers: Sequence[str], cells: Sequence[Sequence[object]], show_all: bool) -> None:

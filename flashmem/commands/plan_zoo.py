@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Literal, cast
 from flashmem.commands.compiling import CompileOptions
 from flashmem.device import DeviceDescriptor
 from flashmem.errors import UserError
-from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.program import MemoryPath, Program
 from flashmem.units import parse_size
 
@@ -38,6 +39,8 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     options.check()
     if options.shape:
         raise UserError("--shape does not go with zoo: models, whose shapes are fixed; leave it out")
+    if options.unfusion or options.mu is not None or options.alpha is not None:
+        raise UserError("zoo: models are planned as they are fused; leave --unfusion, --mu and --alpha out")
     try:
         from flashmem.codegen.program import generate
         from flashmem.compile import SLICE_BYTES, choose_mode, find_descriptor
@@ -63,6 +66,8 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         lambda_=defaults.lambda_ if options.lambda_ is None else options.lambda_,
         objective=cast(Literal["auto", "paper", "latency"], options.objective or "auto"),
         preload=options.preload,
+        strategy=cast(Strategy, options.strategy or defaults.strategy),
+        unfusion=False,
     )
     mode = choose_mode(descriptor, options.mode or "auto")
     precision = cast(Literal["fp32", "fp16"], options.precision or "fp32")
@@ -75,12 +80,25 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         yield
         seconds[step] = time.monotonic() - begun
 
-    with timed("fuse"):
-        graph = assign_layouts(normalize(graph))
-        layers = fuse(graph)
-    with timed("generate"):
-        program = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES).program
-    with timed("plan_and_check"):
-        plan = make_plan(program, descriptor, mode, limits)
+    with _no_collection():
+        with timed("fuse"):
+            graph = assign_layouts(normalize(graph))
+            layers = fuse(graph)
+        with timed("generate"):
+            program = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES).program
+        with timed("plan_and_check"):
+            plan = make_plan(program, descriptor, mode, limits)
     seconds["total"] = sum(seconds.values())
     return ZooPlan(name, descriptor, program, plan, seconds)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leaves the collector of reference cycles out: it would walk 10^6 objects, all of them in use, again and again."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

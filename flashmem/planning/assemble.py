@@ -70,9 +70,9 @@ def assemble(
         objective=objective,
         bound=bound,
         tier=tier,
+        asked=tuple(sorted(asked)),
         solve_seconds=time.monotonic() - started,
         lambda_=lambda_,
         expected_slowdown=max(0.0, seconds / fastest - 1) if fastest else 0.0,
         notes=(*problem.notes, *notes),
-        asked=tuple(sorted(asked)),
     )

@@ -81,9 +81,9 @@ class _Judge:
         waits = w.first_use - start
         stream, preload = (1 - self.plan.lambda_) * waits, self.plan.lambda_ * w.chunks
         if stream >= preload - 1e-9:
-            text = f"{self._full_before(w)}streaming it would mean loading it {waits} layers ahead: {stream:.4g}"
-            relation = "more than" if stream > preload + 1e-9 else "no less than"
-            return Reason(w.name, "distance", waits, f"{text} in the objective, {relation} the {preload:.4g} of preloading it")
+            relation = ">" if stream > preload + 1e-9 else "="
+            price = f"(1-λ)·{waits} = {stream:.4g} {relation} λ·{w.chunks} = {preload:.4g}"
+            return Reason(w.name, "distance", waits, f"{self._full_before(w)}streamed, it would wait {waits} layers: {price}")
         for layer in range(start, w.last_use + 1):
             if self.in_flight[layer - 1] + self._held(w, start, layer) > self.plan.m_peak:
                 return Reason(w.name, "memory", waits, f"streaming it would pass M_peak at layer {layer}")
@@ -104,7 +104,7 @@ class _Judge:
         before = self._full_before(w)
         if not free:
             return before.removesuffix("; ")
-        return f"{before}all before it together have {free} of the {w.chunks} chunks it needs"
+        return f"{before}earlier ones have {free} of the {w.chunks} chunks it needs"
 
     def _full_before(self, w: PlannedWeight) -> str:
         """The run of layers right before the use of w that have no capacity left."""
@@ -113,5 +113,5 @@ class _Judge:
         if first > last:
             return ""
         if first == last:
-            return f"layer {last} before it has no capacity left; "
-        return f"layers {first}-{last} before it have no capacity left; "
+            return f"no capacity left in layer {last}; "
+        return f"no capacity left in layers {first}-{last}; "
