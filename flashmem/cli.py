@@ -354,13 +354,11 @@ def simulate(
     """Predict latency and memory of a plan on a described device, which need not be here."""
     from flashmem.commands.simulate import options_of, simulate_model
 
-    everything = strategy == RunStrategy.PRELOAD
-    planned = None if strategy is None or everything else Strategy(strategy.value)
     options = _compile_options(
-        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, planned,
+        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, None,
         unfusion, mu, alpha,
     )  # fmt: skip
-    simulate_model(model, options, options_of(disk.value, "preload" if everything else "stream", json, timeline))
+    simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline))
 
 
 @app.command()

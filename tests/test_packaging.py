@@ -98,7 +98,7 @@ def test_each_dependency_has_a_lower_bound() -> None:
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
     assert [line for line in wanted if ">=" not in line and not line.startswith("flashmem[")] == []
-    assert set(extras) == {"compile", "desktop", "demo", "test", "zoo", "bench", "docs"}
+    assert set(extras) == {"compile", "desktop", "demo", "test", "zoo", "bench", "plots", "docs"}
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])

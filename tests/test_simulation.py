@@ -78,13 +78,13 @@ def test_a_cold_disk_begins_when_the_session_does() -> None:
     assert prediction.disk[0].end == pytest.approx(10)
 
 
-def test_announcing_more_than_the_disk_takes_holds_the_opening_up() -> None:
-    """Two loads of 50 bytes at 5 a second: the second is announced at once, or once the first is read at 10."""
-    for queue, opened in ((100, 4.0), (99, 14.0)):
+def test_announcing_more_than_the_disk_takes_does_not_hold_the_opening_up() -> None:
+    """Two loads of 50 bytes at 5 a second: whether the second is announced at once, or once the first is read at 10."""
+    for queue in (100, 99):
         machine = replace(PLAIN, disk_bandwidth=5.0, disk_queue_bytes=queue)
         loads = (load("a", 50), load("b", 50))
         prediction = simulate(Scenario(machine, (layer(1.0, "a", "b"),), loads, context_seconds=4.0))
-        assert prediction.report.latency.init == pytest.approx(opened)
+        assert prediction.report.latency.init == pytest.approx(4)
         assert prediction.disk[-1].end == pytest.approx(20)
 
 
@@ -207,7 +207,9 @@ def test_no_run_beats_its_resources(scenario: Scenario) -> None:
     assert latency >= moved["read"] / machine.read_bandwidth * (1 - 1e-9)
     assert latency >= moved["copy"] / machine.copy_bandwidth * (1 - 1e-9)
     assert sum(span.end - span.start for span in prediction.report.layers) >= compute * (1 - 1e-9)
-    assert 0 < prediction.later <= latency * (1 + 1e-9) or machine.contention  # with it, more at once can be slower
+    # With contention, or with threads that take loads in turns, having less to do can take longer (Graham, 1966).
+    assert prediction.later > 0
+    assert prediction.later <= latency * (1 + 1e-9) or machine.contention or machine.threads > 1
 
 
 @given(scenarios())

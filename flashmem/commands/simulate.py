@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, bundle_of
@@ -14,7 +14,8 @@ from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError
 from flashmem.program import fixed_bytes
-from flashmem.simulation.scenario import Disk, Strategy, describe, layout_for
+from flashmem.runtime.residence import Strategy, choose_strategy
+from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.simulation.target import described_device, mode_for_bundle, model_name
 from flashmem.units import format_size, parse_size
@@ -25,7 +26,7 @@ class SimulateOptions:
     """What `simulate` does with a bundle; see the command line's help."""
 
     disk: Disk = "cached"
-    strategy: Strategy = "stream"
+    strategy: Strategy | Literal["auto"] = "auto"
     json: bool = False
     timeline: Path | None = None
 
@@ -35,6 +36,7 @@ class _Played:
     bundle: Bundle
     descriptor: DeviceDescriptor
     mode: TransferMode
+    strategy: Strategy
     prediction: Prediction
 
 
@@ -46,10 +48,13 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     """
     if options.timeline is not None:
         check_target(options.timeline, "--timeline")
+    if not model.is_dir() and options.strategy not in ("auto", "preload"):
+        compiling = replace(compiling, strategy=options.strategy)
     bundle = Bundle.open(bundle_of(model, compiling))
+    strategy = choose_strategy(bundle.plan, options.strategy)
     # A model compiled just now was compiled for the device and the budget; a bundle may be played on another, within another.
     device, budget = (compiling.device, compiling.budget) if model.is_dir() else (None, None)
-    played = _play(bundle, described_device(bundle, device), compiling.mode or "auto", budget, options)
+    played = _play(bundle, described_device(bundle, device), compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
         from flashmem.plots.timeline import draw_timeline
 
@@ -60,12 +65,14 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
         _print(played, options)
 
 
-def _play(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, budget: str | None, options: SimulateOptions) -> _Played:
-    chosen = mode_for_bundle(bundle, descriptor, mode, options.strategy)
-    limit = None if options.strategy == "preload" else bundle.budget_bytes
+def _play(
+    bundle: Bundle, descriptor: DeviceDescriptor, mode: str, budget: str | None, strategy: Strategy, disk: Disk
+) -> _Played:
+    chosen = mode_for_bundle(bundle, descriptor, mode, strategy)
+    limit = None if strategy == "preload" else bundle.budget_bytes
     if budget is not None:
         limit = parse_size(budget, what="--budget")
-    needed = fixed_bytes(bundle.program) + layout_for(bundle.program, bundle.plan, chosen, options.strategy).total_bytes
+    needed = fixed_bytes(bundle.program) + layout_for(bundle.program, bundle.plan, chosen, strategy).total_bytes
     if limit is not None and limit < needed:
         raise BudgetError(
             f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {chosen}; "
@@ -73,8 +80,8 @@ def _play(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, budget: str |
             smallest_bytes=needed,
             binding=f"the layout for transfer mode {chosen}",
         )
-    scenario = describe(bundle.program, bundle.plan, descriptor, chosen, disk=options.disk, strategy=options.strategy)
-    return _Played(bundle, descriptor, chosen, simulate(scenario, limit))
+    scenario = describe(bundle.program, bundle.plan, descriptor, chosen, disk=disk, strategy=strategy)
+    return _Played(bundle, descriptor, chosen, strategy, simulate(scenario, limit))
 
 
 def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]:
@@ -88,7 +95,7 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
         "device_measured": played.descriptor.measured,
         "memory_path": bundle.program.memory_path,
         "transfer_mode": played.mode,
-        "strategy": options.strategy,
+        "strategy": played.strategy,
         "precision": bundle.program.precision,
         "disk": options.disk,
         "latency_ms": {name: 1e3 * value for name, value in seconds.items()},
@@ -105,7 +112,7 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
 
 def _title(played: _Played, options: SimulateOptions) -> str:
     name = model_name(Path(str(played.bundle.meta.get("model_path") or played.bundle.path)))
-    return f"{name} on {played.descriptor.name}, {options.strategy}, mode {played.mode}, file {options.disk}"
+    return f"{name} on {played.descriptor.name}, {played.strategy}, mode {played.mode}, file {options.disk}"
 
 
 def _print(played: _Played, options: SimulateOptions) -> None:
@@ -118,7 +125,7 @@ def _print(played: _Played, options: SimulateOptions) -> None:
     print_facts(
         {
             "device": f"{descriptor.name} ({rates}), {played.bundle.program.memory_path} path, mode {played.mode}, "
-            f"{options.strategy}, file {options.disk}",
+            f"{played.strategy}, file {options.disk}",
             "first answer": f"{answer}, later ones {1e3 * prediction.later:.1f} ms: predicted",
             "memory": f"{format_size(memory.peak_bytes)} at most, {format_size(memory.average_bytes)} on average, {budget}",
             "busy": ", ".join(
@@ -128,6 +135,6 @@ def _print(played: _Played, options: SimulateOptions) -> None:
     )
 
 
-def options_of(disk: str, strategy: str, json: bool, timeline: Path | None) -> SimulateOptions:
+def options_of(disk: str, strategy: str | None, json: bool, timeline: Path | None) -> SimulateOptions:
     """The command line's words as options; its enumerations have already refused others."""
-    return SimulateOptions(cast(Disk, disk), cast(Strategy, strategy), json, timeline)
+    return SimulateOptions(cast(Disk, disk), cast(Strategy | Literal["auto"], strategy or "auto"), json, timeline)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.device import TRANSFER_MODES, TransferMode
 from flashmem.errors import BudgetError, RunError, UserError
-from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program import Port, fixed_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
@@ -24,12 +24,11 @@ from flashmem.runtime.loader import planned_loads
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.ports import check_inputs, device_dtype, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
-from flashmem.runtime.residence import preloaded, preloaded_layout, streamed_layout
+from flashmem.runtime.residence import Strategy, choose_strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.units import format_size, parse_size
 
 Array = NDArray[Any]
-Strategy = PlannedStrategy | Literal["preload"]
 
 __all__ = ["RunReport", "Session", "Strategy"]
 
@@ -68,7 +67,7 @@ class Session:
         begun = perf_counter()
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.device = find_device(device, prefer=self.bundle.descriptor.name)
-        self.strategy: Strategy = self._choose_strategy(strategy)
+        self.strategy: Strategy = choose_strategy(self.bundle.plan, strategy)
         self.mode = self._choose_mode(mode)
         program, plan = self.bundle.program, self.bundle.plan
         if self.strategy == "preload":
@@ -81,11 +80,9 @@ class Session:
         self._lock = threading.Lock()
         self._closed: str | None = None  # why
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
-        for load in planned_loads(plan, {part.name: part for part in program.slices}, preload=True):
-            if load.gate > 0:
-                break
-            # The disk may start now: it needs nothing that is still to be made.
-            self._file.expect(load.part.offset, load.part.nbytes)
+        # The disk may start now: it needs nothing that is still to be made.
+        loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True)
+        self._file.announce((load.part.offset, load.part.nbytes) for load in takewhile(lambda load: load.gate == 0, loads))
         try:
             self._engine = Engine(self.bundle, self._file, self.device, self.mode, plan, layout, self.budget, trace=trace)
         except BaseException:
@@ -98,18 +95,6 @@ class Session:
                 self.close()
                 raise
         self._init_seconds = perf_counter() - begun
-
-    def _choose_strategy(self, strategy: str) -> Strategy:
-        planned = self.bundle.plan.strategy
-        if strategy == "preload":
-            return "preload"
-        if strategy not in ("auto", *get_args(PlannedStrategy)):
-            raise UserError(f"strategy {strategy!r} is unknown; name one of: {', '.join(get_args(PlannedStrategy))}, preload")
-        if strategy not in ("auto", planned):
-            raise UserError(
-                f"the bundle was not compiled for strategy {strategy!r}; it plays {planned} and preload: compile the model anew"
-            )
-        return planned
 
     def _choose_mode(self, mode: TransferMode | Literal["auto"]) -> TransferMode:
         path = self.bundle.program.memory_path

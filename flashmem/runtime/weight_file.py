@@ -9,6 +9,8 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,8 @@ class WeightFile:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._can_populate = True
+        self._announcer: threading.Thread | None = None
+        self._closing = False
 
     def read_into(self, data: Bytes, offset: int) -> None:
         """Fill `data` with the bytes at `offset`.
@@ -68,6 +72,18 @@ class WeightFile:
     def expect(self, offset: int, nbytes: int) -> None:
         """Tell the kernel that these bytes will be wanted soon, so that the disk does not pause between loads."""
         os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def announce(self, parts: Iterable[tuple[int, int]]) -> None:
+        """`expect` of each (offset, bytes), in this order, by a thread: the call waits wherever the disk's queue is full."""
+
+        def work() -> None:
+            for offset, nbytes in parts:
+                if self._closing:
+                    return
+                self.expect(offset, nbytes)
+
+        self._announcer = threading.Thread(target=work, name="flashmem-announcer", daemon=True)
+        self._announcer.start()
 
     @property
     def mapped(self) -> Bytes:
@@ -114,5 +130,8 @@ class WeightFile:
 
     def close(self) -> None:
         """Close the file; the mapping goes with the last object that uses it."""
+        self._closing = True
+        if self._announcer is not None:
+            self._announcer.join()  # it must not meet another file under the same descriptor
         self._mapped = None
         self._file.close()

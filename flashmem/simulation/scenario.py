@@ -23,11 +23,10 @@ from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import planned_frees, planned_loads
 from flashmem.runtime.opencl import TEXEL_BYTES
 from flashmem.runtime.ports import panel_bytes
-from flashmem.runtime.residence import preloaded, preloaded_layout
+from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
 from flashmem.runtime.transfer import WORD, file_bytes
 
 Disk = Literal["cold", "cached"]
-Strategy = Literal["stream", "preload"]
 Piece = tuple[Literal["read", "copy"], int]
 """Bytes that a loader thread reads out of the page cache, or copies to where kernels read them (or populates, when mapped)."""
 

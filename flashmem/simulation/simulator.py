@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import Span
@@ -127,10 +127,7 @@ class _Player:
 
     def _host(self) -> Process:
         scenario = self.scenario
-        for load in scenario.loads:
-            if load.gate > 0:
-                break
-            yield from self.announce(load)
+        self.events.start(self._announcer())
         yield from self._open()
         if scenario.resident_first:
             yield from self._bring_in(scenario.loads, self.machine.threads)
@@ -183,6 +180,11 @@ class _Player:
             loader.layer_done(number)
 
     # What runs beside it.
+
+    def _announcer(self) -> Process:
+        """Loads that may begin before the first layer."""
+        for load in takewhile(lambda load: load.gate == 0, self.scenario.loads):
+            yield from self.announce(load)
 
     def _disk(self) -> Process:
         """Announced parts of the file, one after the other."""

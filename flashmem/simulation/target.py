@@ -9,7 +9,7 @@ from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, desc
 from flashmem.errors import NoDeviceError, UserError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
-from flashmem.simulation.scenario import Strategy
+from flashmem.runtime.residence import Strategy
 
 
 def described_device(bundle: Bundle, device: str | None) -> DeviceDescriptor:
