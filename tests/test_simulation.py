@@ -69,7 +69,7 @@ def test_two_threads_share_the_rate_and_overlap_reading_with_copying() -> None:
 
 def test_a_cold_disk_begins_when_the_session_does() -> None:
     cold = replace(PLAIN, disk_bandwidth=5.0)
-    opened = Scenario(cold, (layer(1.0, "w"),), (load("w", 50),), context_seconds=4.0, kernel_seconds=2.0)
+    opened = Scenario(cold, (layer(1.0, "w"),), (load("w", 50),), announced=1, context_seconds=4.0, kernel_seconds=2.0)
     prediction = simulate(opened)
     assert prediction.report.latency.init == pytest.approx(6)
     # The disk brings 50 bytes by 10; the thread, at it from 6 on, would have had them by 11.
@@ -83,7 +83,7 @@ def test_announcing_more_than_the_disk_takes_does_not_hold_the_opening_up() -> N
     for queue in (100, 99):
         machine = replace(PLAIN, disk_bandwidth=5.0, disk_queue_bytes=queue)
         loads = (load("a", 50), load("b", 50))
-        prediction = simulate(Scenario(machine, (layer(1.0, "a", "b"),), loads, context_seconds=4.0))
+        prediction = simulate(Scenario(machine, (layer(1.0, "a", "b"),), loads, announced=2, context_seconds=4.0))
         assert prediction.report.latency.init == pytest.approx(4)
         assert prediction.disk[-1].end == pytest.approx(20)
 
@@ -125,9 +125,10 @@ def test_w_comes_in_before_the_first_layer_where_the_mode_asks_for_it() -> None:
 def test_a_later_run_opens_nothing_and_finds_w_and_the_file_in_memory() -> None:
     scenario = Scenario(
         replace(PLAIN, disk_bandwidth=1.0), (layer(1.0, "a"), layer(1.0, "b")), (load("a", 50, preload=True), load("b", 30)),
-        context_seconds=7.0,
+        announced=2, context_seconds=7.0,
     )  # fmt: skip
     prediction = simulate(scenario)
+    assert simulate(replace(scenario, announced=0)).report.latency.integrated == pytest.approx(7 + 80 + 1)
     assert prediction.report.latency.integrated == pytest.approx(80 + 1)  # reading keeps up with the disk
     assert prediction.later == pytest.approx(3 + 1)
 
@@ -187,7 +188,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     layers = tuple(layer(draw(st.integers(1, 16)) / 4, *needs.get(number, ())) for number in range(1, count + 1))
     return Scenario(
         machine, layers, tuple(loads), frees, (Allocation("arena", draw(st.integers(0, 50))),),
-        context_seconds=draw(st.sampled_from((0.0, 1.5))), w_threads=draw(st.sampled_from((None, 1))),
+        announced=draw(st.integers(0, len(loads))), context_seconds=draw(st.sampled_from((0.0, 1.5))),
+        w_threads=draw(st.sampled_from((None, 1))),
     )  # fmt: skip
 
 

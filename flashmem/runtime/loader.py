@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
+from flashmem.device import Rates
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Slice
@@ -41,6 +43,17 @@ def planned_loads(plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bo
     chosen = [w for w in plan.weights if preload or not w.preload]
     chosen.sort(key=lambda w: (max(w.load_layer, 1), w.first_use))
     return tuple(Load(slices[w.name], max(w.load_layer, 1) - 1, w.preload) for w in chosen)
+
+
+def read_while_opening(loads: Sequence[Load], rates: Rates) -> tuple[Load, ...]:
+    """The first loads behind no gate, as many as the disk brings in while a session opens.
+
+    A longer queue before the disk would only hold up what nobody could announce: table rows, and whatever opening reads.
+    """
+    first = tuple(takewhile(lambda load: load.gate == 0, loads))
+    limit = rates.disk_bandwidth * rates.session_seconds
+    read = accumulate(load.part.nbytes for load in first)
+    return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= limit)
 
 
 def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -20,7 +19,7 @@ from flashmem.errors import BudgetError, RunError, UserError
 from flashmem.program import Port, fixed_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
-from flashmem.runtime.loader import planned_loads
+from flashmem.runtime.loader import planned_loads, read_while_opening
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.ports import check_inputs, device_dtype, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
@@ -80,9 +79,11 @@ class Session:
         self._lock = threading.Lock()
         self._closed: str | None = None  # why
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
-        # The disk may start now: it needs nothing that is still to be made.
+        # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
         loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True)
-        self._file.announce((load.part.offset, load.part.nbytes) for load in takewhile(lambda load: load.gate == 0, loads))
+        first = read_while_opening(loads, self.bundle.descriptor.rates)
+        constants = (program.constants_offset, program.constants_bytes)
+        self._file.announce([constants, *((load.part.offset, load.part.nbytes) for load in first)])
         try:
             self._engine = Engine(self.bundle, self._file, self.device, self.mode, plan, layout, self.budget, trace=trace)
         except BaseException:

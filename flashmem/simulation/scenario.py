@@ -20,7 +20,7 @@ from flashmem.program import SLICE_ALIGNMENT, Program, Slice, output_bytes, scra
 from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
-from flashmem.runtime.loader import planned_frees, planned_loads
+from flashmem.runtime.loader import planned_frees, planned_loads, read_while_opening
 from flashmem.runtime.opencl import TEXEL_BYTES
 from flashmem.runtime.ports import panel_bytes
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
@@ -87,10 +87,10 @@ class Allocation:
 class Scenario:
     """One session and its first run. Loads are in the order in which threads take them.
 
-    `context_seconds` pass before memory is accounted for, `kernel_seconds` before anything is allocated. `constants_bytes` are
-    read while opening; `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last.
-    `w_threads`: threads that bring W in before the first layer; None: W comes in with the rest. `resident_first`: every load
-    belongs to the opening (strategy preload).
+    The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
+    accounted for, `kernel_seconds` before anything is allocated. `constants_bytes` are read while opening; `gathered_bytes`
+    (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `w_threads`: threads that bring W in before
+    the first layer; None: W comes in with the rest. `resident_first`: every load belongs to the opening (strategy preload).
     """
 
     machine: Machine
@@ -98,6 +98,7 @@ class Scenario:
     loads: tuple[SimulatedLoad, ...]
     frees: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     allocations: tuple[Allocation, ...] = ()
+    announced: int = 0
     context_seconds: float = 0.0
     kernel_seconds: float = 0.0
     constants_bytes: int = 0
@@ -117,6 +118,7 @@ class Scenario:
             layers=tuple(replace(layer, needs=tuple(n for n in layer.needs if n not in kept)) for layer in self.layers),
             loads=tuple(load for load in self.loads if not load.preload),
             allocations=(*self.allocations, Allocation("weights", held)),
+            announced=0,
             context_seconds=0.0,
             kernel_seconds=0.0,
             constants_bytes=0,
@@ -154,6 +156,7 @@ def describe(
     moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
     needs = needed_slices(plan, moves)
     delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
+    loads = planned_loads(plan, slices, preload=True)
     travel = _Travel(descriptor, mode, layout)
     return Scenario(
         Machine(
@@ -177,10 +180,11 @@ def describe(
                 load.preload,
                 travel.held(load.part),
             )
-            for load in planned_loads(plan, slices, preload=True)
+            for load in loads
         ),
         frees=_names(planned_frees(plan, slices)) if mode == "map" else {},
         allocations=_allocations(program, layout),
+        announced=len(read_while_opening(loads, rates)),
         context_seconds=rates.session_seconds,
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves),
         constants_bytes=program.constants_bytes,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import Span
@@ -182,8 +182,8 @@ class _Player:
     # What runs beside it.
 
     def _announcer(self) -> Process:
-        """Loads that may begin before the first layer."""
-        for load in takewhile(lambda load: load.gate == 0, self.scenario.loads):
+        """What the session announces while it opens."""
+        for load in self.scenario.loads[: self.scenario.announced]:
             yield from self.announce(load)
 
     def _disk(self) -> Process:
