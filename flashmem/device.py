@@ -49,7 +49,7 @@ class Rates:
     cached_bandwidth: float = 4e9  # a file that is
     launch_seconds: float = 20e-6
     load_seconds: float = 50e-6  # each slice, beside its bytes
-    session_seconds: float = 50e-3  # opening a session, beside kernels and weights
+    session_seconds: float = 50e-3  # opening a session, beside kernels and weights; the driver is loaded
     kernel_seconds: float = 1e-3  # one kernel from the program cache
     contention: dict[TransferMode, float] = field(default_factory=dict)  # 0 for a mode that is not named
 

@@ -1,0 +1,36 @@
+"""Seconds to open a session and run once, above a warm run, in this process: `python -m flashmem.profiler.opening BUNDLE DEVICE`.
+
+The OpenCL driver is loaded before the clock starts, as in every comparison with other engines (benchmarks/worker.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+
+import numpy as np
+
+from flashmem.bundle import Bundle
+from flashmem.runtime.opencl import Context, find_device
+from flashmem.runtime.session import Session
+
+_WARM_RUNS = 3
+
+
+def main() -> None:
+    """Measure, and print the seconds."""
+    path, device = sys.argv[1:]
+    driver = Context(find_device(device)).queue()
+    inputs = {port.name: np.zeros(port.shape, port.dtype) for port in Bundle.open(path).program.inputs}
+    times = [perf_counter()]
+    with Session(path, device=device) as session:
+        for _ in range(1 + _WARM_RUNS):
+            session.run(None, inputs)
+            times.append(perf_counter())
+    driver.finish()
+    first, *warm = np.diff(times)
+    print(first - min(warm))
+
+
+if __name__ == "__main__":
+    main()
