@@ -16,7 +16,7 @@ from itertools import accumulate, takewhile
 from flashmem.device import Rates
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Slice
+from flashmem.program import Program, Slice
 from flashmem.runtime.transfer import Transfer
 
 
@@ -45,13 +45,14 @@ def planned_loads(plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bo
     return tuple(Load(slices[w.name], max(w.load_layer, 1) - 1, w.preload) for w in chosen)
 
 
-def read_while_opening(loads: Sequence[Load], rates: Rates) -> tuple[Load, ...]:
+def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) -> tuple[Load, ...]:
     """The first loads behind no gate, as many as the disk brings in while a session opens.
 
     A longer queue before the disk would only hold up what nobody could announce: table rows, and whatever opening reads.
     """
     first = tuple(takewhile(lambda load: load.gate == 0, loads))
-    limit = rates.disk_bandwidth * rates.session_seconds
+    kernels = {launch.kernel for launch in program.launches}
+    limit = rates.disk_bandwidth * (rates.session_seconds + rates.kernel_seconds * len(kernels))
     read = accumulate(load.part.nbytes for load in first)
     return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= limit)
 

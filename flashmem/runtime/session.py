@@ -81,7 +81,7 @@ class Session:
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
         # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
         loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True)
-        first = read_while_opening(loads, self.bundle.descriptor.rates)
+        first = read_while_opening(loads, program, self.bundle.descriptor.rates)
         constants = (program.constants_offset, program.constants_bytes)
         self._file.announce([constants, *((load.part.offset, load.part.nbytes) for load in first)])
         try:

@@ -184,7 +184,7 @@ def describe(
         ),
         frees=_names(planned_frees(plan, slices)) if mode == "map" else {},
         allocations=_allocations(program, layout),
-        announced=len(read_while_opening(loads, rates)),
+        announced=len(read_while_opening(loads, program, rates)),
         context_seconds=rates.session_seconds,
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves),
         constants_bytes=program.constants_bytes,
