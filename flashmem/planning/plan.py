@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Objective = Literal["paper", "latency"]
 Status = Literal["OPTIMAL", "FEASIBLE"]
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
-Strategy = Literal["stream", "on-demand", "always-next", "same-op", "resident-first"]
+Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
 """Who decided: "stream" is the planner, the others are baselines to compare it with (planning/baselines.py)."""
 
 
