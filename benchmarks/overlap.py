@@ -78,9 +78,7 @@ def measure(name: str, model: Path, descriptor: DeviceDescriptor, budget_ratio: 
         "mode": options.mode,
         "own ratio": weights / descriptor.rates.disk_bandwidth / compute,
         "own": seconds(program, options, opening=True),
-        "by ratio": {
-            ratio: seconds(program, with_disk(options, weights / compute / ratio), opening=False) for ratio in RATIOS
-        },
+        "by ratio": {ratio: seconds(program, with_disk(options, weights / compute / ratio), opening=False) for ratio in RATIOS},
     }
 
 
