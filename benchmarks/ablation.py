@@ -2,20 +2,24 @@
 
     python -m benchmarks.ablation --zoo DIR --device pocl [--budget-ratio 0.25] [--disk cold] [--runs 5] [--json a.json]
 
-The steps, each on top of the one before, on one memory path of one device:
+One device, one memory path, one budget, and one transfer mode, `interleave`: weights are read into staging, and the compute
+queue moves them on to where kernels read them, as the plan's x_{w,l} say. The steps turn one switch each:
 
 1. preload: everything resident before the first layer, as engines do.
-2. + OPG: streamed on the planner's plan inside the budget, layers as fused as they can be, kernels that only compute. Weights
-   travel by a copy of their own: `dma`, the mode that leaves every kernel as it is.
-3. + adaptive unfusion: the same, and fused layers split where the plan gains.
-4. + kernel rewriting: the transfer becomes part of how kernels take their weights. The paper knows one form of it, kernels that
-   move the next weights between their own steps (`interleave`), for GPUs without a copy engine. Here it is the mode that the
-   device's descriptor puts first: with `map` and `alias` the packing is such that kernels read the file's bytes in place and
-   nothing is moved. `interleave` is always shown as well. A device whose first mode is `dma` gains nothing from rewriting.
+2. + OPG: streamed on the planner's plan inside the budget, layers as fused as they can be, kernels that only compute. Every
+   move is a launch of its own between two of them (`Session(lanes=False)`), on the same queue, so it delays what comes after.
+3. + adaptive unfusion: the same, and fused layers split where the plan gains (`unfusion` of `flashmem.compile`).
+4. + kernel rewriting: the bundle of step 3; kernels move the next weights between their own steps (`Session(lanes=True)`).
 
-Memory is what the session's ledger counted, at most and on average over time, and the process above itself before the model is
-opened. In modes where C_l has no part in the latency nothing is split, so step 3 equals step 2 in the latency objective; with
-`--objective paper` it does not. Medians of fresh processes that take turns. Needs the `bench` extra.
+Two rows stand beside them. *Kernel rewriting without unfusion* completes the square, because the two depend on each other: a
+split makes room for moves inside kernels (C_l). Moves by launches of their own take the same time wherever they are, so that
+step 3 can pay, in more launches, for what only step 4 uses. *The device's own mode*, where that is not `interleave`, is what a
+user gets: with `map` and `alias` kernels read the file's bytes in place and nothing is moved; `dma` has a copy engine.
+
+Plans of one program must give the same bits, which is checked. Memory is what the session's ledger counted, at most and on
+average over time, and the process above itself before the model is opened. With `--objective paper` C_l is a constraint; in the
+latency objective a chunk above C_l costs the time of its copy. Medians of fresh processes that take turns. Needs the `bench`
+extra.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +39,31 @@ from flashmem.errors import BudgetError
 MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
 
 
-def steps_of(descriptor: Any, path: str) -> list[tuple[str, str, bool]]:
-    """(name, transfer mode, unfusion) of each streaming step."""
-    best = descriptor.modes[path][0]
-    steps = [("+ OPG", "dma", False), ("+ adaptive unfusion", "dma", True), (f"+ kernel rewriting ({best})", best, True)]
-    if best != "interleave":
-        steps.append(("+ kernel rewriting (interleave)", "interleave", True))
+@dataclass(frozen=True)
+class Step:
+    """One row that streams: how its bundle is compiled, and how it is played."""
+
+    name: str
+    mode: str
+    unfusion: bool
+    lanes: bool
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """For `benchmarks.worker`."""
+        return ("--mode", self.mode, *(() if self.lanes else ("--no-lanes",)))
+
+
+def steps_of(own_mode: str) -> list[Step]:
+    """The rows below preload, for a device whose own mode is `own_mode`."""
+    steps = [
+        Step("+ OPG", "interleave", unfusion=False, lanes=False),
+        Step("+ adaptive unfusion", "interleave", unfusion=True, lanes=False),
+        Step("+ kernel rewriting", "interleave", unfusion=True, lanes=True),
+        Step("kernel rewriting without unfusion", "interleave", unfusion=False, lanes=True),
+    ]
+    if own_mode != "interleave":
+        steps.append(Step(f"the device's own mode, {own_mode}", own_mode, unfusion=True, lanes=True))
     return steps
 
 
@@ -55,16 +79,18 @@ def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> d
     """One model: a row for each step."""
     whole = flashmem.compile(model, folder / "whole.flashmem", device=args.device, memory_path=args.memory_path)
     path, weights = whole.program.memory_path, weights_of(whole)
-    bundles = {
-        step: compiled(
-            model, folder / f"{number}.flashmem", int(args.budget_ratio * weights),
-            {"device": args.device, "memory_path": path, "mode": mode, "unfusion": unfusion, "objective": args.objective,
-             "chunk": args.chunk},
+    steps = steps_of(whole.descriptor.modes[path][0])
+    common = {"device": args.device, "memory_path": path, "objective": args.objective, "chunk": args.chunk}
+    budget = int(args.budget_ratio * weights)
+    made = {
+        (mode, unfusion): compiled(
+            model, folder / f"{mode}-{unfusion}.flashmem", budget, {**common, "mode": mode, "unfusion": unfusion}
         )
-        for number, (step, mode, unfusion) in enumerate(steps_of(whole.descriptor, path))
-    }  # fmt: skip
+        for mode, unfusion in dict.fromkeys((step.mode, step.unfusion) for step in steps)
+    }
+    bundles = {step.name: made[step.mode, step.unfusion] for step in steps}
     runs: dict[str, tuple[Path, tuple[str, ...]]] = {"preload": (whole.path, ("--strategy", "preload"))}
-    runs |= {step: (bundle.path, ("--mode", str(bundle.meta["mode"]))) for step, bundle in bundles.items()}
+    runs |= {step.name: (bundles[step.name].path, step.flags) for step in steps}
     answers = {}
     for number, (key, (where, extra)) in enumerate(runs.items()):  # fills the program cache
         answers[key] = folder / f"{number}.npz"
@@ -78,14 +104,15 @@ def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> d
     )
     fields = ("integrated", "ledger_peak", "ledger_average", "above_bare")
     table: dict[str, dict[str, Any]] = {key: {f: median(found, f) for f in fields} for key, found in rows.items()}
+    programs = {"preload": whole.program.launches}
     for step, bundle in bundles.items():
         table[step]["budget"] = bundle.budget_bytes
         table[step]["layers"] = len(bundle.program.launches)
         table[step]["unfusion"] = [note for note in bundle.plan.notes if "unfusion" in note]
         # Another cut rounds differently, so only plans of one program must agree to the bit.
-        table[step]["same bits as preload"] = (
-            same_bits([answers["preload"], answers[step]]) if bundle.program.launches == whole.program.launches else None
-        )
+        twin = next((other for other, launches in programs.items() if launches == bundle.program.launches), None)
+        table[step]["same bits"] = None if twin is None else same_bits([answers[twin], answers[step]])
+        programs[step] = bundle.program.launches
     return {"model": name, "weights": weights, "disk": args.disk, "path": path, "steps": table}
 
 
@@ -108,8 +135,8 @@ def show(result: dict[str, Any]) -> None:
     for key, row in result["steps"].items():
         for note in row.get("unfusion", ()):
             print(f"\n{key}: {note}")
-        if row.get("same bits as preload") is False:
-            print(f"\n{key}: DIFFERENT BITS from preload")
+        if row.get("same bits") is False:
+            print(f"\n{key}: DIFFERENT BITS from another plan of the same program")
     print(flush=True)
 
 

@@ -1,6 +1,6 @@
 """One measurement in one fresh process; prints one JSON object.
 
-    python -m benchmarks.worker flashmem --bundle B [--mode M] [--strategy S]
+    python -m benchmarks.worker flashmem --bundle B [--mode M] [--strategy S] [--no-lanes]
     python -m benchmarks.worker onnxruntime --model M [--mapped]
 
 `above_bare` is the peak resident memory (VmHWM) over that of the same process just before the model is opened, with its engine
@@ -54,7 +54,8 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     bare = vm("VmHWM")
     started = time.perf_counter()
     trace = args.trace is not None
-    with Session(args.bundle, device=args.device, mode=args.mode, strategy=args.strategy, trace=trace) as session:
+    options = {"device": args.device, "mode": args.mode, "strategy": args.strategy, "lanes": args.lanes, "trace": trace}
+    with Session(args.bundle, **options) as session:
         outputs = session.run(None, inputs)
         integrated = time.perf_counter() - started
         report = session.last_run
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--no-lanes", dest="lanes", action="store_false", help="see `flashmem.Session`")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--cold", type=Path, nargs="*", default=[])
     parser.add_argument("--outputs", type=Path)

@@ -1,12 +1,12 @@
 """The command line: `flashmem devices | compile | run | plan | profile | simulate | sweep | zoo | demo`.
 
-Each command parses its options and hands over to `flashmem.commands`; nothing heavier than typer is imported before a
-command is chosen, and `run` of a bundle imports the online half only.
+Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
+`flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
+half only.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +14,18 @@ import typer
 
 from flashmem import __version__
 from flashmem.commands.compiling import CompileOptions
+from flashmem.commands.options import (
+    Device,
+    Disk,
+    Json,
+    Mode,
+    ModelArgument,
+    Objective,
+    PlannedModel,
+    RunStrategyOption,
+    Shape,
+    with_bundle_options,
+)
 from flashmem.console import exit_codes
 
 app = typer.Typer(
@@ -24,107 +36,6 @@ app = typer.Typer(
 )
 zoo = typer.Typer(help="Known models with random weights, exported to ONNX.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(zoo, name="zoo")
-
-
-class Precision(StrEnum):
-    """How weights are stored."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-
-
-class MemoryPath(StrEnum):
-    """What holds weights on the device."""
-
-    AUTO = "auto"
-    BUFFER = "buffer"
-    TEXTURE = "texture"
-
-
-class Mode(StrEnum):
-    """How weights reach the kernels."""
-
-    AUTO = "auto"
-    MAP = "map"
-    ALIAS = "alias"
-    DMA = "dma"
-    INTERLEAVE = "interleave"
-
-
-class Objective(StrEnum):
-    """What the planner minimises."""
-
-    AUTO = "auto"
-    PAPER = "paper"
-    LATENCY = "latency"
-
-
-class Strategy(StrEnum):
-    """When weights are loaded: as planned, or as a simpler strategy would."""
-
-    STREAM = "stream"
-    ON_DEMAND = "on-demand"
-    ALWAYS_NEXT = "always-next"
-    SAME_OP = "same-op"
-    RESIDENT_FIRST = "resident-first"
-
-
-class RunStrategy(StrEnum):
-    """The same, and everything before the first layer."""
-
-    STREAM = "stream"
-    ON_DEMAND = "on-demand"
-    ALWAYS_NEXT = "always-next"
-    SAME_OP = "same-op"
-    RESIDENT_FIRST = "resident-first"
-    PRELOAD = "preload"
-
-
-class Disk(StrEnum):
-    """Where the weight file is before a simulated run."""
-
-    COLD = "cold"
-    CACHED = "cached"
-
-
-Size = Annotated[str | None, typer.Option(metavar="SIZE", show_default=False)]
-ModelArgument = Annotated[Path, typer.Argument(help="An .onnx model, or a bundle.", show_default=False)]
-PlannedModel = Annotated[
-    Path, typer.Argument(help="An .onnx model, a bundle, or zoo:NAME for a known architecture.", show_default=False)
-]
-Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default="auto")]
-Budget = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Limit on all memory: weights, activations and staging; for instance 256MB."),
-]
-MPeak = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as the paper has it.")]
-Lambda = Annotated[
-    float | None,
-    typer.Option("--lambda", min=0.0, max=1.0, help="Weight of preloading against loading early.", show_default="0.9"),
-]
-Chunk = Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer.", show_default="1MiB")]
-PrecisionOption = Annotated[Precision | None, typer.Option(help="How weights are stored.", show_default="fp32")]
-Shape = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=1x128", help="Binds an input's symbolic dimensions; repeatable.")
-]
-Preload = Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")]
-MemoryPathOption = Annotated[MemoryPath | None, typer.Option(help="What holds weights on the device.", show_default="auto")]
-ModeOption = Annotated[Mode | None, typer.Option(help="How weights reach the kernels.", show_default="auto")]
-ObjectiveOption = Annotated[
-    Objective | None, typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto")
-]
-StrategyOption = Annotated[
-    Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
-]
-RunStrategyOption = Annotated[
-    RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
-]
-Unfusion = Annotated[
-    bool | None, typer.Option("--unfusion/--no-unfusion", help="Split fused layers where the plan gains.", show_default="on")
-]
-Mu = Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")]
-Alpha = Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -142,43 +53,6 @@ def options_before_the_command(
     """Run neural networks larger than memory on OpenCL devices."""
 
 
-def _compile_options(
-    device: str | None,
-    budget: str | None,
-    m_peak: str | None,
-    lambda_: float | None,
-    chunk: str | None,
-    precision: Precision | None,
-    shape: list[str] | None,
-    preload: list[str] | None,
-    memory_path: MemoryPath | None,
-    mode: Mode | None,
-    objective: Objective | None,
-    strategy: Strategy | None,
-    unfusion: bool | None,
-    mu: float | None,
-    alpha: float | None,
-) -> CompileOptions:
-    """The options as plain strings: beyond this module nobody knows the command line's enumerations."""
-    return CompileOptions(
-        device=device,
-        budget=budget,
-        m_peak=m_peak,
-        lambda_=lambda_,
-        chunk=chunk,
-        precision=precision and precision.value,
-        shape=tuple(shape or ()),
-        preload=tuple(preload or ()),
-        memory_path=memory_path and memory_path.value,
-        mode=mode and mode.value,
-        objective=objective and objective.value,
-        strategy=strategy and strategy.value,
-        unfusion=unfusion,
-        mu=mu,
-        alpha=alpha,
-    )
-
-
 @app.command()
 def devices(json: Json = False) -> None:
     """Show which devices are here, the memory path and transfer mode each would use, and why not others."""
@@ -188,39 +62,24 @@ def devices(json: Json = False) -> None:
 
 
 @app.command("compile")
+@with_bundle_options
 def compile_(
+    options: CompileOptions,
     model: Annotated[Path, typer.Argument(help="An .onnx model.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; the user's cache without it.")
     ] = None,
-    device: Device = None,
-    budget: Budget = None,
-    m_peak: MPeak = None,
-    lambda_: Lambda = None,
-    chunk: Chunk = None,
-    precision: PrecisionOption = None,
-    shape: Shape = None,
-    preload: Preload = None,
-    memory_path: MemoryPathOption = None,
-    mode: ModeOption = None,
-    objective: ObjectiveOption = None,
-    strategy: StrategyOption = None,
-    unfusion: Unfusion = None,
-    mu: Mu = None,
-    alpha: Alpha = None,
 ) -> None:
     """Compile a model into a bundle, and print the bundle's path."""
     from flashmem.commands.compiling import compile_here
 
-    options = _compile_options(
-        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
-        unfusion, mu, alpha,
-    )  # fmt: skip
     print(compile_here(model, output, options).path)
 
 
 @app.command()
+@with_bundle_options
 def run(
+    options: CompileOptions,
     model: ModelArgument,
     input: Annotated[Path | None, typer.Option(metavar="x.npz", help="Inputs by name; the rest is drawn from --seed.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="y.npz", help="Where to write the outputs.")] = None,
@@ -236,60 +95,25 @@ def run(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
     trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
-    device: Device = None,
-    budget: Budget = None,
-    m_peak: MPeak = None,
-    lambda_: Lambda = None,
-    chunk: Chunk = None,
-    precision: PrecisionOption = None,
-    shape: Shape = None,
-    preload: Preload = None,
-    memory_path: MemoryPathOption = None,
-    mode: ModeOption = None,
-    objective: ObjectiveOption = None,
-    unfusion: Unfusion = None,
-    mu: Mu = None,
-    alpha: Alpha = None,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
-    options = _compile_options(
-        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, None,
-        unfusion, mu, alpha,
-    )  # fmt: skip
     chosen = strategy and strategy.value
     run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn))
 
 
 @app.command()
+@with_bundle_options
 def plan(
+    options: CompileOptions,
     model: PlannedModel,
     json: Json = False,
     show_all: Annotated[bool, typer.Option("--all", help="Every layer and slice, however many.")] = False,
-    device: Device = None,
-    budget: Budget = None,
-    m_peak: MPeak = None,
-    lambda_: Lambda = None,
-    chunk: Chunk = None,
-    precision: PrecisionOption = None,
-    shape: Shape = None,
-    preload: Preload = None,
-    memory_path: MemoryPathOption = None,
-    mode: ModeOption = None,
-    objective: ObjectiveOption = None,
-    strategy: StrategyOption = None,
-    unfusion: Unfusion = None,
-    mu: Mu = None,
-    alpha: Alpha = None,
 ) -> None:
     """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
     from flashmem.commands.plan import show_plan
 
-    options = _compile_options(
-        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, strategy,
-        unfusion, mu, alpha,
-    )  # fmt: skip
     show_plan(model, options, as_json=json, show_all=show_all)
 
 
@@ -328,7 +152,9 @@ def profile(
 
 
 @app.command()
+@with_bundle_options
 def simulate(
+    options: CompileOptions,
     model: ModelArgument,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     strategy: RunStrategyOption = None,
@@ -336,28 +162,10 @@ def simulate(
         Path | None, typer.Option(metavar="out.png", help="Where to draw work and memory over time (needs the plots extra).")
     ] = None,
     json: Json = False,
-    device: Device = None,
-    budget: Budget = None,
-    m_peak: MPeak = None,
-    lambda_: Lambda = None,
-    chunk: Chunk = None,
-    precision: PrecisionOption = None,
-    shape: Shape = None,
-    preload: Preload = None,
-    memory_path: MemoryPathOption = None,
-    mode: ModeOption = None,
-    objective: ObjectiveOption = None,
-    unfusion: Unfusion = None,
-    mu: Mu = None,
-    alpha: Alpha = None,
 ) -> None:
     """Predict latency and memory of a plan on a described device, which need not be here."""
     from flashmem.commands.simulate import options_of, simulate_model
 
-    options = _compile_options(
-        device, budget, m_peak, lambda_, chunk, precision, shape, preload, memory_path, mode, objective, None,
-        unfusion, mu, alpha,
-    )  # fmt: skip
     simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline))
 
 

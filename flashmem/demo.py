@@ -163,17 +163,3 @@ def _row(name: str, network: Counted) -> tuple[object, ...]:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms"
-
-
-def main() -> None:
-    """`python -m flashmem.demo`: the command `flashmem demo`."""
-    import sys
-
-    from flashmem.cli import main as command
-
-    sys.argv.insert(1, "demo")
-    command()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import onnxruntime
 import pytest
 
 from flashmem.cli import main
+from flashmem.commands.compiling import CompileOptions
+from flashmem.commands.options import BUNDLE_OPTIONS
 from flashmem.runtime.opencl import list_devices
 
 DATA = Path(__file__).parent / "data"
@@ -293,3 +295,7 @@ def test_help_and_version(flashmem: Command) -> None:
         outcome = flashmem(*words, "--help")
         assert outcome.code == 0 and "Usage:" in outcome.out
     assert "gptneo-125m" in flashmem("zoo", "list").out
+
+
+def test_every_option_of_a_bundle_is_on_the_command_line() -> None:
+    assert list(BUNDLE_OPTIONS) == [field.name for field in fields(CompileOptions)]

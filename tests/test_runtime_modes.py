@@ -11,6 +11,7 @@ from mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
 
 from flashmem import Session
 from flashmem.runtime.devices import Device, descriptor_for
+from flashmem.runtime.lanes import layer_moves, needed_slices
 from flashmem.runtime.opencl import list_devices
 
 MemoryPath = Literal["buffer", "texture"]
@@ -67,6 +68,34 @@ def test_all_modes_and_strategies_give_the_same_bits_and_the_right_answer(
     np.testing.assert_allclose(first[0], expected[0], rtol=0, atol=2e-5)
     np.testing.assert_allclose(first[1], expected[1], rtol=0, atol=1e-3)
     np.testing.assert_array_equal(first[2], expected[2])
+
+
+@pytest.mark.parametrize("channel", ["float", "half"])
+@pytest.mark.parametrize(("device", "path"), CASES)
+def test_moves_by_launches_of_their_own_give_the_same_bits(
+    device: Device, path: MemoryPath, channel: Channel, models: dict[tuple[str, str], MiniModel]
+) -> None:
+    model = models[path, channel]
+    inputs = model.inputs(seed=4)
+    answers: list[list[np.ndarray]] = []
+    for lanes in (True, False):
+        with Session(model.path, device=str(list_devices().index(device)), mode="interleave", lanes=lanes) as session:
+            answers += [session.run(None, inputs) for _ in range(2)]
+    for outputs in answers[1:]:
+        for got, expected in zip(outputs, answers[0], strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_without_lanes_the_same_units_move_at_the_same_layers(path: str, models: dict[tuple[str, str], MiniModel]) -> None:
+    bundle = models[path, "float"].open()
+    slices = {part.name: part for part in bundle.program.slices}
+    riding, separate = (layer_moves(bundle.plan, slices, texture=path == "texture", lanes=lanes) for lanes in (True, False))
+    assert any(moves.riding for moves in riding.values()) and not any(moves.riding for moves in separate.values())
+    assert {layer: set(moves.all) for layer, moves in separate.items()} == {
+        layer: set(moves.all) for layer, moves in riding.items()
+    }
+    assert needed_slices(bundle.plan, separate).keys() == needed_slices(bundle.plan, riding).keys()
 
 
 @pytest.mark.parametrize("distance", [1, 30])

@@ -55,10 +55,11 @@ def _print(entry: dict[str, Any]) -> None:
     memory = format_size(entry["global_memory_bytes"])
     units = f"{entry['compute_units']} compute unit{'s' if entry['compute_units'] != 1 else ''}"
     console.print(f"{entry['number']}  {entry['name']}{'  (auto)' if entry['auto'] else ''}", markup=False)
-    rates = "measured" if entry["rates_measured"] else "published or assumed"
+    rates = "rates measured" if entry["rates_measured"] else "rates published or assumed"
+    own = "none of this device's own; " if entry["descriptor"].startswith("generic-") else ""
     for label, text in (
         ("platform", f"{entry['platform']}, driver {entry['driver_version']}, {units}, {memory}"),
-        ("descriptor", f"{entry['descriptor']} (rates {rates})"),
+        ("descriptor", f"{entry['descriptor']} ({own}{rates})"),
         ("uses", f"memory path {entry['memory_path']}, transfer mode {entry['transfer_mode']}"),
         *((f"{path}", ", ".join(modes)) for path, modes in entry["modes"].items()),
         *(

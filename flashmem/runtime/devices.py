@@ -5,11 +5,12 @@ Plain data and plain rules; `opencl.py` does the asking.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, load_descriptor
+from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
 from flashmem.errors import NoDeviceError
 from flashmem.program import MemoryPath
 
@@ -48,17 +49,34 @@ class Device:
     @property
     def descriptor_name(self) -> str:
         """The shipped descriptor that fits best."""
-        platform = self.platform.lower()
-        if self.kind == "gpu":
-            return "nvidia" if "nvidia" in platform else "generic-gpu"
-        if "portable computing language" in platform:
-            return "pocl"
-        return "intel-cpu" if "intel" in platform else "generic-cpu"
+        return fitting_descriptor(self.kind, self.platform, self.name, self.version, descriptor_names())
 
     @property
     def has_image_from_buffer(self) -> bool:
         """Whether a texture can be a view over a buffer."""
         return self.has_images and self.image_pitch_alignment > 0
+
+
+def fitting_descriptor(kind: str, platform: str, name: str, version: str, shipped: Collection[str]) -> str:
+    """The descriptor, among those `shipped`, for what a driver calls its platform, its device and the device's version.
+
+    A phone's GPU is known by its model: Adreno drivers put the number into the version ("OpenCL 3.0 Adreno(TM) 740"), some into
+    the name as well ("QUALCOMM Adreno(TM) 750"); Arm's say "Mali-G710 r0p0" or "Mali-G715-Immortalis MC11 r1p2". How many
+    cores a Mali has is not told apart. A model without a descriptor of its own gets the generic one.
+    """
+    platform = platform.lower()
+    if kind != "gpu":
+        if "portable computing language" in platform:
+            return "pocl"
+        return "intel-cpu" if "intel" in platform else "generic-cpu"
+    if "nvidia" in platform:
+        return "nvidia"
+    model = _GPU_MODEL.search(f"{name} {version}".lower())
+    own = f"adreno{model['adreno']}" if model and model["adreno"] else f"mali-{model['mali']}" if model else ""
+    return own if own in shipped else "generic-gpu"
+
+
+_GPU_MODEL = re.compile(r"\badreno ?\(tm\) ?(?P<adreno>\d+)\b|\bmali-(?P<mali>g\d+)\b")
 
 
 def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> Device:

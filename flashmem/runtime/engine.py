@@ -49,6 +49,7 @@ class Engine:
         layout: PoolLayout,
         budget: int | None,
         *,
+        lanes: bool,
         trace: bool,
     ) -> None:
         """Allocate, compile or load the kernels, set their arguments. Reads the constants, no weights.
@@ -61,15 +62,16 @@ class Engine:
         self._queue = self._context.queue(profiling=trace)
         self.ledger = Ledger(self._context, budget)
         try:
-            self._set_up(mode, layout)
+            self._set_up(mode, layout, lanes)
         except BaseException:
             self.ledger.close()
             raise
 
-    def _set_up(self, mode: TransferMode, layout: PoolLayout) -> None:
+    def _set_up(self, mode: TransferMode, layout: PoolLayout, lanes: bool) -> None:
         program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
-        moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
+        texture = program.memory_path == "texture"
+        moves = layer_moves(plan, slices, texture=texture, lanes=lanes) if mode == "interleave" else {}
         self._plain, self._lane = self._open_programs(moves)
         arena = self.ledger.buffer("arena", program.arena_bytes, "the activation arena")
         constants = self._load_constants()

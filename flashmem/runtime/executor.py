@@ -16,7 +16,7 @@ import numpy as np
 from flashmem.errors import RunError
 from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
-from flashmem.runtime.lanes import COPY_ITEMS, LayerMoves, Move
+from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move
 from flashmem.runtime.loader import LoaderRun, Span
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Program, Queue, event_seconds, wait
 
@@ -92,7 +92,7 @@ def _command(
 
 def _copy(lane: Program | None, move: Move, resources: Resources) -> Command:
     assert lane is not None
-    return _command(lane, move.copier, (COPY_ITEMS,), None, _lane(move, resources))
+    return _command(lane, move.copier, (move.copy_items,), (COPY_GROUP,), _lane(move, resources))
 
 
 def _lane(move: Move, resources: Resources) -> list[Any]:

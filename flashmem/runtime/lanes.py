@@ -17,8 +17,11 @@ from flashmem.runtime.transfer import WORD, file_bytes, whole_words
 COPY_IMAGE, COPY_BUFFER = "lane_copy_image", "lane_copy_buffer"
 """Kernels of the lane source that move and do nothing else."""
 
-COPY_ITEMS = 1024
-"""Work-items of such a kernel."""
+COPY_GROUP = 64
+"""Work-items of a work-group of such a kernel."""
+
+_MOST_COPY_ITEMS = 1 << 14
+"""Most work-items of such a kernel; where there are more units, each moves several."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Move:
     def copier(self) -> str:
         """The kernel that makes this move on its own."""
         return COPY_IMAGE if self.width else COPY_BUFFER
+
+    @property
+    def copy_items(self) -> int:
+        """Work-items of that kernel: whole work-groups."""
+        return min(-(-self.count // COPY_GROUP) * COPY_GROUP, _MOST_COPY_ITEMS)
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,11 @@ class LayerMoves:
         return (*self.leading, *((self.riding,) if self.riding else ()), *self.separate)
 
 
-def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool) -> dict[int, LayerMoves]:
-    """The moves of each layer that has any. `texture`: kernels' lanes write images, so a plain buffer cannot ride along."""
+def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool, lanes: bool = True) -> dict[int, LayerMoves]:
+    """The moves of each layer that has any. `texture`: kernels' lanes write images, so a plain buffer cannot ride along.
+
+    Without `lanes` nothing rides: every move is a launch of its own.
+    """
     beside: dict[int, list[Move]] = {}
     before: dict[int, list[Move]] = {}
     for weight in plan.weights:
@@ -64,7 +75,7 @@ def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool
     result = {}
     for layer in beside.keys() | before.keys():
         moves = beside.get(layer, [])
-        riding = next((move for move in moves if bool(move.width) == texture), None)
+        riding = next((move for move in moves if bool(move.width) == texture), None) if lanes else None
         separate = tuple(move for move in moves if move is not riding)
         result[layer] = LayerMoves(riding, separate, tuple(before.get(layer, ())))
     return result

@@ -46,6 +46,7 @@ class Session:
         mode: TransferMode | Literal["auto"] = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
         budget: int | str | None = None,
+        lanes: bool = True,
         trace: bool = False,
     ) -> None:
         """Make everything ready that is not weights (`strategy` "preload": weights too).
@@ -57,6 +58,8 @@ class Session:
             strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
                 do; any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and none with "preload".
+            lanes: in mode "interleave", whether kernels move weights while they compute; if not, every move is a launch of its
+                own between them, to compare with.
             trace: record when each layer ran on the device.
 
         Raises:
@@ -85,7 +88,9 @@ class Session:
         constants = (program.constants_offset, program.constants_bytes)
         self._file.announce([constants, *((load.part.offset, load.part.nbytes) for load in first)])
         try:
-            self._engine = Engine(self.bundle, self._file, self.device, self.mode, plan, layout, self.budget, trace=trace)
+            self._engine = Engine(
+                self.bundle, self._file, self.device, self.mode, plan, layout, self.budget, lanes=lanes, trace=trace
+            )
         except BaseException:
             self._file.close()
             raise

@@ -1,0 +1,153 @@
+"""Options as typer reads them: what several commands share, and the group that shapes a bundle."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flashmem.commands.compiling import CompileOptions
+
+
+class Precision(StrEnum):
+    """How weights are stored."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+
+
+class MemoryPath(StrEnum):
+    """What holds weights on the device."""
+
+    AUTO = "auto"
+    BUFFER = "buffer"
+    TEXTURE = "texture"
+
+
+class Mode(StrEnum):
+    """How weights reach the kernels."""
+
+    AUTO = "auto"
+    MAP = "map"
+    ALIAS = "alias"
+    DMA = "dma"
+    INTERLEAVE = "interleave"
+
+
+class Objective(StrEnum):
+    """What the planner minimises."""
+
+    AUTO = "auto"
+    PAPER = "paper"
+    LATENCY = "latency"
+
+
+class Strategy(StrEnum):
+    """When weights are loaded: as planned, or as a simpler strategy would."""
+
+    STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
+
+
+class RunStrategy(StrEnum):
+    """The same, and everything before the first layer."""
+
+    STREAM = "stream"
+    ON_DEMAND = "on-demand"
+    ALWAYS_NEXT = "always-next"
+    SAME_OP = "same-op"
+    RESIDENT_FIRST = "resident-first"
+    PRELOAD = "preload"
+
+
+class Disk(StrEnum):
+    """Where the weight file is before a simulated run."""
+
+    COLD = "cold"
+    CACHED = "cached"
+
+
+ModelArgument = Annotated[Path, typer.Argument(help="An .onnx model, or a bundle.", show_default=False)]
+PlannedModel = Annotated[
+    Path, typer.Argument(help="An .onnx model, a bundle, or zoo:NAME for a known architecture.", show_default=False)
+]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default="auto")]
+Shape = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=1x128", help="Binds an input's symbolic dimensions; repeatable.")
+]
+RunStrategyOption = Annotated[
+    RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
+
+BUNDLE_OPTIONS: dict[str, Any] = {
+    "device": Device,
+    "budget": Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Limit on all memory: weights, activations and staging; for instance 256MB."),
+    ],
+    "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as the paper has it.")],
+    "lambda_": Annotated[
+        float | None,
+        typer.Option("--lambda", min=0.0, max=1.0, help="Weight of preloading against loading early.", show_default="0.9"),
+    ],
+    "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer.", show_default="1MiB")],
+    "precision": Annotated[Precision | None, typer.Option(help="How weights are stored.", show_default="fp32")],
+    "shape": Shape,
+    "preload": Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")],
+    "memory_path": Annotated[MemoryPath | None, typer.Option(help="What holds weights on the device.", show_default="auto")],
+    "mode": Annotated[Mode | None, typer.Option(help="How weights reach the kernels.", show_default="auto")],
+    "objective": Annotated[
+        Objective | None,
+        typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto"),
+    ],
+    "strategy": Annotated[
+        Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+    ],
+    "unfusion": Annotated[
+        bool | None,
+        typer.Option("--unfusion/--no-unfusion", help="Split fused layers where the plan gains.", show_default="on"),
+    ],
+    "mu": Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")],
+    "alpha": Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")],
+}
+"""What shapes a bundle, by field of `CompileOptions`, in the order of --help."""
+
+
+def with_bundle_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with one option for each field of `CompileOptions` after its own; it gets them together, as `options`.
+
+    An option that the command declares itself (`run` has a `strategy` of its own) is the command's, and not in `options`.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in BUNDLE_OPTIONS.items()
+        if name not in signature.parameters
+    ]
+
+    @functools.wraps(command)
+    def whole(**values: Any) -> None:
+        options = {parameter.name: _plain(values.pop(parameter.name)) for parameter in shared}
+        command(options=CompileOptions(**{name: value for name, value in options.items() if value is not None}), **values)
+
+    parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *shared]
+    whole.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    whole.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return whole
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as `CompileOptions` has it: nobody but the command line knows its enumerations."""
+    if isinstance(value, Enum):
+        return value.value
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,107 @@
+"""Which descriptor a device gets, from what its driver says, and what it keeps of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashmem.commands.devices import show_devices
+from flashmem.device import descriptor_names, load_descriptor
+from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor
+
+ADRENO, ARM, MESA = "QUALCOMM Snapdragon(TM)", "ARM Platform", "rusticl"
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "version", "expected"),
+    [
+        (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 2.0 Adreno(TM) 540", "adreno540"),
+        (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 740", "adreno740"),
+        (ADRENO, "QUALCOMM Adreno(TM) 750", "OpenCL 3.0 Adreno(TM) 750", "adreno750"),
+        ("clvk", "Adreno (TM) 750", "OpenCL 3.0 CLVK on Vulkan v1.3.128 driver 2150604830", "adreno750"),
+        (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 730", "generic-gpu"),
+        (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 7401", "generic-gpu"),
+        (ADRENO, "Qualcomm(R) Adreno(TM) X1-85 GPU", "OpenCL 3.0 Qualcomm(R) Adreno(TM) X1-85 GPU", "generic-gpu"),
+        (ARM, "Mali-G710 r0p0", "OpenCL 3.0 v1.r51p0-00eac0.5491dbbe6a8ad90707c5bca9eec07875", "mali-g710"),
+        (ARM, "Mali-G715 r0p0", "OpenCL 3.0 v1.r50p0-00eac0.9d9ad95a795d1f11bf29f66a99b2792a", "mali-g715"),
+        (ARM, "Mali-G715-Immortalis MC11 r1p2", "OpenCL 3.0 v1.r38p1-01eac0", "mali-g715"),
+        (ARM, "Mali-G610 MC6 r0p0", "OpenCL 3.0 v1.g13p0-01eac0.9113fb3d6cbac82527a272992153edf9", "generic-gpu"),
+        (ARM, "Mali-G71", "OpenCL 2.0 v1.r9p0-01rel0.37c12a13c46b4c2d9d736e0d5ace2e5e", "generic-gpu"),
+        (ARM, "Mali-T880", "OpenCL 1.2 v1.r22p0-01rel0", "generic-gpu"),
+        (MESA, "FD740", "OpenCL 3.0", "generic-gpu"),
+        ("NVIDIA CUDA", "NVIDIA H200", "OpenCL 3.0 CUDA", "nvidia"),
+        ("AMD Accelerated Parallel Processing", "gfx1100", "OpenCL 2.0", "generic-gpu"),
+    ],
+)
+def test_a_gpu_gets_its_own_descriptor_or_the_generic_one(platform: str, name: str, version: str, expected: str) -> None:
+    assert expected in descriptor_names()
+    assert fitting_descriptor("gpu", platform, name, version, descriptor_names()) == expected
+    assert fitting_descriptor("gpu", platform.upper(), name.upper(), version.upper(), descriptor_names()) == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [("Portable Computing Language", "pocl"), ("Intel(R) OpenCL", "intel-cpu"), ("Oclgrind", "generic-cpu")],
+)
+def test_a_cpu_is_known_by_its_platform(platform: str, expected: str) -> None:
+    assert fitting_descriptor("cpu", platform, "a processor", "OpenCL 3.0", descriptor_names()) == expected
+
+
+def phone(**changes: Any) -> Device:
+    """An Adreno 740 whose limits are none of the descriptor's."""
+    values = {
+        "platform": ADRENO,
+        "platform_version": "OpenCL 3.0 QUALCOMM build",
+        "name": "QUALCOMM Adreno(TM)",
+        "vendor": "QUALCOMM",
+        "version": "OpenCL 3.0 Adreno(TM) 740",
+        "driver_version": "OpenCL 3.0 QUALCOMM build Compiler E031.41.03.62",
+        "kind": "gpu",
+        "extensions": frozenset({IMAGE_FROM_BUFFER}),
+        "has_images": True,
+        "image_max_width": 16383,
+        "image_max_height": 8191,
+        "image_pitch_alignment": 32,
+        "image_base_alignment": 32,
+        "base_address_alignment": 128,
+        "max_alloc_bytes": 700_000_000,
+        "global_memory_bytes": 3_000_000_000,
+        "unified_memory": True,
+        "compute_units": 6,
+        "handle": None,
+    }
+    return Device(**(values | changes))
+
+
+def test_limits_are_the_devices_and_rates_the_descriptors() -> None:
+    shipped, descriptor = load_descriptor("adreno740"), descriptor_for(phone())
+    assert (descriptor.name, descriptor.measured) == ("adreno740", False)
+    assert (descriptor.tile, descriptor.rates) == (shipped.tile, shipped.rates)
+    assert (descriptor.image_max_width, descriptor.image_max_height) == (16383, 8191)
+    assert (descriptor.image_pitch_alignment, descriptor.max_alloc_bytes) == (32, 700_000_000)
+    assert descriptor.memory_paths[0] == "texture" and descriptor.modes["texture"][0] == "alias"
+
+
+def test_what_the_driver_lacks_is_not_taken_from_the_descriptor() -> None:
+    without_view = descriptor_for(phone(extensions=frozenset(), image_pitch_alignment=0))
+    assert "alias" not in without_view.modes["texture"] and "alias" in without_view.modes["buffer"]
+    without_images = descriptor_for(phone(has_images=False, image_max_width=0, image_max_height=0, image_pitch_alignment=0))
+    assert without_images.memory_paths == ("buffer",) == tuple(without_images.modes)
+
+
+def test_a_phone_is_chosen_by_the_name_of_its_descriptor() -> None:
+    devices = [phone(version="OpenCL 3.0 Adreno(TM) 730"), phone()]
+    assert choose(devices, "adreno740") is devices[1]
+    assert choose(devices, "auto", prefer="adreno740") is devices[1]
+    assert choose(devices, "auto") is devices[0]
+
+
+def test_devices_says_which_descriptor_and_whether_it_is_the_devices_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flashmem.commands.devices.list_devices", lambda: (phone(version="OpenCL 3.0 Adreno(TM) 730"), phone()))
+    show_devices(as_json=False)
+    generic, own = (line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "descriptor" in line)
+    assert generic == "generic-gpu (none of this device's own; rates published or assumed)"
+    assert own == "adreno740 (rates published or assumed)"
