@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,32 +22,28 @@ import numpy as np
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError
-from flashmem.planning.plan import PoolLayout, TextureSlot
 from flashmem.program import Arg, Launch, Slice
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.devices import Device
-from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.lanes import LayerMoves, Move
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.loader import Load, LoaderRun
 from flashmem.runtime.opencl import TEXEL_BYTES, Context, Memory, Program
-from flashmem.runtime.transfer import WORD, Transfer, make_transfer
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.transfer import WORD
 
-from .cases import Target
-
-CHUNK = 1 << 20
-"""Bytes are streamed in slices of the planner's usual chunk."""
+from .cases import Target, elementwise_target, matmul_target
+from .loads import CHUNK, PARTS, Loads
 
 _BURST_SECONDS = 5e-3
 _MOST_LAUNCHES = 400
-_PARTS = 64  # slices in each of the two sets that loaded bursts take in turn
 _POOL_BYTES = 128 << 20  # weights wander over this much: several times a CPU's last cache
 _IMAGE_POOL_BYTES = 32 << 20
 _LANE_BYTES = 32 << 20
 _LANE_WIDTH = 2048  # texels a row of the texture that lanes write
 _REPEATS = 5
+_ALONE = 8  # bursts
+_REFERENCE_GEMM, _REFERENCE_SUM = (128, 768, 768), 1 << 20
+_PACE_BURSTS, _PACE_SECONDS = 4, 2e-3
 _SLOW_SECONDS = 20e-3
 _TOO_SLOW_SECONDS = 150e-3
 
@@ -65,14 +58,12 @@ class Measured:
     spread: float
 
 
-class _Run(LoaderRun):
-    """Loads that wait at a gate until the clock is started; layers that are done open nothing else."""
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that the two reference launches take now: a product, and a sum that streams activations."""
 
-    def open(self) -> None:
-        super().layer_done(1)
-
-    def layer_done(self, layer: int) -> None:
-        return
+    gemm: float
+    traffic: float
 
 
 class Bench:
@@ -91,18 +82,9 @@ class Bench:
         self._arena: tuple[int, Memory] = (0, None)
         self._arena_ledger = Ledger(self.context, None)
         self._programs: dict[str, Program] = {}
-        self._transfers: dict[TransferMode, Transfer] = {}
-        with tempfile.NamedTemporaryFile(prefix=".flashmem-profile-", dir=folder) as file:
-            for _ in range(2 * _PARTS):
-                file.write(self._random[:CHUNK].data)
-            file.flush()
-            self._file = WeightFile(Path(file.name), 2 * _PARTS * CHUNK)
-            # Open, it needs no name any more: nothing stays behind if this process is killed.
-            self._descriptor = os.open(file.name, os.O_RDONLY)
-        self._sets = [[self._slice(i) for i in range(k * _PARTS, (k + 1) * _PARTS)] for k in (0, 1)]
-        self._turn = 0
-        self._loaded: dict[TransferMode, list[Slice]] = {}
+        self.loads = Loads(self.context, self._ledger, self.path, folder, self._random)
         self._lane: tuple[Memory, Memory, Slice] | None = None
+        self._references: tuple[Prepared, Prepared] | None = None
 
     def __enter__(self) -> Bench:
         return self
@@ -115,12 +97,9 @@ class Bench:
         self._programs.clear()
         with contextlib.suppress(RunError):
             self.queue.finish()
-        for transfer in self._transfers.values():
-            transfer.close()
+        self.loads.close()
         self._ledger.close()
         self._arena_ledger.close()
-        self._file.close()
-        os.close(self._descriptor)
 
     # -- what launches need
 
@@ -153,11 +132,16 @@ class Bench:
         """
         return Prepared(self, target)
 
-    def _slice(self, index: int) -> Slice:
-        if self.path == "buffer":
-            return Slice(f"part{index}", "part", index * CHUNK, CHUNK)
-        width = 256
-        return Slice(f"part{index}", "part", index * CHUNK, CHUNK, width, CHUNK // (16 * width), 16 * width)
+    def pace(self) -> Pace:
+        """How fast the machine is at this moment."""
+        if self._references is None:
+            product, total = (
+                matmul_target(*_REFERENCE_GEMM, self.descriptor),
+                elementwise_target(_REFERENCE_SUM, self.descriptor),
+            )
+            self._references = self.prepare(product), self.prepare(total)
+        gemm, traffic = (lower_quartile(launch.burst_seconds(_PACE_BURSTS, _PACE_SECONDS)) for launch in self._references)
+        return Pace(gemm, traffic)
 
     def lane(self) -> tuple[Memory, Memory, Slice]:
         """Where lanes read, where they write, and the slice that stands for it."""
@@ -171,102 +155,6 @@ class Bench:
                 part = Slice("lane", "lane", 0, _LANE_BYTES, _LANE_WIDTH, height, 16 * _LANE_WIDTH)
             self._lane = (source, target, part)
         return self._lane
-
-    # -- loads
-
-    def transfer(self, mode: TransferMode) -> Transfer:
-        """The runtime's transfer of `mode`, for the slices of the profiling file."""
-        if mode not in self._transfers:
-            parts = [part for half in self._sets for part in half]
-            places = {part.name: i % _PARTS * CHUNK for i, part in enumerate(parts)}
-            layout = PoolLayout(pool_bytes=_PARTS * CHUNK, offsets=places)
-            if self.path == "texture" and mode in ("dma", "interleave"):
-                shape = self._sets[0][0]
-                slot = TextureSlot(shape.width, shape.height, "float", CHUNK)
-                layout = PoolLayout(slots=(slot,) * 8, slot_of={part.name: i % 8 for i, part in enumerate(parts)})
-            if mode == "dma":
-                layout = replace(layout, staging_bytes=LOADER_THREADS * CHUNK)
-            elif mode == "interleave":
-                layout = replace(layout, staging_bytes=_PARTS * CHUNK, staging=places)
-            self._transfers[mode] = make_transfer(mode, self.context, self._ledger, self._file, parts, layout, LOADER_THREADS)
-        return self._transfers[mode]
-
-    def load_run(self, mode: TransferMode, count: int) -> tuple[_Run, list[Slice]]:
-        """Loader threads that will bring in `count` slices once opened, and let go those of the last time."""
-        self._turn ^= 1
-        parts = self._sets[self._turn][:count]
-        loads = [Load(part, gate=1) for part in parts]
-        frees = {1: self._loaded.get(mode, [])}
-        self._loaded[mode] = parts
-        return _Run(self.transfer(mode), loads, frees, threads=LOADER_THREADS), parts
-
-    def load_seconds(self, mode: TransferMode, count: int) -> float:
-        """Seconds to bring in `count` slices (of the page cache) with nothing else going on."""
-        run, parts = self.load_run(mode, count)
-        begun = perf_counter()
-        run.open()
-        for part in parts:
-            run.wait(part.name)
-        elapsed = perf_counter() - begun
-        run.stop()
-        return elapsed
-
-    def transfer_rate(self, mode: TransferMode) -> float:
-        """Bytes per second of a transfer alone: the median of several."""
-        self.load_seconds(mode, _PARTS)
-        self.load_seconds(mode, _PARTS)
-        return _PARTS * CHUNK / statistics.median(self.load_seconds(mode, _PARTS) for _ in range(7))
-
-    def cold_rate(self, mode: TransferMode) -> float:
-        """Bytes per second of loads whose pages were dropped from the page cache: the median of several.
-
-        A virtual machine's host may still hold the file; nothing here can tell.
-        """
-        rates = []
-        for _ in range(5):
-            self._let_go(mode)
-            os.fsync(self._descriptor)
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            rates.append(_PARTS * CHUNK / self.load_seconds(mode, _PARTS))
-        return statistics.median(rates)
-
-    def slice_seconds(self, mode: TransferMode) -> float:
-        """What a slice costs beside its bytes: the time of loads of one page each."""
-        width = 256
-        image = (width, 1, 16 * width) if self.path == "texture" else (0, 0, 0)
-        parts = [Slice(f"page{i}", "page", i * CHUNK, 4096, *image) for i in range(2 * _PARTS)]
-        places = {part.name: i * 4096 for i, part in enumerate(parts)}
-        layout = PoolLayout(pool_bytes=len(parts) * 4096, offsets=places)
-        if self.path == "texture" and mode in ("dma", "interleave"):
-            slots = (TextureSlot(width, 1, "float", 4096),)
-            layout = PoolLayout(slots=slots, slot_of=dict.fromkeys(places, 0))
-        if mode == "dma":
-            layout = replace(layout, staging_bytes=LOADER_THREADS * 4096)
-        elif mode == "interleave":
-            layout = replace(layout, staging_bytes=len(parts) * 4096, staging=places)
-        ledger = Ledger(self.context, None)
-        transfer = make_transfer(mode, self.context, ledger, self._file, parts, layout, LOADER_THREADS)
-        try:
-            times = []
-            for _ in range(7):
-                run = _Run(transfer, [Load(part, gate=1) for part in parts], {}, threads=LOADER_THREADS)
-                begun = perf_counter()
-                run.open()
-                for part in parts:
-                    run.wait(part.name)
-                times.append(perf_counter() - begun)
-                run.stop()
-                for part in parts:
-                    transfer.free(part)
-            return statistics.median(times) / len(parts)
-        finally:
-            transfer.close()
-            ledger.close()
-
-    def _let_go(self, mode: TransferMode) -> None:
-        """Free what the last loads of `mode` brought in."""
-        for part in self._loaded.pop(mode, []):
-            self.transfer(mode).free(part)
 
 
 class Prepared:
@@ -360,7 +248,7 @@ class Prepared:
 
     def _play_loaded(self, mode: TransferMode, count: int, chunks: int) -> float:
         """A burst of `count` launches that `chunks` slices are due in, evenly spread."""
-        run, parts = self._bench.load_run(mode, chunks)
+        run, parts = self._bench.loads.start(mode, chunks)
         due: dict[int, list[str]] = {}
         for j, part in enumerate(parts):
             due.setdefault((j + 1) * count // chunks, []).append(part.name)
@@ -378,6 +266,15 @@ class Prepared:
         run.stop()
         return elapsed
 
+    def burst_seconds(self, bursts: int, seconds: float) -> list[float]:
+        """Latency by each of `bursts` bursts of at least `seconds`."""
+        count = min(_MOST_LAUNCHES, max(1, math.ceil(seconds / self.seconds)))
+        return [self._play(self._steps, count) / count for _ in range(bursts)]
+
+    def measure_alone(self) -> None:
+        """Bursts with nothing beside them, for `settled_seconds`."""
+        self.bursts += self.burst_seconds(_ALONE if self.seconds < _SLOW_SECONDS else _ALONE // 2, _BURST_SECONDS)
+
     def measure(self, mode: TransferMode, streamed_bytes: float) -> Measured | None:
         """The slowdown by about `streamed_bytes` a launch (the answer says how many it was); None where that cannot be had."""
         count = min(_MOST_LAUNCHES, max(1, math.ceil(_BURST_SECONDS / self.seconds)))
@@ -386,11 +283,11 @@ class Prepared:
         wanted = max(count, math.ceil(2 * CHUNK / streamed_bytes))
         count = min(wanted, _MOST_LAUNCHES, max(count, math.ceil(4 * _BURST_SECONDS / self.seconds)))
         chunks = max(1, round(count * streamed_bytes / CHUNK))
-        if chunks > _PARTS:
-            count = max(1, math.floor(_PARTS * CHUNK / streamed_bytes))
+        if chunks > PARTS:
+            count = max(1, math.floor(PARTS * CHUNK / streamed_bytes))
             chunks = round(count * streamed_bytes / CHUNK)
         actual = chunks * CHUNK / count
-        if chunks > _PARTS or actual > 1.3 * streamed_bytes + CHUNK / 8:
+        if chunks > PARTS or actual > 1.3 * streamed_bytes + CHUNK / 8:
             return None
         return self._compare(mode, actual, count, lambda: self._play_loaded(mode, count, chunks))
 

@@ -10,12 +10,15 @@ import csv
 import gzip
 import io
 import json
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, get_type_hints
 
 from flashmem.capacity.features import Facts
+from flashmem.capacity.predictor import Basis
 from flashmem.errors import MissingFileError, UserError
 
 SUFFIX = ".profile.csv.gz"
@@ -26,6 +29,7 @@ class Row:
     """A measurement. `seconds`: the launch alone; `slowdown`: by `streamed_bytes` beside it, a factor; `spread`: see bench.py.
 
     `mode` is "none" in the one row of each launch in which nothing is streamed. `spent`: seconds it took to measure.
+    `gemm_pace` and `traffic_pace`: seconds of the two reference launches around this one.
     """
 
     origin: str  # "sample", or the model that the launch is from
@@ -38,6 +42,8 @@ class Row:
     slowdown: float
     spread: float
     spent: float
+    gemm_pace: float = 1.0
+    traffic_pace: float = 1.0
 
 
 _FACTS = get_type_hints(Facts)
@@ -57,6 +63,22 @@ def _as_row(line: dict[str, str]) -> Row:
 
 def _parsed(kind: Any, text: str) -> Any:
     return kind(text) if kind in (int, float) else text
+
+
+def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:
+    """The rows, with latencies as they would be at the machine's usual pace: that of the median launch.
+
+    Shared machines are faster in one minute than in another. A launch that arithmetic limits goes as the reference product
+    does, others as the geometric mean of both references.
+    """
+    alone = [row for row in rows if row.mode == "none"]
+    gemm, traffic = (median(values) for values in zip(*((row.gemm_pace, row.traffic_pace) for row in alone), strict=True))
+
+    def pace(row: Row) -> float:
+        now = row.gemm_pace / gemm
+        return now if basis.limited_by_arithmetic(row.facts) else math.sqrt(now * row.traffic_pace / traffic)
+
+    return [replace(row, seconds=row.seconds / pace(row)) for row in rows]
 
 
 class Growing:

@@ -66,12 +66,12 @@ def measure_rates(benches: Sequence[Bench], device: str, told: Callable[[str], N
     bandwidth = traffic.launch.bytes / bench.prepare(traffic).seconds
     launch = bench.prepare(elementwise_target(64, bench.descriptor)).seconds
     told("transfers")
-    alone = {f"{each.path} {m}": each.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
+    alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
     copy = _copy_rate(bench) if mode in ("dma", "interleave") else cached
     told("disk")
-    disk = bench.cold_rate(mode)
-    load = bench.slice_seconds(mode)
+    disk = bench.loads.cold_rate(mode)
+    load = bench.loads.slice_seconds(mode)
     told("sessions")
     session, kernel = _session(bench.descriptor, device, mode)
     return MachineRates(

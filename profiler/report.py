@@ -15,7 +15,7 @@ from flashmem.capacity.predictor import Basis, Predictor, ratio_within
 from flashmem.capacity.response import MARKER, Learned, learn_classes
 from flashmem.console import print_facts, print_table
 
-from .dataset import Row, read_dataset
+from .dataset import Row, at_usual_pace, read_dataset
 from .rates import MachineRates
 from .run import basis_of
 from .train import train
@@ -63,6 +63,7 @@ def held_out(dataset: Path) -> list[HeldOut]:
     """Sampled shapes in five folds, then each model in turn; trained anew without them each time."""
     about, rows = read_dataset(dataset)
     basis, machine = basis_of(about), MachineRates.from_dict(about["rates"])
+    rows = at_usual_pace(rows, basis)
     shapes = HeldOut("shapes (5 folds)", [], [])
     cases = sorted({row.case for row in rows if row.origin == "sample"})
     order = np.random.default_rng(1).permutation(len(cases))

@@ -22,9 +22,9 @@ from flashmem.errors import RunError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
 
-from .bench import Bench
+from .bench import Bench, Measured, Pace
 from .cases import Draw, Target, of_model, sampled
-from .dataset import SUFFIX, Growing, Row, read_dataset, write_dataset
+from .dataset import SUFFIX, Growing, Row, at_usual_pace, read_dataset, write_dataset
 from .descriptor import write_descriptor
 from .rates import MachineRates, contention, measure_rates
 from .train import save, train
@@ -35,6 +35,7 @@ _MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
 _SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
 _MODELS_SHARE = 0.45
 _OTHER_PATH = 4  # every so many sampled kernels one is measured on a path that is not the default
+_LOADED = 5  # and one with load: that takes ten times as long as alone, and latency alone needs the most launches
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def profile(request: Request, told: Told) -> Path:
     today = date.today().isoformat()
     source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
     basis = Basis(rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds, machine.mode_rates, source)
-    predictor = train(growing.rows, basis)
+    predictor = train(at_usual_pace(growing.rows, basis), basis)
     facts = {"source": source, "rates": replace(machine, rates=rates).to_dict(), "basis": vars(basis), "seed": request.seed}
     write_dataset(request.output / f"{name}{SUFFIX}", facts, growing.rows)
     save(predictor, request.output / name)
@@ -103,8 +104,9 @@ def retrain(dataset: Path) -> Path:
         UserError: not a dataset.
     """
     about, rows = read_dataset(dataset)
+    basis = basis_of(about)
     stem = dataset.with_name(dataset.name.removesuffix(SUFFIX))
-    save(train(rows, basis_of(about)), stem)
+    save(train(at_usual_pace(rows, basis), basis), stem)
     return stem
 
 
@@ -125,7 +127,7 @@ def _measure(request: Request, growing: Growing, benches: Sequence[Bench], spent
         if target is None or target.case in done or spent >= limit * budget:
             continue
         told(f"{target.origin}: {target.operator}, {bench.path}", min(1.0, spent / budget))
-        rows = _measure_launch(bench, target, ratios, len(done))
+        rows = _measure_launch(bench, target, ratios, len(done), benches[0].pace)
         took = perf_counter() - begun  # drawing and compiling it among the rest
         begun += took
         spent += took
@@ -144,19 +146,21 @@ def _plan(request: Request, benches: Sequence[Bench]) -> Iterator[tuple[Bench, T
         other = len(benches) > 1 and index % _OTHER_PATH == _OTHER_PATH - 1
         bench = benches[1] if other else benches[0]
         draw = Draw(index, request.seed + 1000)
-        ratios = tuple(ratio * (0.6 + 0.4 * draw.unit()) for ratio in _SAMPLE_RATIOS)
+        ratios = tuple(ratio * (0.6 + 0.4 * draw.unit()) for ratio in _SAMPLE_RATIOS) if index % _LOADED == 0 else ()
         yield bench, sampled(index, request.seed, bench.descriptor), ratios, 1.0
         index += 1
 
 
-def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int) -> list[Row]:
-    """The rows of one launch: alone, and with load in the path's default mode and one of the others, in turn."""
+def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int, pace: Callable[[], Pace]) -> list[Row]:
+    """The rows of one launch: alone, and with load at `ratios` in the path's default mode and one of the others, in turn."""
     try:
         prepared = bench.prepare(target)
     except RunError:
         return []  # a texture or a buffer that this device refuses: other launches say what it can do
     facts = facts_of(target.launch, prepared.weight_bytes, bench.path)
-    rows: list[Row] = []
+    before = pace()
+    prepared.measure_alone()
+    loaded: list[tuple[TransferMode, Measured]] = []
     if not prepared.too_slow:
         default, *others = bench.descriptor.modes[bench.path]
         modes: list[TransferMode] = [default, *others[number % len(others) :][:1]] if others else [default]
@@ -164,8 +168,16 @@ def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], numbe
             for ratio in ratios:
                 found = prepared.measure(mode, ratio * facts.own_bytes)
                 if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * facts.own_bytes:
-                    rows.append(Row(target.origin, target.case, target.operator, facts, mode, found.streamed_bytes, 0.0,
-                                    found.slowdown, found.spread, 0.0))  # fmt: skip
-    seconds = prepared.settled_seconds()
-    alone = Row(target.origin, target.case, target.operator, facts, "none", 0.0, seconds, 1.0, 0.0, 0.0)
-    return [alone, *(replace(row, seconds=seconds) for row in rows)]
+                    loaded.append((mode, found))
+    after = pace()
+    alone = Row(
+        target.origin, target.case, target.operator, facts, "none", 0.0, prepared.settled_seconds(), 1.0, 0.0, 0.0,
+        (before.gemm + after.gemm) / 2, (before.traffic + after.traffic) / 2,
+    )  # fmt: skip
+    return [
+        alone,
+        *(
+            replace(alone, mode=mode, streamed_bytes=found.streamed_bytes, slowdown=found.slowdown, spread=found.spread)
+            for mode, found in loaded
+        ),
+    ]

@@ -257,7 +257,7 @@ def test_launches_are_measured_on_every_device(device: Device, path: Any, tmp_pa
     descriptor = descriptor_for(device).on_path(path)
     with Bench(device, descriptor, tmp_path) as bench:
         for mode in descriptor.modes[path]:
-            assert bench.transfer_rate(mode) > 1e6
+            assert bench.loads.transfer_rate(mode) > 1e6
         for number, family in enumerate(("elementwise", "reduce_rows", "gather")):
             rows = _measure_launch(bench, _target(family, descriptor), (0.5, 2.0), number)
             assert rows[0].mode == "none" and all(row.seconds > 0 for row in rows)

@@ -52,6 +52,10 @@ class Basis:
         """The latency the predictor starts from, seconds."""
         return roofline_seconds(facts, self.gemm_flops, self.memory_bandwidth, self.launch_seconds)
 
+    def limited_by_arithmetic(self, facts: Facts) -> bool:
+        """Whether the roofline is that of arithmetic, not of traffic."""
+        return 2 * facts.macs / self.gemm_flops > (facts.bytes + facts.weight_bytes) / self.memory_bandwidth
+
     def rate(self, path: MemoryPath, mode: TransferMode) -> float:
         """Bytes per second of a transfer that runs alone.
 

@@ -7,6 +7,7 @@ the template's name and a hash of the plain text, so that the twelve equal layer
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -17,19 +18,24 @@ from flashmem.resources import read_text
 _PLACEHOLDER = "KERNEL_NAME"
 
 
+@cache
+def _environment() -> Environment:
+    """One for all programs: a template is compiled once in a process."""
+    return Environment(
+        loader=FunctionLoader(lambda name: read_text("kernels", f"templates/{name}")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
 class KernelLibrary:
     """Renders kernels and keeps each once. `image_lane` is the channel type that lanes write ('float', 'half', or 'buffer')."""
 
     def __init__(self, lane: str) -> None:
         self._lane = lane
-        self._environment = Environment(
-            loader=FunctionLoader(lambda name: read_text("kernels", f"templates/{name}")),
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-            autoescape=False,
-        )
         self._plain: dict[str, str] = {}
         self._laned: dict[str, str] = {}
 
@@ -44,7 +50,7 @@ class KernelLibrary:
 
     def source(self) -> Source:
         """OpenCL C of all kernels so far."""
-        prelude = self._environment.get_template("prelude.cl.j2").render()
+        prelude = _environment().get_template("prelude.cl.j2").render()
         copies = [
             self._render("lane_copy", kind, {}).replace(_PLACEHOLDER, name)
             for kind, name in (("buffer", "lane_copy_buffer"), (self._lane, "lane_copy_image"))
@@ -57,5 +63,5 @@ class KernelLibrary:
         )
 
     def _render(self, template: str, lane: str, context: dict[str, Any]) -> str:
-        text: str = self._environment.get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context)
+        text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context)
         return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"

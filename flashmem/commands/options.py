@@ -53,6 +53,7 @@ class Strategy(StrEnum):
     STREAM = "stream"
     ON_DEMAND = "on-demand"
     ALWAYS_NEXT = "always-next"
+    NEXT_OPERATOR = "next-operator"
     SAME_OP = "same-op"
     RESIDENT_FIRST = "resident-first"
 
@@ -63,6 +64,7 @@ class RunStrategy(StrEnum):
     STREAM = "stream"
     ON_DEMAND = "on-demand"
     ALWAYS_NEXT = "always-next"
+    NEXT_OPERATOR = "next-operator"
     SAME_OP = "same-op"
     RESIDENT_FIRST = "resident-first"
     PRELOAD = "preload"

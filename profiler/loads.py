@@ -1,0 +1,167 @@
+"""Loads on the bench: the runtime's own transfers, of a file that is made for them and gone when the profile ends."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.device import TransferMode
+from flashmem.planning.plan import PoolLayout, TextureSlot
+from flashmem.program import MemoryPath, Slice
+from flashmem.runtime.engine import LOADER_THREADS
+from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.loader import Load, LoaderRun
+from flashmem.runtime.opencl import Context
+from flashmem.runtime.transfer import Transfer, make_transfer
+from flashmem.runtime.weight_file import WeightFile
+
+CHUNK = 1 << 20
+"""Bytes are streamed in slices of the planner's usual chunk."""
+
+PARTS = 64
+"""Slices in each of the two sets that are loaded in turn."""
+
+
+class Run(LoaderRun):
+    """Loads that wait at a gate until the clock is started; layers that are done open nothing else."""
+
+    def open(self) -> None:
+        """Start the clock."""
+        super().layer_done(1)
+
+    def layer_done(self, layer: int) -> None:
+        """Nothing."""
+        return
+
+
+class Loads:
+    """Slices to be loaded on one memory path of one device, in any of its transfer modes. Close it."""
+
+    def __init__(self, context: Context, ledger: Ledger, path: MemoryPath, folder: Path, content: NDArray[np.uint8]) -> None:
+        """`folder`: where the file is made, of the first chunk of `content`."""
+        self._context, self._ledger, self._path = context, ledger, path
+        self._transfers: dict[TransferMode, Transfer] = {}
+        with tempfile.NamedTemporaryFile(prefix=".flashmem-profile-", dir=folder) as file:
+            for _ in range(2 * PARTS):
+                file.write(content[:CHUNK].data)
+            file.flush()
+            self._file = WeightFile(Path(file.name), 2 * PARTS * CHUNK)
+            # Open, it needs no name any more: nothing stays behind if this process is killed.
+            self._descriptor = os.open(file.name, os.O_RDONLY)
+        self._sets = [[self._slice(i) for i in range(k * PARTS, (k + 1) * PARTS)] for k in (0, 1)]
+        self._turn = 0
+        self._loaded: dict[TransferMode, list[Slice]] = {}
+
+    def close(self) -> None:
+        """Give everything back but what the ledger counts."""
+        for transfer in self._transfers.values():
+            transfer.close()
+        self._file.close()
+        os.close(self._descriptor)
+
+    def transfer(self, mode: TransferMode) -> Transfer:
+        """The runtime's transfer of `mode`, for the slices of the profiling file."""
+        if mode not in self._transfers:
+            parts = [part for half in self._sets for part in half]
+            places = {part.name: i % PARTS * CHUNK for i, part in enumerate(parts)}
+            layout = PoolLayout(pool_bytes=PARTS * CHUNK, offsets=places)
+            if self._path == "texture" and mode in ("dma", "interleave"):
+                shape = self._sets[0][0]
+                slot = TextureSlot(shape.width, shape.height, "float", CHUNK)
+                layout = PoolLayout(slots=(slot,) * 8, slot_of={part.name: i % 8 for i, part in enumerate(parts)})
+            if mode == "dma":
+                layout = replace(layout, staging_bytes=LOADER_THREADS * CHUNK)
+            elif mode == "interleave":
+                layout = replace(layout, staging_bytes=PARTS * CHUNK, staging=places)
+            self._transfers[mode] = make_transfer(mode, self._context, self._ledger, self._file, parts, layout, LOADER_THREADS)
+        return self._transfers[mode]
+
+    def start(self, mode: TransferMode, count: int) -> tuple[Run, list[Slice]]:
+        """Loader threads that will bring in `count` slices once opened, and let go those of the last time."""
+        self._turn ^= 1
+        parts = self._sets[self._turn][:count]
+        loads = [Load(part, gate=1) for part in parts]
+        frees = {1: self._loaded.get(mode, [])}
+        self._loaded[mode] = parts
+        return Run(self.transfer(mode), loads, frees, threads=LOADER_THREADS), parts
+
+    def load_seconds(self, mode: TransferMode, count: int) -> float:
+        """Seconds to bring in `count` slices (of the page cache) with nothing else going on."""
+        run, parts = self.start(mode, count)
+        begun = perf_counter()
+        run.open()
+        for part in parts:
+            run.wait(part.name)
+        elapsed = perf_counter() - begun
+        run.stop()
+        return elapsed
+
+    def transfer_rate(self, mode: TransferMode) -> float:
+        """Bytes per second of a transfer alone: the median of several."""
+        self.load_seconds(mode, PARTS)
+        self.load_seconds(mode, PARTS)
+        return PARTS * CHUNK / statistics.median(self.load_seconds(mode, PARTS) for _ in range(7))
+
+    def cold_rate(self, mode: TransferMode) -> float:
+        """Bytes per second of loads whose pages were dropped from the page cache: the median of several.
+
+        A virtual machine's host may still hold the file; nothing here can tell.
+        """
+        rates = []
+        for _ in range(5):
+            self._let_go(mode)
+            os.fsync(self._descriptor)
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            rates.append(PARTS * CHUNK / self.load_seconds(mode, PARTS))
+        return statistics.median(rates)
+
+    def slice_seconds(self, mode: TransferMode) -> float:
+        """What a slice costs beside its bytes: the time of loads of one page each."""
+        width = 256
+        image = (width, 1, 16 * width) if self._path == "texture" else (0, 0, 0)
+        parts = [Slice(f"page{i}", "page", i * CHUNK, 4096, *image) for i in range(2 * PARTS)]
+        places = {part.name: i * 4096 for i, part in enumerate(parts)}
+        layout = PoolLayout(pool_bytes=len(parts) * 4096, offsets=places)
+        if self._path == "texture" and mode in ("dma", "interleave"):
+            slots = (TextureSlot(width, 1, "float", 4096),)
+            layout = PoolLayout(slots=slots, slot_of=dict.fromkeys(places, 0))
+        if mode == "dma":
+            layout = replace(layout, staging_bytes=LOADER_THREADS * 4096)
+        elif mode == "interleave":
+            layout = replace(layout, staging_bytes=len(parts) * 4096, staging=places)
+        ledger = Ledger(self._context, None)
+        transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout, LOADER_THREADS)
+        try:
+            times = []
+            for _ in range(7):
+                run = Run(transfer, [Load(part, gate=1) for part in parts], {}, threads=LOADER_THREADS)
+                begun = perf_counter()
+                run.open()
+                for part in parts:
+                    run.wait(part.name)
+                times.append(perf_counter() - begun)
+                run.stop()
+                for part in parts:
+                    transfer.free(part)
+            return statistics.median(times) / len(parts)
+        finally:
+            transfer.close()
+            ledger.close()
+
+    def _let_go(self, mode: TransferMode) -> None:
+        """Free what the last loads of `mode` brought in."""
+        for part in self._loaded.pop(mode, []):
+            self.transfer(mode).free(part)
+
+    def _slice(self, index: int) -> Slice:
+        if self._path == "buffer":
+            return Slice(f"part{index}", "part", index * CHUNK, CHUNK)
+        width = 256
+        return Slice(f"part{index}", "part", index * CHUNK, CHUNK, width, CHUNK // (16 * width), 16 * width)
