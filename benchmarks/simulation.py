@@ -11,16 +11,13 @@ machine may still hold it). A ratio is predicted over measured.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean
 
 import flashmem
+from benchmarks.processes import median, run_bundle
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.errors import BudgetError
 from flashmem.simulation.scenario import describe
@@ -66,29 +63,6 @@ class Comparison:
         )
 
 
-def worker(bundle: Path, device: str, mode: str, cold: bool) -> dict[str, Any]:
-    """One fresh process."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.worker",
-        "flashmem",
-        "--bundle",
-        str(bundle),
-        "--device",
-        device,
-        "--mode",
-        mode,
-    ]
-    if cold:
-        command += ["--cold", str(bundle / "weights.bin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def compiled(model: Path, output: Path, budget: int, args: argparse.Namespace) -> flashmem.Bundle:
     """The bundle within the budget, or within the smallest one that works."""
     options = {"device": args.device, "mode": args.mode, "precision": args.precision, "memory_path": args.memory_path}
@@ -105,9 +79,9 @@ def compare(model: Path, args: argparse.Namespace, described: DeviceDescriptor |
         for asked in args.budgets or BUDGETS[model.parent.name]:
             bundle = compiled(model, Path(folder) / "model.flashmem", parse_size(asked), args)
             mode = bundle.meta["mode"]
-            worker(bundle.path, args.device, mode, cold=False)
+            run_bundle(bundle.path, args.device, "--mode", mode)
             for disk in args.disk:
-                rows = [worker(bundle.path, args.device, mode, disk == "cold") for _ in range(args.runs)]
+                rows = [run_bundle(bundle.path, args.device, "--mode", mode, cold=disk == "cold") for _ in range(args.runs)]
                 prediction = simulate(
                     describe(bundle.program, bundle.plan, described or bundle.descriptor, mode, disk=disk)
                 ).report
@@ -115,9 +89,9 @@ def compare(model: Path, args: argparse.Namespace, described: DeviceDescriptor |
                     model.parent.name,
                     bundle.budget_bytes or 0,
                     disk,
-                    statistics.median(row["integrated"] for row in rows),
+                    median(rows, "integrated"),
                     prediction.latency.integrated,
-                    statistics.median(row["ledger_peak"] for row in rows),
+                    median(rows, "ledger_peak"),
                     prediction.memory.peak_bytes,
                 )
                 print(comparison.line(), flush=True)
@@ -150,7 +124,7 @@ def main() -> None:
         raise SystemExit(f"{args.zoo} holds none of: {', '.join(args.models)}")
     near = sum(abs(c.latency_ratio - 1) <= LATENCY_TOLERANCE for c in found)
     exact = sum(abs(c.peak_ratio - 1) <= MEMORY_TOLERANCE for c in found)
-    mean = statistics.geometric_mean(c.latency_ratio for c in found)
+    mean = geometric_mean(c.latency_ratio for c in found)
     print(f"\nlatency within {LATENCY_TOLERANCE:.0%}: {near} of {len(found)}, geometric mean of the ratio {mean:.2f}")
     print(f"peak within {MEMORY_TOLERANCE:.0%}: {exact} of {len(found)}")
 
