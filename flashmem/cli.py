@@ -329,7 +329,7 @@ def profile(
 
 @app.command()
 def simulate(
-    model: ModelArgument,
+    model: PlannedModel,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     strategy: RunStrategyOption = None,
     timeline: Annotated[
