@@ -117,6 +117,49 @@ def test_an_onnx_file_is_planned_first(flashmem: Command) -> None:
     assert report["memory"]["peak_bytes"] <= 32_000_000
 
 
+ZOO = ("zoo:gptneo-125m", "--device", "adreno750")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--m-peak", "500MB"),
+        ("--budget", "128MB"),
+        ("--m-peak", "100MB", "--objective", "latency", "--mode", "interleave", "--precision", "fp16"),
+        ("--m-peak", "500MB", "--lambda", "0.5", "--chunk", "4MiB", "--memory-path", "buffer", "--preload", "h.3.c_fc.weight"),
+        ("--m-peak", "64MB", "--unfusion", "--mu", "0.5", "--alpha", "0.2"),
+    ],
+    ids=" ".join,
+)
+def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...], flashmem: Command) -> None:
+    played = flashmem("simulate", *ZOO, *options, "--json").json
+    planned = flashmem("plan", *ZOO, *options, "--json").json
+    assert (played["device"], played["device_measured"], played["simulated"]) == ("adreno750", False, True)
+    assert played["memory_path"] == planned["memory_path"]
+    assert {k: v for k, v in played["plan"].items() if k != "solve_seconds"} == {
+        k: planned["plan"][k] for k in played["plan"] if k != "solve_seconds"
+    }
+    memory, latency = played["memory"], played["latency_ms"]
+    assert memory["budget_bytes"] == (128_000_000 if "--budget" in options else None)
+    assert 0 < memory["average_bytes"] <= memory["peak_bytes"] <= (memory["budget_bytes"] or 1_000_000_000)
+    assert latency["integrated"] == pytest.approx(latency["init"] + latency["exec"])
+
+
+def test_strategies_and_disks_of_a_known_architecture(flashmem: Command, tmp_path: Path) -> None:
+    budget = ("--budget", "128MB", "--disk", "cold")
+    played = {
+        strategy: flashmem("simulate", *ZOO, *budget, "--strategy", strategy, "--json").json
+        for strategy in ("stream", "on-demand", "preload")
+    }
+    assert [each["strategy"] for each in played.values()] == list(played)
+    assert played["stream"]["latency_ms"]["integrated"] <= played["on-demand"]["latency_ms"]["integrated"]
+    weights = 490_000_000  # all of them are there at once
+    assert played["stream"]["memory"]["peak_bytes"] <= 128_000_000 < weights < played["preload"]["memory"]["peak_bytes"]
+    cached = flashmem("simulate", *ZOO, "--budget", "128MB", "--timeline", tmp_path / "t.png")
+    assert cached.code == 0 and "first answer" in cached.out
+    assert (tmp_path / "t.png").read_bytes().startswith(PNG)
+
+
 GRID = ("--m-peak", "1KB,64KB,1MB", "--lambda", "0.1,0.9", "--device", DEVICE, "-o", "s.csv")
 
 
@@ -326,6 +369,19 @@ SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
         ("simulate", RESNET, "--disk", "lukewarm"),
         ("simulate", RESNET, "--budget", "1KB"),
         ("simulate", RESNET, "--timeline", "no/such/folder/t.png"),
+        ("simulate", "zoo:"),
+        ("simulate", "zoo:no-such-model"),
+        ("simulate", "zoo:gptneo-125m.onnx", "--device", "nvidia"),
+        ("simulate", *ZOO[:1], "--device", "adreno9000"),
+        ("simulate", *ZOO, "--mode", "map"),
+        ("simulate", *ZOO, "--shape", "input_ids=1x8"),
+        ("simulate", *ZOO, "--budget", "1MB"),
+        ("simulate", *ZOO, "--budget", "1GB", "--m-peak", "1GB"),
+        ("simulate", *ZOO, "--m-peak", "lots"),
+        ("simulate", *ZOO, "--m-peak", "1GB", "--preload", "nobody"),
+        ("simulate", *ZOO, "--m-peak", "1GB", "--mu", "1"),
+        ("simulate", *ZOO, "--strategy", "resident-first"),
+        ("simulate", *ZOO, "--timeline", "no/such/folder/t.png"),
         ("simulate", "BUNDLE", "--device", "adreno9000"),
         ("simulate", "BUNDLE", "--budget", "1KB"),
         ("simulate", "BUNDLE", "--precision", "fp16"),
@@ -360,6 +416,7 @@ SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
         (*SWEEP, "-o", "other.csv"),
         (*SWEEP, "-o", "text.onnx"),
         ("sweep", "BUNDLE", "--m-peak", "1MB", "--precision", "fp16"),
+        ("sweep", "BUNDLE", "--m-peak", "1MB", "--mu", "0,0.1"),
     ],
     ids=lambda words: " ".join(Path(word).name for word in map(str, words)),
 )
@@ -378,6 +435,8 @@ def test_what_the_user_has_to_change(
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     assert len(outcome.err.strip().splitlines()[-1]) > 20
+    if "simulate" in words and any(str(word).startswith("zoo:") for word in words):
+        assert len(outcome.err.strip().splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
