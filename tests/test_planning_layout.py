@@ -50,6 +50,14 @@ def test_streams_of_mixed_sizes_waste_little() -> None:
     assert lay_out(parts, 1)[1] < 1.1 * max_concurrent(parts)
 
 
+def test_what_is_always_alive_leaves_the_rest_undivided() -> None:
+    streams = [Interval(f"i{n}", 1 + (n * 7919) % 1000, n, n + 20) for n in range(300)]
+    always = [Interval(f"w{n}", 50 + n, 0, 319) for n in range(40)]
+    offsets, total = lay_out([*streams[:150], *always, *streams[150:]], 1)
+    assert total == lay_out(streams, 1)[1] + sum(w.nbytes for w in always)
+    assert all(offsets[w.name] + w.nbytes <= offsets[i.name] for w in always for i in streams)
+
+
 def test_names_must_differ() -> None:
     with pytest.raises(ValueError, match="same name"):
         lay_out([Interval("a", 1, 0, 1), Interval("a", 1, 2, 3)], 1)

@@ -25,6 +25,9 @@ _RING_WIDENING = 128
 _RING_STEPS = 12
 """Bisections below the best that was found."""
 
+_WASTED = 1000
+"""A ring that wastes less than this part of the least size is good enough."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -48,15 +51,29 @@ def max_concurrent(intervals: Iterable[Interval], alignment: int = 1) -> int:
 def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
     """Offsets (multiples of `alignment`) by name, and the size of the buffer that holds them.
 
-    Streams come and go in order, so they are placed round a ring, which is made wider until it holds them. Then one after the
-    other where the smallest gap among those alive at the same time takes them, in a few orders, each given up once it is no
-    smaller. Last, a bisection finds a smaller ring. The search ends when a result meets `max_concurrent`.
+    What is alive all the time (W) lies below the rest. Streams come and go in order, so the rest is placed round a ring, as
+    small as widening it and then a bisection find. Unless that is all but as small as `max_concurrent`, it is placed one after
+    the other too, where the smallest gap among those alive at the same time takes it, in a few orders, each given up once it
+    is no smaller; should one be smaller, a ring below it is looked for again.
 
     Raises:
         ValueError: two intervals of one name.
     """
     if len({i.name for i in intervals}) != len(intervals):
         raise ValueError("two intervals have the same name")
+    first, last = min((i.first for i in intervals), default=0), max((i.last for i in intervals), default=0)
+    offsets: dict[str, int] = {}
+    base = 0
+    for i in intervals:
+        if (i.first, i.last) == (first, last):
+            offsets[i.name] = base
+            base += _round_up(i.nbytes, alignment)
+    above, size = _lay_out_above([i for i in intervals if i.name not in offsets], alignment)
+    offsets.update((name, base + offset) for name, offset in above.items())
+    return offsets, base + size
+
+
+def _lay_out_above(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
     bound = max_concurrent(intervals, alignment)
     orders: tuple[Callable[[Interval], tuple[int, ...]], ...] = (
         lambda i: (-i.nbytes, i.first),
@@ -65,22 +82,14 @@ def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, in
         lambda i: (-i.nbytes * (i.last - i.first + 1), i.first),
     )
     in_time = sorted(intervals, key=lambda i: (i.first, i.last, -i.nbytes))
-    best = _wide_ring(in_time, alignment, bound)
+    best = ring = _smaller_ring(in_time, alignment, bound, _wide_ring(in_time, alignment, bound))
+    if ring[1] <= bound + bound // _WASTED:
+        return ring
     for order in orders:
+        best = _place(sorted(intervals, key=order), alignment, best[1]) or best
         if best[1] <= bound:
             break
-        best = _place(sorted(intervals, key=order), alignment, best[1]) or best
-    low = bound
-    for _ in range(_RING_STEPS):
-        if best[1] - low <= alignment:
-            break
-        middle = _round_up((low + best[1]) // 2, alignment)
-        ring = _ring(in_time, alignment, middle)
-        if ring is None:
-            low = middle
-        else:
-            best = ring
-    return best
+    return best if best is ring else _smaller_ring(in_time, alignment, bound, best)
 
 
 def _place(intervals: Sequence[Interval], alignment: int, limit: int) -> tuple[dict[str, int], int] | None:
@@ -100,6 +109,23 @@ def _place(intervals: Sequence[Interval], alignment: int, limit: int) -> tuple[d
             return None
     offsets = {i.name: int(offset) for i, offset in zip(intervals, start, strict=True)}
     return offsets, int(np.max(start + size, initial=0))
+
+
+def _smaller_ring(
+    in_time: Sequence[Interval], alignment: int, bound: int, best: tuple[dict[str, int], int]
+) -> tuple[dict[str, int], int]:
+    """The smallest ring between `bound` and `best` that a bisection finds, or `best`."""
+    low = bound
+    for _ in range(_RING_STEPS):
+        if best[1] - low <= alignment:
+            break
+        middle = _round_up((low + best[1]) // 2, alignment)
+        ring = _ring(in_time, alignment, middle)
+        if ring is None:
+            low = middle
+        else:
+            best = ring
+    return best
 
 
 def _wide_ring(in_time: Sequence[Interval], alignment: int, bound: int) -> tuple[dict[str, int], int]:
