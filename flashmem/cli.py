@@ -155,7 +155,7 @@ def profile(
 @with_bundle_options
 def simulate(
     options: CompileOptions,
-    model: ModelArgument,
+    model: PlannedModel,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     strategy: RunStrategyOption = None,
     timeline: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -33,6 +34,7 @@ from flashmem.unfusion import Cuts, Road, refine
 from flashmem.units import parse_size
 
 Progress = Callable[[str, float], None]
+Watch = Callable[[str], AbstractContextManager[None]]
 
 SLICE_BYTES = 4 << 20
 """Largest slice: a few of them in flight keep a disk busy, and the smallest budget is not much more than two."""
@@ -132,7 +134,8 @@ def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bun
     told("import", 0.0)
     graph = read_graph(model, options)
     told("plan", 0.0)
-    generated, plan = refine(graph, _road(graph, options), options.limits, options.mode, _chunk_seconds(options))
+    generated, plan = plan_graph(graph, options)
+    plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
     with BundleWriter(output) as bundle:
         generated.weights.write(
             bundle, lambda name, nbytes: told("pack weights", bundle.size / generated.program.weights_bytes)
@@ -152,36 +155,40 @@ def read_graph(model: Path, options: Options) -> Graph:
     return assign_layouts(normalize(graph))
 
 
-def generate_program(model: Path, options: Options) -> Generated:
-    """The program of `model`, fused as far as it goes."""
-    graph = read_graph(model, options)
-    return generate(graph, fuse(graph), options.descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
+    """The middle of the road: layers fused, the program, and its checked plan without layouts; split and planned again where
+    adaptive unfusion makes the plan better.
 
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made.
 
-def _road(graph: Graph, options: Options) -> Road:
-    """From the graph to a program and its plan, for the cuts that adaptive unfusion tries."""
-    descriptor, limits = options.descriptor, options.limits
+    Raises:
+        UserError: the limits have to be changed; a BudgetError names the smallest that work.
+    """
+    descriptor, limits, mode = options.descriptor, options.limits, options.mode
 
     def program(cuts: Cuts) -> Generated:
-        layers = fuse(graph, cuts)
-        return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+        with watch("fuse"):
+            layers = fuse(graph, cuts)
+        with watch("generate"):
+            return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
 
-    return Road(
-        program,
-        lambda program: planning_problem(program, descriptor, options.mode, limits),
-        lambda program: plan_program(program, options),
-    )
+    def plan(program: Program) -> OverlapPlan:
+        with watch("plan_and_check"):
+            return make_plan(program, descriptor, mode, limits)
 
-
-def _chunk_seconds(options: Options) -> float:
-    """What moving one chunk takes where nothing hides it."""
-    return options.limits.chunk / options.descriptor.rates.copy_bandwidth
+    road = Road(program, lambda program: planning_problem(program, descriptor, mode, limits), plan)
+    chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
+    return refine(graph, road, limits, mode, chunk_seconds)
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:
-    """The overlap plan, with the layouts of every transfer mode that the device has on the program's memory path."""
+    """The overlap plan of a program as it is, with the layouts of every transfer mode that its memory path has."""
     plan = make_plan(program, options.descriptor, options.mode, options.limits)
-    modes = options.descriptor.modes[program.memory_path]
+    return with_layouts(program, plan, options.descriptor.modes[program.memory_path])
+
+
+def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
+    """`plan` with the layouts of `modes`."""
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
 
 

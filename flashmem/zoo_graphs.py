@@ -13,27 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashmem.errors import UserError
 from flashmem.graph.builder import constant
-from flashmem.graph.ir import Graph, GraphPort, Node, Value
+from flashmem.graph.ir import Graph, GraphPort, Node, Placeholder, Value
 from flashmem.program import DeviceDType
 
 OPSET = 18
-
-
-@dataclass(frozen=True)
-class Placeholder:
-    """A weight of which only the shape is known: every element is `fill`, without memory for more than one."""
-
-    shape: tuple[int, ...]
-    fill: float
-    dtype: np.dtype[Any]
-
-    def array(self) -> NDArray[Any]:
-        """The one element, seen as the whole array."""
-        return np.broadcast_to(np.asarray(self.fill, self.dtype), self.shape)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_the_plan_of_a_model_gives_its_reasons_too(flashmem: Command) -> None:
     [
         (("zoo:gpt5",), "choose one of"),
         (("zoo:gptneo-125m", "--shape", "input_ids=1x64"), "--shape"),
-        (("zoo:gptneo-125m", "--unfusion"), "--unfusion"),
+        (("zoo:gptneo-125m", "--mu", "0.2"), "--unfusion"),
         (("zoo:gptneo-125m", "--budget", "1MB"), "is too small"),
         (("zoo:gptneo-125m", "--m-peak", "500MB", "--preload", "nobody"), "no weight of that name"),
         (("zoo:gptneo-125m", "--device", "abacus"), "abacus"),

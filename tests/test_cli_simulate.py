@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flashmem.cli import main
+from flashmem.errors import UserError
 from flashmem.runtime.opencl import list_devices
+from flashmem.sweeping.executors import executor
+from flashmem.sweeping.grid import split_list
 
 DATA = Path(__file__).parent / "data"
 RESNET, GPTNEO = DATA / "resnet-tiny.onnx", DATA / "gptneo-tiny.onnx"
@@ -109,6 +117,49 @@ def test_an_onnx_file_is_planned_first(flashmem: Command) -> None:
     assert report["memory"]["peak_bytes"] <= 32_000_000
 
 
+ZOO = ("zoo:gptneo-125m", "--device", "adreno750")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--m-peak", "500MB"),
+        ("--budget", "128MB"),
+        ("--m-peak", "100MB", "--objective", "latency", "--mode", "interleave", "--precision", "fp16"),
+        ("--m-peak", "500MB", "--lambda", "0.5", "--chunk", "4MiB", "--memory-path", "buffer", "--preload", "h.3.c_fc.weight"),
+        ("--m-peak", "64MB", "--unfusion", "--mu", "0.5", "--alpha", "0.2"),
+    ],
+    ids=" ".join,
+)
+def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...], flashmem: Command) -> None:
+    played = flashmem("simulate", *ZOO, *options, "--json").json
+    planned = flashmem("plan", *ZOO, *options, "--json").json
+    assert (played["device"], played["device_measured"], played["simulated"]) == ("adreno750", False, True)
+    assert played["memory_path"] == planned["memory_path"]
+    assert {k: v for k, v in played["plan"].items() if k != "solve_seconds"} == {
+        k: planned["plan"][k] for k in played["plan"] if k != "solve_seconds"
+    }
+    memory, latency = played["memory"], played["latency_ms"]
+    assert memory["budget_bytes"] == (128_000_000 if "--budget" in options else None)
+    assert 0 < memory["average_bytes"] <= memory["peak_bytes"] <= (memory["budget_bytes"] or 1_000_000_000)
+    assert latency["integrated"] == pytest.approx(latency["init"] + latency["exec"])
+
+
+def test_strategies_and_disks_of_a_known_architecture(flashmem: Command, tmp_path: Path) -> None:
+    budget = ("--budget", "128MB", "--disk", "cold")
+    played = {
+        strategy: flashmem("simulate", *ZOO, *budget, "--strategy", strategy, "--json").json
+        for strategy in ("stream", "on-demand", "preload")
+    }
+    assert [each["strategy"] for each in played.values()] == list(played)
+    assert played["stream"]["latency_ms"]["integrated"] <= played["on-demand"]["latency_ms"]["integrated"]
+    weights = 490_000_000  # all of them are there at once
+    assert played["stream"]["memory"]["peak_bytes"] <= 128_000_000 < weights < played["preload"]["memory"]["peak_bytes"]
+    cached = flashmem("simulate", *ZOO, "--budget", "128MB", "--timeline", tmp_path / "t.png")
+    assert cached.code == 0 and "first answer" in cached.out
+    assert (tmp_path / "t.png").read_bytes().startswith(PNG)
+
+
 GRID = ("--m-peak", "1KB,64KB,1MB", "--lambda", "0.1,0.9", "--device", DEVICE, "-o", "s.csv")
 
 
@@ -201,13 +252,83 @@ def test_a_measured_sweep_holds_the_memory_that_a_simulated_one_predicts(
     assert 0 < float(measured["exec_ms"]) < float(measured["integrated_ms"])
 
 
-def test_points_go_through_a_dask_cluster(flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def dask_cluster() -> Iterator[str]:
     distributed = pytest.importorskip("distributed")
-    monkeypatch.chdir(tmp_path)
     with distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster:
-        words = ("sweep", RESNET, "--budget", "8MB,16MB", "--device", DEVICE)
-        there = flashmem(*words, "--executor", "dask", "--address", cluster.scheduler_address, "-o", "dask.csv")
-    assert there.code == 0
+        yield cluster.scheduler_address
+
+
+@contextmanager
+def ray_cluster() -> Iterator[str]:
+    pytest.importorskip("ray", reason="needs ray: pip install ray")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # workers take flashmem from here
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            yield cluster.address
+        finally:
+            cluster.shutdown()
+
+
+@contextmanager
+def imitated_ray() -> Iterator[str]:
+    """The calls of ray that are made, for where ray is not installed: tasks are pickled and run by a thread."""
+
+    class RayTaskError(Exception):
+        def __init__(self, cause: Exception) -> None:
+            self.cause = cause
+
+    calls: list[str] = []
+    with ThreadPoolExecutor(1) as threads, socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def remote(function: Callable[..., Any]) -> Any:
+            def run(task: bytes) -> Any:
+                function, arguments = pickle.loads(task)
+                try:
+                    return function(*arguments)
+                except Exception as error:
+                    raise RayTaskError(error) from error
+
+            def submit(*arguments: Any) -> Any:
+                assert calls == ["init"]
+                task = threads.submit(run, pickle.dumps((function, arguments)))
+                return SimpleNamespace(future=lambda: task)
+
+            return SimpleNamespace(remote=submit)
+
+        def init(**options: Any) -> None:
+            assert options["address"] == address
+            calls.append("init")
+
+        ray = SimpleNamespace(
+            init=init,
+            remote=remote,
+            shutdown=lambda: calls.append("shutdown"),
+            exceptions=SimpleNamespace(RayTaskError=RayTaskError),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "ray", ray)
+            yield address
+        assert calls == ["init", "shutdown"]
+
+
+CLUSTERS = {"dask": dask_cluster, "ray": ray_cluster, "ray-imitated": imitated_ray}
+
+
+@pytest.mark.parametrize("engine", CLUSTERS)
+def test_points_go_through_a_cluster(engine: str, flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind = engine.removesuffix("-imitated")
+    words = ("sweep", RESNET, "--budget", "1B,8MB,16MB", "--device", DEVICE)
+    with CLUSTERS[engine]() as address:
+        there = flashmem(*words, "--executor", kind, "--address", address, "-o", "there.csv")
+        assert there.code == 0, there.err
     assert flashmem(*words, "-o", "local.csv").code == 0
 
     def without_time(path: str) -> list[dict[str, str]]:
@@ -216,7 +337,24 @@ def test_points_go_through_a_dask_cluster(flashmem: Command, tmp_path: Path, mon
             key=lambda r: r["budget_bytes"],
         )
 
-    assert without_time("dask.csv") == without_time("local.csv")
+    assert without_time("there.csv") == without_time("local.csv")
+    assert len(without_time("there.csv")) == 3
+
+
+@pytest.mark.parametrize("engine", CLUSTERS)
+def test_what_a_worker_raises_is_raised_here(engine: str) -> None:
+    kind: Any = engine.removesuffix("-imitated")
+    with CLUSTERS[engine]() as address, executor(kind, jobs=1, address=address) as pool:
+        refused = pool.submit(split_list, "1,,2", "--mu", float)
+        with pytest.raises(UserError, match=r"^--mu '1,,2' has an empty item; write values separated by commas$"):
+            refused.result()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999"])
+def test_a_ray_cluster_that_does_not_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    with pytest.raises(UserError, match="no ray cluster answers"), executor("ray", jobs=1, address=address):
+        pass
 
 
 SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
@@ -231,6 +369,19 @@ SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
         ("simulate", RESNET, "--disk", "lukewarm"),
         ("simulate", RESNET, "--budget", "1KB"),
         ("simulate", RESNET, "--timeline", "no/such/folder/t.png"),
+        ("simulate", "zoo:"),
+        ("simulate", "zoo:no-such-model"),
+        ("simulate", "zoo:gptneo-125m.onnx", "--device", "nvidia"),
+        ("simulate", *ZOO[:1], "--device", "adreno9000"),
+        ("simulate", *ZOO, "--mode", "map"),
+        ("simulate", *ZOO, "--shape", "input_ids=1x8"),
+        ("simulate", *ZOO, "--budget", "1MB"),
+        ("simulate", *ZOO, "--budget", "1GB", "--m-peak", "1GB"),
+        ("simulate", *ZOO, "--m-peak", "lots"),
+        ("simulate", *ZOO, "--m-peak", "1GB", "--preload", "nobody"),
+        ("simulate", *ZOO, "--m-peak", "1GB", "--mu", "1"),
+        ("simulate", *ZOO, "--strategy", "resident-first"),
+        ("simulate", *ZOO, "--timeline", "no/such/folder/t.png"),
         ("simulate", "BUNDLE", "--device", "adreno9000"),
         ("simulate", "BUNDLE", "--budget", "1KB"),
         ("simulate", "BUNDLE", "--precision", "fp16"),
@@ -265,6 +416,7 @@ SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
         (*SWEEP, "-o", "other.csv"),
         (*SWEEP, "-o", "text.onnx"),
         ("sweep", "BUNDLE", "--m-peak", "1MB", "--precision", "fp16"),
+        ("sweep", "BUNDLE", "--m-peak", "1MB", "--mu", "0,0.1"),
     ],
     ids=lambda words: " ".join(Path(word).name for word in map(str, words)),
 )
@@ -283,6 +435,8 @@ def test_what_the_user_has_to_change(
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     assert len(outcome.err.strip().splitlines()[-1]) > 20
+    if "simulate" in words and any(str(word).startswith("zoo:") for word in words):
+        assert len(outcome.err.strip().splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 

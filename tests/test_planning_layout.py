@@ -11,9 +11,10 @@ from planning_problems import problems, slices_for
 
 from flashmem.planning.latency import latency_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve
-from flashmem.planning.memory_layout import Interval, colour_slots, lay_out, lay_out_pools, max_concurrent
+from flashmem.planning.memory_layout import Interval, lay_out, lay_out_pools, max_concurrent
 from flashmem.planning.plan import PlanViolation
 from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.planning.texture_slots import Cabinet, colour_slots
 from flashmem.program import SLICE_ALIGNMENT, Slice
 
 
@@ -49,6 +50,14 @@ def test_streams_of_mixed_sizes_waste_little() -> None:
     assert lay_out(parts, 1)[1] < 1.1 * max_concurrent(parts)
 
 
+def test_what_is_always_alive_leaves_the_rest_undivided() -> None:
+    streams = [Interval(f"i{n}", 1 + (n * 7919) % 1000, n, n + 20) for n in range(300)]
+    always = [Interval(f"w{n}", 50 + n, 0, 319) for n in range(40)]
+    offsets, total = lay_out([*streams[:150], *always, *streams[150:]], 1)
+    assert total == lay_out(streams, 1)[1] + sum(w.nbytes for w in always)
+    assert all(offsets[w.name] + w.nbytes <= offsets[i.name] for w in always for i in streams)
+
+
 def test_names_must_differ() -> None:
     with pytest.raises(ValueError, match="same name"):
         lay_out([Interval("a", 1, 0, 1), Interval("a", 1, 2, 3)], 1)
@@ -71,6 +80,43 @@ def test_slots_are_reused_by_what_fits() -> None:
     assert sorted((slot.width, slot.height, slot.nbytes) for slot in slots) == [(2, 8, 256), (8, 2, 256)]
     slots, slot_of = colour_slots([(image("f", 4, 4), 1, 1), (image("h", 4, 4, "half"), 2, 2)])
     assert (slots[slot_of["f"]].channel, slots[slot_of["h"]].channel) == ("float", "half")
+
+
+@st.composite
+def images_in_time(draw: st.DrawFn) -> list[tuple[Slice, int, int]]:
+    """Images of a few sizes, in the order in which they are placed, and the layers in which they are alive."""
+    sizes = [(8, 2, "float"), (2, 8, "float"), (4, 4, "float"), (4, 2, "float"), (4, 2, "half")]
+    lives = draw(st.lists(st.tuples(st.sampled_from(sizes), st.integers(0, 20), st.integers(0, 8)), max_size=30))
+    return [(image(f"i{n}", *size), first, first + length) for n, (size, first, length) in enumerate(lives)]
+
+
+def one_slot_after_the_other(images: list[tuple[Slice, int, int]]) -> list[int]:
+    """What a slice takes if every slot and every turn is looked at: the smallest free one that is large enough."""
+    sizes: list[tuple[int, int, str]] = []
+    turns: list[list[tuple[int, int]]] = []
+    taken = []
+    for part, first, last in images:
+        able = [
+            number
+            for number, (width, height, channel) in enumerate(sizes)
+            if channel == part.channel and width >= part.width and height >= part.height
+            and all(end < first or last < begin for begin, end in turns[number])
+        ]  # fmt: skip
+        if not able:
+            able = [len(sizes)]
+            sizes.append((part.width, part.height, part.channel))
+            turns.append([])
+        number = min(able, key=lambda n: sizes[n][0] * sizes[n][1])
+        turns[number].append((first, last))
+        taken.append(number)
+    return taken
+
+
+@given(images_in_time())
+@settings(max_examples=300, deadline=None)
+def test_slots_are_those_that_a_look_at_every_turn_finds(images: list[tuple[Slice, int, int]]) -> None:
+    cabinet = Cabinet()
+    assert [cabinet.place(*each) for each in images] == one_slot_after_the_other(images)
 
 
 @given(problems(whole_chunks=True), st.booleans(), st.booleans())

@@ -1,4 +1,4 @@
-"""`flashmem plan zoo:NAME`: a known architecture from its graph to a checked plan, without a file."""
+"""`zoo:NAME` for `flashmem plan` and `simulate`: a known architecture from its graph to a checked plan, without a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from flashmem.commands.compiling import CompileOptions
-from flashmem.device import DeviceDescriptor
+from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.program import MemoryPath, Program
@@ -21,12 +21,17 @@ PREFIX = "zoo:"
 
 @dataclass
 class ZooPlan:
-    """The plan of a known architecture. `seconds` says how long each step took; together, from graph to checked plan."""
+    """The plan of a known architecture for transfer `mode`, without layouts.
+
+    `seconds` says how long each step took, and "total" from the graph to the checked plan.
+    """
 
     name: str
     descriptor: DeviceDescriptor
+    mode: TransferMode
     program: Program
     plan: OverlapPlan
+    budget_bytes: int | None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -39,15 +44,13 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     options.check()
     if options.shape:
         raise UserError("--shape does not go with zoo: models, whose shapes are fixed; leave it out")
-    if options.unfusion or options.mu is not None or options.alpha is not None:
-        raise UserError("zoo: models are planned as they are fused; leave --unfusion, --mu and --alpha out")
+    if not options.unfusion and (options.mu is not None or options.alpha is not None):
+        raise UserError("zoo: models are planned as they are fused; give --unfusion too, or leave --mu and --alpha out")
     try:
-        from flashmem.codegen.program import generate
-        from flashmem.compile import SLICE_BYTES, choose_mode, find_descriptor
-        from flashmem.graph.fusion import fuse
+        from flashmem.compile import Options, choose_mode, find_descriptor, plan_graph
         from flashmem.graph.layout import assign_layouts
         from flashmem.graph.normalize import normalize
-        from flashmem.planning.planner import Limits, make_plan
+        from flashmem.planning.planner import Limits
         from flashmem.zoo_graphs import zoo_graph
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("flashmem"):
@@ -67,29 +70,26 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         objective=cast(Literal["auto", "paper", "latency"], options.objective or "auto"),
         preload=options.preload,
         strategy=cast(Strategy, options.strategy or defaults.strategy),
-        unfusion=False,
+        unfusion=bool(options.unfusion),
+        mu=defaults.mu if options.mu is None else options.mu,
+        alpha=defaults.alpha if options.alpha is None else options.alpha,
     )
     mode = choose_mode(descriptor, options.mode or "auto")
     precision = cast(Literal["fp32", "fp16"], options.precision or "fp32")
 
-    seconds: dict[str, float] = {}
+    seconds = dict.fromkeys(("fuse", "generate", "plan_and_check", "total"), 0.0)
 
     @contextmanager
     def timed(step: str) -> Iterator[None]:
         begun = time.monotonic()
         yield
-        seconds[step] = time.monotonic() - begun
+        seconds[step] += time.monotonic() - begun
 
-    with _no_collection():
+    with _no_collection(), timed("total"):
         with timed("fuse"):
             graph = assign_layouts(normalize(graph))
-            layers = fuse(graph)
-        with timed("generate"):
-            program = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES).program
-        with timed("plan_and_check"):
-            plan = make_plan(program, descriptor, mode, limits)
-    seconds["total"] = sum(seconds.values())
-    return ZooPlan(name, descriptor, program, plan, seconds)
+        generated, plan = plan_graph(graph, Options(descriptor, mode, limits, precision), timed)
+    return ZooPlan(name, descriptor, mode, generated.program, plan, limits.budget, seconds)
 
 
 @contextmanager

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, bundle_of
 from flashmem.commands.files import check_target
 from flashmem.commands.plan import summary
+from flashmem.commands.plan_zoo import PREFIX, ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError
-from flashmem.program import fixed_bytes
+from flashmem.planning.plan import OverlapPlan
+from flashmem.program import Program, fixed_bytes
 from flashmem.runtime.residence import Strategy, choose_strategy
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
-from flashmem.simulation.target import described_device, mode_for_bundle, model_name
+from flashmem.simulation.target import described_device, mode_for, model_name
 from flashmem.units import format_size, parse_size
 
 
@@ -32,29 +34,50 @@ class SimulateOptions:
 
 
 @dataclass(frozen=True)
-class _Played:
-    bundle: Bundle
+class _Subject:
+    """A program and its plan, whether or not there are weights. `mode`: what the plan was made for, if that is known."""
+
+    title: str
+    program: Program
+    plan: OverlapPlan
     descriptor: DeviceDescriptor
+    mode: object
+    budget_bytes: int | None
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, device: str | None = None) -> Self:
+        """A bundle, on its own device or the one that `device` names."""
+        title = model_name(Path(str(bundle.meta.get("model_path") or bundle.path)))
+        descriptor = described_device(bundle, device)
+        return cls(title, bundle.program, bundle.plan, descriptor, bundle.meta.get("mode"), bundle.budget_bytes)
+
+    @classmethod
+    def of_zoo(cls, zoo: ZooPlan) -> Self:
+        """A known architecture."""
+        return cls(zoo.name, zoo.program, zoo.plan, zoo.descriptor, zoo.mode, zoo.budget_bytes)
+
+
+@dataclass(frozen=True)
+class _Played:
+    subject: _Subject
     mode: TransferMode
     strategy: Strategy
     prediction: Prediction
 
 
 def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOptions) -> None:
-    """Plays `model`, a bundle or an ONNX file, on a descriptor, and prints the prediction.
+    """Plays `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and prints the prediction.
 
     Raises:
         UserError: something in the files or options has to be changed.
     """
     if options.timeline is not None:
         check_target(options.timeline, "--timeline")
-    if not model.is_dir() and options.strategy not in ("auto", "preload"):
-        compiling = replace(compiling, strategy=options.strategy)
-    bundle = Bundle.open(bundle_of(model, compiling))
-    strategy = choose_strategy(bundle.plan, options.strategy)
-    # A model compiled just now was compiled for the device and the budget; a bundle may be played on another, within another.
-    device, budget = (compiling.device, compiling.budget) if model.is_dir() else (None, None)
-    played = _play(bundle, described_device(bundle, device), compiling.mode or "auto", budget, strategy, options.disk)
+    subject = _subject(model, compiling, options)
+    strategy = choose_strategy(subject.plan, options.strategy)
+    # A model planned just now was planned for the budget; a bundle may be held to another.
+    budget = compiling.budget if model.is_dir() else None
+    played = _play(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
         from flashmem.plots.timeline import draw_timeline
 
@@ -65,14 +88,25 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
         _print(played, options)
 
 
-def _play(
-    bundle: Bundle, descriptor: DeviceDescriptor, mode: str, budget: str | None, strategy: Strategy, disk: Disk
-) -> _Played:
-    chosen = mode_for_bundle(bundle, descriptor, mode, strategy)
-    limit = None if strategy == "preload" else bundle.budget_bytes
+def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
+    """What is played: a bundle on any device; anything else planned now, for the device and the strategy asked for."""
+    if model.is_dir():
+        return _Subject.of_bundle(Bundle.open(bundle_of(model, compiling)), compiling.device)
+    if options.strategy not in ("auto", "preload"):
+        compiling = replace(compiling, strategy=options.strategy)
+    if str(model).startswith(PREFIX):
+        return _Subject.of_zoo(plan_architecture(str(model), compiling))
+    return _Subject.of_bundle(Bundle.open(bundle_of(model, compiling)))
+
+
+def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Played:
+    program, plan, descriptor = subject.program, subject.plan, subject.descriptor
+    chosen = mode_for(program, descriptor, mode, planned=subject.mode, strategy=strategy)
+    limit = None if strategy == "preload" else subject.budget_bytes
     if budget is not None:
         limit = parse_size(budget, what="--budget")
-    needed = fixed_bytes(bundle.program) + layout_for(bundle.program, bundle.plan, chosen, strategy).total_bytes
+    layout = layout_for(program, plan, chosen, strategy)
+    needed = fixed_bytes(program) + layout.total_bytes
     if limit is not None and limit < needed:
         raise BudgetError(
             f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {chosen}; "
@@ -80,23 +114,25 @@ def _play(
             smallest_bytes=needed,
             binding=f"the layout for transfer mode {chosen}",
         )
-    scenario = describe(bundle.program, bundle.plan, descriptor, chosen, disk=disk, strategy=strategy)
-    return _Played(bundle, descriptor, chosen, strategy, simulate(scenario, limit))
+    if strategy != "preload":
+        plan = replace(plan, layouts={chosen: layout})
+    scenario = describe(program, plan, descriptor, chosen, disk=disk, strategy=strategy)
+    return _Played(subject, chosen, strategy, simulate(scenario, limit))
 
 
 def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]:
     """The object that `--json` prints: the keys of `flashmem run`, as far as a prediction has them."""
-    prediction, bundle = played.prediction, played.bundle
+    prediction, program = played.prediction, played.subject.program
     latency, memory = prediction.report.latency, prediction.report.memory
     seconds = {"integrated": latency.integrated, "init": latency.init, "exec": latency.exec, "warm": prediction.later}
     return {
         "simulated": True,
-        "device": played.descriptor.name,
-        "device_measured": played.descriptor.measured,
-        "memory_path": bundle.program.memory_path,
+        "device": played.subject.descriptor.name,
+        "device_measured": played.subject.descriptor.measured,
+        "memory_path": program.memory_path,
         "transfer_mode": played.mode,
         "strategy": played.strategy,
-        "precision": bundle.program.precision,
+        "precision": program.precision,
         "disk": options.disk,
         "latency_ms": {name: 1e3 * value for name, value in seconds.items()},
         "busy_ms": {name: 1e3 * value for name, value in prediction.busy.items()},
@@ -106,17 +142,17 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
             "budget_bytes": memory.budget_bytes,
             "by_category": dict(memory.by_category),
         },
-        "plan": summary(bundle.plan),
+        "plan": summary(played.subject.plan),
     }
 
 
 def _title(played: _Played, options: SimulateOptions) -> str:
-    name = model_name(Path(str(played.bundle.meta.get("model_path") or played.bundle.path)))
-    return f"{name} on {played.descriptor.name}, {played.strategy}, mode {played.mode}, file {options.disk}"
+    subject = played.subject
+    return f"{subject.title} on {subject.descriptor.name}, {played.strategy}, mode {played.mode}, file {options.disk}"
 
 
 def _print(played: _Played, options: SimulateOptions) -> None:
-    prediction, descriptor = played.prediction, played.descriptor
+    prediction, descriptor = played.prediction, played.subject.descriptor
     latency, memory = prediction.report.latency, prediction.report.memory
     rates = "measured rates" if descriptor.measured else "rates not measured on it"
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
@@ -124,7 +160,7 @@ def _print(played: _Played, options: SimulateOptions) -> None:
     busy = {"disk": "disk", "read": "reading the page cache", "copy": "copying", "compute": "compute"}
     print_facts(
         {
-            "device": f"{descriptor.name} ({rates}), {played.bundle.program.memory_path} path, mode {played.mode}, "
+            "device": f"{descriptor.name} ({rates}), {played.subject.program.memory_path} path, mode {played.mode}, "
             f"{played.strategy}, file {options.disk}",
             "first answer": f"{answer}, later ones {1e3 * prediction.later:.1f} ms: predicted",
             "memory": f"{format_size(memory.peak_bytes)} at most, {format_size(memory.average_bytes)} on average, {budget}",

@@ -32,7 +32,7 @@ class SweepOptions:
     m_peak: str | None = None
     budget: str | None = None
     lambda_: str = "0.9"
-    mu: str = "0"
+    mu: str = "0.1"
     precision: str = "fp32"
     device: str = "auto"
     chunk: str = "1MiB"
@@ -59,6 +59,10 @@ class SweepOptions:
                 raise MissingFileError(f"{model}: no such file; name an .onnx model, a bundle, or zoo:NAME")
         for text in self.shape:
             parse_shape(text)
+        mus = numbers(self.mu, "--mu", low=0, high=float("inf"))
+        bundle = next((model for model in self.models if model.is_dir()), None)
+        if bundle is not None and len(set(mus)) > 1:
+            raise UserError(f"layers were split when {bundle} was compiled: name the .onnx model, or give --mu one value")
         return Grid(
             models=[str(model) for model in self.models],
             devices=words(self.device, "--device"),
@@ -66,7 +70,7 @@ class SweepOptions:
             m_peaks=sizes(self.m_peak, "--m-peak"),
             budgets=sizes(self.budget, "--budget"),
             lambdas=numbers(self.lambda_, "--lambda", low=0, high=1),
-            mus=numbers(self.mu, "--mu", low=0, high=float("inf")),
+            mus=mus,
             shape=" ".join(sorted(self.shape)),
             chunk_bytes=parse_size(self.chunk, what="--chunk"),
             objective_asked=self.objective,
@@ -151,6 +155,10 @@ def _simulate(work: _Work, options: SweepOptions) -> None:
                 raise RunError(
                     "a process of the pool was ended from outside, for lack of memory perhaps; finished points are kept, "
                     "so run the sweep again, with fewer --jobs"
+                ) from error
+            except ModuleNotFoundError as error:
+                raise RunError(
+                    f"a worker has no module {error.name}; install flashmem with its `compile` extra where the cluster runs"
                 ) from error
 
 

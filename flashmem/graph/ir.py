@@ -72,6 +72,19 @@ class FileConstant:
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, self.shape))
 
 
+@dataclass(frozen=True)
+class Placeholder:
+    """A weight of which only the shape is known: every element is `fill`, without memory for more than one."""
+
+    shape: tuple[int, ...]
+    fill: float
+    dtype: np.dtype[Any]
+
+    def array(self) -> NDArray[Any]:
+        """The one element, seen as the whole array."""
+        return np.broadcast_to(np.asarray(self.fill, self.dtype), self.shape)
+
+
 @dataclass(eq=False)
 class Value:
     """One tensor of the graph. `constant` is set for weights; identity, not name, is what makes two values the same."""

@@ -15,12 +15,18 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.device import TransferMode
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, TextureSlot
+from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout
+from flashmem.planning.texture_slots import colour_slots
 from flashmem.program import SLICE_ALIGNMENT, Slice
 
-_RING_STEPS = 12
+_RING_WIDENING = 128
+"""A ring that is too small is made wider by this part of the least size, then by twice that, and so on."""
 
-_TEXEL_BYTES = {"float": 16, "half": 8}  # RGBA
+_RING_STEPS = 12
+"""Bisections below the best that was found."""
+
+_WASTED = 1000
+"""A ring that wastes less than this part of the least size is good enough."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,29 @@ def max_concurrent(intervals: Iterable[Interval], alignment: int = 1) -> int:
 def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
     """Offsets (multiples of `alignment`) by name, and the size of the buffer that holds them.
 
-    Placed one after the other where the smallest gap among those alive at the same time takes them, in a few orders; then, as
-    streams come and go in order, round a ring as small as a bisection finds. The smallest result is kept, and the search ends
-    when one meets `max_concurrent`.
+    What is alive all the time (W) lies below the rest. Streams come and go in order, so the rest is placed round a ring, as
+    small as widening it and then a bisection find. Unless that is all but as small as `max_concurrent`, it is placed one after
+    the other too, where the smallest gap among those alive at the same time takes it, in a few orders, each given up once it
+    is no smaller; should one be smaller, a ring below it is looked for again.
 
     Raises:
         ValueError: two intervals of one name.
     """
     if len({i.name for i in intervals}) != len(intervals):
         raise ValueError("two intervals have the same name")
+    first, last = min((i.first for i in intervals), default=0), max((i.last for i in intervals), default=0)
+    offsets: dict[str, int] = {}
+    base = 0
+    for i in intervals:
+        if (i.first, i.last) == (first, last):
+            offsets[i.name] = base
+            base += _round_up(i.nbytes, alignment)
+    above, size = _lay_out_above([i for i in intervals if i.name not in offsets], alignment)
+    offsets.update((name, base + offset) for name, offset in above.items())
+    return offsets, base + size
+
+
+def _lay_out_above(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
     bound = max_concurrent(intervals, alignment)
     orders: tuple[Callable[[Interval], tuple[int, ...]], ...] = (
         lambda i: (-i.nbytes, i.first),
@@ -61,15 +81,41 @@ def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, in
         lambda i: (-(i.last - i.first), -i.nbytes),
         lambda i: (-i.nbytes * (i.last - i.first + 1), i.first),
     )
-    best: tuple[dict[str, int], int] | None = None
+    in_time = sorted(intervals, key=lambda i: (i.first, i.last, -i.nbytes))
+    best = ring = _smaller_ring(in_time, alignment, bound, _wide_ring(in_time, alignment, bound))
+    if ring[1] <= bound + bound // _WASTED:
+        return ring
     for order in orders:
-        found = _place(sorted(intervals, key=order), alignment)
-        if best is None or found[1] < best[1]:
-            best = found
+        best = _place(sorted(intervals, key=order), alignment, best[1]) or best
         if best[1] <= bound:
             break
-    assert best is not None
-    low, in_time = bound, sorted(intervals, key=lambda i: (i.first, i.last, -i.nbytes))
+    return best if best is ring else _smaller_ring(in_time, alignment, bound, best)
+
+
+def _place(intervals: Sequence[Interval], alignment: int, limit: int) -> tuple[dict[str, int], int] | None:
+    """Best fit in the given order, below `limit`; None if that is too little. O(n * (n / vector width + alive log alive))."""
+    count = len(intervals)
+    first, last = (np.array([getattr(i, end) for i in intervals], np.int64) for end in ("first", "last"))
+    size = np.array([_round_up(i.nbytes, alignment) for i in intervals], np.int64)
+    start = np.zeros(count, np.int64)
+    for at in range(count):
+        alive = np.flatnonzero((first[:at] <= last[at]) & (last[:at] >= first[at]))
+        alive = alive[np.argsort(start[alive], kind="stable")]
+        tops = np.maximum.accumulate(np.concatenate(([0], start[alive] + size[alive])))  # where a gap may begin
+        gaps = start[alive] - tops[:-1]
+        fits = np.flatnonzero(gaps >= size[at])
+        start[at] = tops[fits[np.argmin(gaps[fits])]] if fits.size else tops[-1]
+        if start[at] + size[at] >= limit:
+            return None
+    offsets = {i.name: int(offset) for i, offset in zip(intervals, start, strict=True)}
+    return offsets, int(np.max(start + size, initial=0))
+
+
+def _smaller_ring(
+    in_time: Sequence[Interval], alignment: int, bound: int, best: tuple[dict[str, int], int]
+) -> tuple[dict[str, int], int]:
+    """The smallest ring between `bound` and `best` that a bisection finds, or `best`."""
+    low = bound
     for _ in range(_RING_STEPS):
         if best[1] - low <= alignment:
             break
@@ -82,21 +128,13 @@ def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, in
     return best
 
 
-def _place(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, int], int]:
-    """Best fit in the given order. O(n * (n / vector width + alive log alive))."""
-    count = len(intervals)
-    first, last = (np.array([getattr(i, end) for i in intervals], np.int64) for end in ("first", "last"))
-    size = np.array([_round_up(i.nbytes, alignment) for i in intervals], np.int64)
-    start = np.zeros(count, np.int64)
-    for at in range(count):
-        alive = np.flatnonzero((first[:at] <= last[at]) & (last[:at] >= first[at]))
-        alive = alive[np.argsort(start[alive], kind="stable")]
-        tops = np.maximum.accumulate(np.concatenate(([0], start[alive] + size[alive])))  # where a gap may begin
-        gaps = start[alive] - tops[:-1]
-        fits = np.flatnonzero(gaps >= size[at])
-        start[at] = tops[fits[np.argmin(gaps[fits])]] if fits.size else tops[-1]
-    offsets = {i.name: int(offset) for i, offset in zip(intervals, start, strict=True)}
-    return offsets, int(np.max(start + size, initial=0))
+def _wide_ring(in_time: Sequence[Interval], alignment: int, bound: int) -> tuple[dict[str, int], int]:
+    """A ring of `bound` bytes, the least there can be, or of as little more as `_RING_WIDENING` says."""
+    size, more = bound, bound // _RING_WIDENING
+    while (ring := _ring(in_time, alignment, size)) is None:
+        more = max(more, alignment)
+        size, more = _round_up(bound + more, alignment), 2 * more
+    return ring
 
 
 def _ring(intervals: Sequence[Interval], alignment: int, size: int) -> tuple[dict[str, int], int] | None:
@@ -206,46 +244,6 @@ class _Pools:
         return PoolLayout(
             pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, staging_bytes=staging_bytes, staging=staging
         )
-
-
-def colour_slots(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot, ...], dict[str, int]]:
-    """Texture slots that `images` (slice, first layer, last layer) take turns in, and the slot of each slice by name.
-
-    Two greedy orders, largest first and in order of time; the one with fewer bytes is kept. A slice takes the smallest slot
-    that is free and large enough in both directions, or a new one of its own size.
-    """
-    largest_first = sorted(images, key=lambda image: (-image[0].width * image[0].height, image[1]))
-    in_time = sorted(images, key=lambda image: (image[1], -image[0].width * image[0].height))
-    found = [_colour(order) for order in (largest_first, in_time)]
-    return min(found, key=lambda colouring: sum(slot.nbytes for slot in colouring[0]))
-
-
-def _colour(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot, ...], dict[str, int]]:
-    slots: list[TextureSlot] = []
-    taken: list[list[tuple[int, int]]] = []  # by slot: (first, last), sorted
-    slot_of: dict[str, int] = {}
-    for part, first, last in images:
-
-        def free(number: int, first: int = first, last: int = last) -> bool:
-            at = bisect_left(taken[number], (first, last))
-            before, after = taken[number][at - 1 : at] if at else [], taken[number][at : at + 1]
-            return all(turn[1] < first for turn in before) and all(last < turn[0] for turn in after)
-
-        large_enough = [
-            number
-            for number, slot in enumerate(slots)
-            if slot.channel == part.channel and slot.width >= part.width and slot.height >= part.height and free(number)
-        ]
-        if large_enough:
-            number = min(large_enough, key=lambda n: slots[n].nbytes)
-        else:
-            number = len(slots)
-            nbytes = part.width * part.height * _TEXEL_BYTES[part.channel]
-            slots.append(TextureSlot(part.width, part.height, part.channel, nbytes))
-            taken.append([])
-        insort(taken[number], (first, last))
-        slot_of[part.name] = number
-    return tuple(slots), slot_of
 
 
 def _file_bytes(part: Slice) -> int:

@@ -1,4 +1,4 @@
-"""What a bundle is played on: which descriptor, in which transfer mode."""
+"""What a plan is played on: which descriptor, in which transfer mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from flashmem.bundle import Bundle
 from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
 from flashmem.errors import NoDeviceError, UserError
+from flashmem.program import Program
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.residence import Strategy
@@ -25,20 +26,21 @@ def described_device(bundle: Bundle, device: str | None) -> DeviceDescriptor:
         raise UserError(f"no device is called {device!r}; name one that is here, a TOML file, or one of: {known}") from error
 
 
-def mode_for_bundle(bundle: Bundle, descriptor: DeviceDescriptor, mode: str, strategy: Strategy = "stream") -> TransferMode:
-    """The mode that a session on such a device would take.
+def mode_for(
+    program: Program, descriptor: DeviceDescriptor, mode: str, *, planned: object = None, strategy: Strategy = "stream"
+) -> TransferMode:
+    """The mode that a session of `program` would take on such a device. `planned` is the one that its plan was made for.
 
     Raises:
-        UserError: the device cannot run the bundle, or not in this mode.
+        UserError: the device cannot run the program, or not in this mode.
     """
-    path = bundle.program.memory_path
+    path = program.memory_path
     if path not in descriptor.memory_paths:
         raise UserError(f"device {descriptor.name} has no memory path {path!r}, which the bundle uses; compile for it")
     modes = descriptor.modes[path]
     if mode == "auto":
         if strategy == "preload":
             return "dma"
-        planned = bundle.meta.get("mode")
         return next((m for m in modes if m == planned), modes[0])
     for known in TRANSFER_MODES:
         if known == mode and known in modes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
-from flashmem.errors import UserError
+from flashmem.errors import RunError, UserError
 
 EXECUTORS = ("local", "dask", "ray")
 
@@ -73,19 +76,50 @@ def _ray(address: str | None) -> Iterator[Submits]:
         import ray
     except ModuleNotFoundError as error:
         raise UserError("--executor ray needs ray; install it with: pip install ray") from error
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if address != "auto":
+        _require_listener(address)
     try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level="error")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError("no ray cluster is running; start one with `ray start --head`, or leave --executor out") from error
-
-    class Tasks:
-        """Each call a task of the cluster."""
-
-        def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-            future: Future[Any] = ray.remote(function).remote(*arguments).future()
-            return future
-
     try:
-        yield Tasks()
+        yield _RayTasks(ray)
     finally:
         ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself would try for minutes."""
+    where = address.removeprefix("ray://")
+    host, _, port = where.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(f"no ray cluster answers at {address}; name one as HOST:PORT, or leave --executor out") from error
+
+
+class _RayTasks:
+    """Each call a task of the cluster."""
+
+    def __init__(self, ray: Any) -> None:
+        self._remote = cache(ray.remote)
+        self._errors = ray.exceptions
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Begin `function(*arguments)`; what it raises is raised here as it was there."""
+        future: Future[Any] = Future()
+
+        def ended(task: Future[Any]) -> None:
+            error = task.exception()
+            if error is None:
+                future.set_result(task.result())
+            elif isinstance(error, self._errors.RayTaskError):
+                # Ray reports a function that its worker cannot import as a RuntimeError.
+                cannot_import = isinstance(error.cause, RuntimeError) and "failed to import" in str(error.cause)
+                future.set_exception(ModuleNotFoundError(name="flashmem") if cannot_import else error.cause)
+            else:
+                future.set_exception(RunError(f"the ray cluster failed: {error}; finished points are kept"))
+
+        self._remote(function).remote(*arguments).future().add_done_callback(ended)
+        return future

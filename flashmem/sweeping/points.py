@@ -6,16 +6,23 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
-from flashmem.compile import Options, plan_program
+from flashmem.bundle import BundleWriter
+from flashmem.codegen.program import Generated
+from flashmem.compile import Options, plan_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, RunError
+from flashmem.graph.ir import Graph
+from flashmem.graph.portable import PortableGraph
 from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.planner import Limits
+from flashmem.planning.planner import Limits, make_plan
 from flashmem.program import Program
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate
@@ -24,20 +31,34 @@ from flashmem.sweeping.grid import RESULTS, Cell, Point
 
 @dataclass(frozen=True)
 class Subject:
-    """What the points of one model, device and precision share. `bundle`: where its weights are, for measuring."""
+    """What the points of one model, device and precision share.
 
-    program: Program
+    `graph`: what every point is planned from, as `compile` plans it. Without one it is `program`, a bundle's, as it is.
+    `bundle`: where the weights of `program` are, for measuring.
+    """
+
     descriptor: DeviceDescriptor
     mode: TransferMode
+    graph: Graph | PortableGraph | None
+    program: Program | None = None
     bundle: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """`generated` is None where the program is the bundle's."""
+
+    program: Program
+    plan: OverlapPlan
+    generated: Generated | None
 
 
 def simulated(subject: Subject, point: Point) -> dict[str, Cell]:
     """The row of a point, predicted. It needs no file and no device, so it can run on any machine."""
-    row, plan = _planned(subject, point)
-    if plan is None:
+    row, planned = _planned(subject, point)
+    if planned is None:
         return row
-    scenario = describe(subject.program, plan, subject.descriptor, subject.mode, disk=cast(Disk, point.disk))
+    scenario = describe(planned.program, planned.plan, subject.descriptor, subject.mode, disk=cast(Disk, point.disk))
     prediction = simulate(scenario)
     latency, memory = prediction.report.latency, prediction.report.memory
     return row | {
@@ -55,23 +76,40 @@ def measured(subject: Subject, point: Point, runs: int) -> dict[str, Cell]:
 
     Raises:
         RunError: a process failed.
+        UserError: the disk is full.
     """
-    row, plan = _planned(subject, point)
-    if plan is None:
+    row, planned = _planned(subject, point)
+    if planned is None:
         return row
-    request = {
-        "bundle": str(subject.bundle),
-        "plan": plan.to_json(),
-        "device": point.device,
-        "mode": subject.mode,
-        "budget": point.budget_bytes,
-        "cold": point.disk == "cold",
-    }
-    results = [_run_apart(request) for _ in range(runs + 1)][1:]
+    with _packed(subject, planned) as bundle:
+        request = {
+            "bundle": str(bundle),
+            "plan": planned.plan.to_json(),
+            "device": point.device,
+            "mode": subject.mode,
+            "budget": point.budget_bytes,
+            "cold": point.disk == "cold",
+        }
+        results = [_run_apart(request) for _ in range(runs + 1)][1:]
     return row | {name: median(result[name] for result in results) for name in results[0]}
 
 
-def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], OverlapPlan | None]:
+@contextmanager
+def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
+    """A bundle with the weights of the planned program: the subject's, or one for this point if layers were split for it."""
+    assert subject.bundle is not None
+    if planned.generated is None or planned.program == subject.program:
+        yield subject.bundle
+        return
+    with TemporaryDirectory(prefix=".sweep-", dir=subject.bundle.parent) as folder:
+        path = Path(folder) / subject.bundle.name
+        with BundleWriter(path) as writer:
+            planned.generated.weights.write(writer)
+            writer.commit(planned.program, planned.generated.source, planned.plan, subject.descriptor, {"mode": subject.mode})
+        yield path
+
+
+def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned | None]:
     """The plan of a point and the columns that describe it; no plan where none exists."""
     row: dict[str, Cell] = dict(point.cells()) | dict.fromkeys(RESULTS)
     limits = Limits(
@@ -82,13 +120,13 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], OverlapPl
         mu=point.mu,
         objective=cast(Literal["auto", "paper", "latency"], point.objective_asked),
     )
+    options = Options(subject.descriptor, subject.mode, limits, cast(Literal["fp32", "fp16"], point.precision))
     begun = time.perf_counter()
     try:
-        plan = plan_program(subject.program, Options(subject.descriptor, subject.mode, limits))
+        planned = _plan(subject, options)
     except BudgetError as error:
         return row | {"status": "INFEASIBLE", "smallest_bytes": error.smallest_bytes, "solve_seconds": _since(begun)}, None
-    # The runtime plays one mode, and a plan travels lighter without the places of the others.
-    plan = replace(plan, layouts={subject.mode: plan.layouts[subject.mode]})
+    plan = planned.plan
     return row | {
         "status": plan.status,
         "tier": plan.tier,
@@ -98,7 +136,20 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], OverlapPl
         "gap": plan.gap,
         "preload_ratio": plan.preload_ratio,
         "solve_seconds": _since(begun),
-    }, plan
+    }, planned
+
+
+def _plan(subject: Subject, options: Options) -> _Planned:
+    """The plan, with the layout of the one mode that it is played in."""
+    generated = None
+    if subject.graph is None:
+        assert subject.program is not None
+        program, plan = subject.program, make_plan(subject.program, subject.descriptor, subject.mode, options.limits)
+    else:
+        graph = subject.graph.graph() if isinstance(subject.graph, PortableGraph) else subject.graph
+        generated, plan = plan_graph(graph, options)
+        program = generated.program
+    return _Planned(program, with_layouts(program, plan, [subject.mode]), generated)
 
 
 def _since(begun: float) -> float:

@@ -1,4 +1,4 @@
-"""From a model, a device and a precision to what their points share: the program, and for measuring a bundle."""
+"""From a model, a device and a precision to what their points share: a graph or a bundle's program, and weights to measure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Literal, cast
 
 from flashmem.bundle import Bundle
-from flashmem.codegen.program import generate
+from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.commands.compiling import CompileOptions, compile_apart
-from flashmem.compile import SLICE_BYTES, Options, choose_mode, find_descriptor, generate_program
+from flashmem.compile import Options, choose_mode, find_descriptor, read_graph
 from flashmem.errors import UserError
-from flashmem.graph.fusion import fuse
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
+from flashmem.graph.portable import portable
 from flashmem.planning.planner import Limits
-from flashmem.simulation.target import described_device, mode_for_bundle
+from flashmem.simulation.target import described_device, mode_for
 from flashmem.sweeping.grid import ZOO, Point
 from flashmem.sweeping.points import Subject
 from flashmem.units import parse_shape
@@ -32,21 +32,27 @@ def subject_of(point: Point) -> Subject:
     path = Path(point.model)
     if path.is_dir():
         return _of_bundle(path, point)
+    bundle: Bundle | None = None
     if point.source == "measured":
         options = CompileOptions(
             device=point.device,
             precision=point.precision,
             shape=tuple(point.shape.split()),
             mode=None if point.mode == "auto" else point.mode,
+            unfusion=False,
         )
         bundle = Bundle.open(compile_apart(path, options))
-        return Subject(bundle.program, bundle.descriptor, mode_for_bundle(bundle, bundle.descriptor, point.mode), bundle.path)
-    descriptor = find_descriptor(point.device)
+    descriptor = find_descriptor(point.device) if bundle is None else bundle.descriptor
     mode = choose_mode(descriptor, point.mode)
-    precision = cast(Literal["fp32", "fp16"], point.precision)
     shapes = dict(parse_shape(text) for text in point.shape.split())
-    generated = generate_program(path, Options(descriptor, mode, Limits(), precision, shapes))
-    return Subject(generated.program, descriptor, mode)
+    graph = read_graph(path, Options(descriptor, mode, Limits(), _precision(point), shapes))
+    if bundle is None:
+        return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
+    return Subject(descriptor, mode, graph, bundle.program, bundle.path)
+
+
+def _precision(point: Point) -> Literal["fp32", "fp16"]:
+    return cast(Literal["fp32", "fp16"], point.precision)
 
 
 def _of_architecture(point: Point) -> Subject:
@@ -59,9 +65,7 @@ def _of_architecture(point: Point) -> Subject:
     descriptor = find_descriptor(point.device)
     mode = choose_mode(descriptor, point.mode)
     graph = assign_layouts(normalize(zoo_graph(point.model.removeprefix(ZOO))))
-    precision = cast(Literal["fp32", "fp16"], point.precision)
-    generated = generate(graph, fuse(graph), descriptor, precision=precision, slice_bytes=SLICE_BYTES)
-    return Subject(generated.program, descriptor, mode)
+    return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
 
 
 def _of_bundle(path: Path, point: Point) -> Subject:
@@ -73,4 +77,5 @@ def _of_bundle(path: Path, point: Point) -> Subject:
     if point.shape:
         raise UserError(f"--shape was settled when {path} was compiled; name the model, or leave --shape out")
     descriptor = described_device(bundle, point.device)
-    return Subject(bundle.program, descriptor, mode_for_bundle(bundle, descriptor, point.mode), bundle.path)
+    mode = mode_for(bundle.program, descriptor, point.mode, planned=bundle.meta.get("mode"))
+    return Subject(descriptor, mode, None, bundle.program, bundle.path)
