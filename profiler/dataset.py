@@ -10,7 +10,6 @@ import csv
 import gzip
 import io
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -65,18 +64,21 @@ def _parsed(kind: Any, text: str) -> Any:
     return kind(text) if kind in (int, float) else text
 
 
+_BY_ARITHMETIC, _BY_TRAFFIC = (0.4, 0.5), (0.0, 0.65)
+"""How latencies follow the two references, as exponents: least squares over 1,700 launches (docs/capacity.md)."""
+
+
 def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:
     """The rows, with latencies as they would be at the machine's usual pace: that of the median launch.
 
-    Shared machines are faster in one minute than in another. A launch that arithmetic limits goes as the reference product
-    does, others as the geometric mean of both references.
+    Shared machines are faster in one minute than in another, and what arithmetic limits follows it otherwise than the rest.
     """
     alone = [row for row in rows if row.mode == "none"]
     gemm, traffic = (median(values) for values in zip(*((row.gemm_pace, row.traffic_pace) for row in alone), strict=True))
 
     def pace(row: Row) -> float:
-        now = row.gemm_pace / gemm
-        return now if basis.limited_by_arithmetic(row.facts) else math.sqrt(now * row.traffic_pace / traffic)
+        by_gemm, by_traffic = _BY_ARITHMETIC if basis.limited_by_arithmetic(row.facts) else _BY_TRAFFIC
+        return float((row.gemm_pace / gemm) ** by_gemm * (row.traffic_pace / traffic) ** by_traffic)
 
     return [replace(row, seconds=row.seconds / pace(row)) for row in rows]
 
