@@ -51,6 +51,7 @@ class Rates:
     load_seconds: float = 50e-6  # each slice, beside its bytes
     session_seconds: float = 50e-3  # opening a session, beside kernels and weights; the driver is loaded
     kernel_seconds: float = 1e-3  # one kernel from the program cache
+    layer_seconds: float = 1e-4  # one layer: read from the bundle, its arguments set
     contention: dict[TransferMode, float] = field(default_factory=dict)  # 0 for a mode that is not named
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ _LANE_BYTES = 32 << 20
 _LANE_WIDTH = 2048  # texels a row of the texture that lanes write
 _REPEATS = 5
 _ALONE = 8  # bursts
+_DELAYS = 21
 _REFERENCE_GEMM, _REFERENCE_SUM = (128, 768, 768), 1 << 20
 _PACE_BURSTS, _PACE_SECONDS = 4, 2e-3
 _SLOW_SECONDS = 20e-3
@@ -274,6 +276,17 @@ class Prepared:
     def measure_alone(self) -> None:
         """Bursts with nothing beside them, for `settled_seconds`."""
         self.bursts += self.burst_seconds(_ALONE if self.seconds < _SLOW_SECONDS else _ALONE // 2, _BURST_SECONDS)
+
+    def delay(self, mode: TransferMode, chunks: int, count: int) -> float:
+        """Seconds by which `chunks` slices, loaded as fast as they come, delay `count` launches: the median of many."""
+        delays = []
+        before = self._play(self._steps, count)
+        for _ in range(_DELAYS):
+            loaded = self._play_loaded(mode, count, chunks)
+            after = self._play(self._steps, count)
+            delays.append(loaded - (before + after) / 2)
+            before = after
+        return statistics.median(delays)
 
     def measure(self, mode: TransferMode, streamed_bytes: float) -> Measured | None:
         """The slowdown by about `streamed_bytes` a launch (the answer says how many it was); None where that cannot be had."""

@@ -62,21 +62,24 @@ class Draw:
 
 
 @dataclass
-class _Graph:
+class Sketch:
     """A graph under construction, in ONNX's operators."""
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[GraphPort] = field(default_factory=list)
 
     def input(self, *shape: int) -> Value:
+        """Another activation that comes from outside."""
         value = Value(f"x{len(self.inputs)}", shape, "float32")
         self.inputs.append(GraphPort(value.name, "float32", value))
         return value
 
     def weight(self, *shape: int) -> Value:
+        """A weight; all its elements are alike."""
         return constant(f"w{len(self.nodes)}.{len(shape)}", np.broadcast_to(np.float32(0.01), shape))
 
     def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
+        """A node, and what it gives."""
         name = f"{op}{len(self.nodes)}"
         output = Value(f"{name}.out", tuple(shape), "float32")
         node = Node(op, name, list(inputs), [output], attributes)
@@ -85,13 +88,14 @@ class _Graph:
         return output
 
     def finish(self, output: Value) -> Graph:
+        """The graph with this output."""
         return Graph("case", self.inputs, [GraphPort("y", "float32", output)], self.nodes)
 
 
 Maker = Callable[[Draw], Graph]
 
 
-def _tail(g: _Graph, draw: Draw, y: Value) -> Value:
+def _tail(g: Sketch, draw: Draw, y: Value) -> Value:
     """What usually follows a contraction: nothing, a bias, an activation, a residual sum."""
     kind = draw.pick(("none", "bias", "relu", "gelu", "residual"))
     if kind == "none":
@@ -110,7 +114,7 @@ _WIDTHS = (64, 192, 256, 384, 512, 768, 1024, 1280, 2048, 2304, 3072, 4096)
 
 
 def _matmul(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     rows = draw.pick((1, 16, 49, 64, 128, 128, 196, 197, 256, 512, 1024))
     depth = draw.pick(_WIDTHS) if draw.unit() < 0.6 else draw.size(48, 4096, 8)
     columns = draw.pick(_WIDTHS) if draw.unit() < 0.6 else draw.size(32, 8192, 8)
@@ -119,7 +123,7 @@ def _matmul(draw: Draw) -> Graph:
 
 
 def _convolution(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     side = draw.pick((7, 14, 14, 28, 28, 56, 112))
     kernel = draw.pick((1, 1, 3, 3, 3, 5, 7))
     stride = draw.pick((1, 1, 1, 2))
@@ -146,7 +150,7 @@ def _convolution(draw: Draw) -> Graph:
 
 
 def _depthwise(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     side, kernel, stride = draw.pick((7, 14, 28, 56, 112)), draw.pick((3, 3, 5)), draw.pick((1, 1, 2))
     channels = draw.size(32, 1024, 8)
     out = (side + 2 * (kernel // 2) - kernel) // stride + 1
@@ -160,7 +164,7 @@ def _depthwise(draw: Draw) -> Graph:
 
 def _attention(draw: Draw) -> Graph:
     """The two products of attention: scores (scaled, as GPT and ViT have it) and values."""
-    g = _Graph()
+    g = Sketch()
     heads, rows = draw.pick((3, 6, 12, 12, 16, 32)), draw.pick((49, 64, 128, 128, 197, 256, 512))
     width = draw.pick((32, 64, 128))
     if draw.unit() < 0.5:
@@ -171,7 +175,7 @@ def _attention(draw: Draw) -> Graph:
     return g.finish(g.node("MatMul", [a, b], (1, heads, rows, width)))
 
 
-def _matrix(g: _Graph, draw: Draw, most: int = 4 << 20) -> Value:
+def _matrix(g: Sketch, draw: Draw, most: int = 4 << 20) -> Value:
     """An activation [1, rows, columns], small to large."""
     columns = draw.pick((64, 128, 197, 256, 512, 768, 1000, 1024, 2048, 3072, 4096))
     rows = draw.size(1, max(2, most // columns))
@@ -179,7 +183,7 @@ def _matrix(g: _Graph, draw: Draw, most: int = 4 << 20) -> Value:
 
 
 def _elementwise(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     x = _matrix(g, draw)
     op = draw.pick(("Relu", "Gelu", "Sigmoid", "Tanh", "Add", "Mul", "Div", "Exp", "Clip", "Bias", "HardSwish"))
     if op == "Bias":
@@ -192,7 +196,7 @@ def _elementwise(draw: Draw) -> Graph:
 
 
 def _rows(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     x = _matrix(g, draw)
     op = draw.pick(("Softmax", "Softmax", "LayerNormalization", "LayerNormalization", "ReduceMean", "ReduceMax"))
     if op == "LayerNormalization":
@@ -203,7 +207,7 @@ def _rows(draw: Draw) -> Graph:
 
 
 def _reduced_columns(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     op = draw.pick(("ReduceMean", "ReduceMean", "ReduceMax", "ReduceSum", "Softmax"))
     x = g.input(draw.pick((1, 1, 4, 12)), draw.size(7, 3200), draw.pick((32, 64, 128, 256, 512, 768, 1024)))
     if op == "Softmax":
@@ -212,7 +216,7 @@ def _reduced_columns(draw: Draw) -> Graph:
 
 
 def _gather(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     rows, columns, count = draw.size(64, 8192), draw.size(8, 1024, 4), draw.size(16, 2048)
     at = np.random.default_rng(count).integers(0, rows, count)
     at[:3] = (0, 5, 1)  # not evenly spaced: that would be a Slice
@@ -220,7 +224,7 @@ def _gather(draw: Draw) -> Graph:
 
 
 def _movement(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     op = draw.pick(("Heads", "Heads", "Transpose", "Slice", "Concat", "Pad", "Expand"))
     rows, heads, width = draw.size(16, 1024), draw.pick((3, 4, 8, 12, 16)), draw.pick((16, 32, 64, 128))
     if op == "Heads":  # attention's [rows, heads, width] -> [heads, rows, width]
@@ -244,7 +248,7 @@ def _movement(draw: Draw) -> Graph:
 
 
 def _pool(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     side, kernel, stride = draw.pick((14, 28, 56, 112)), draw.pick((2, 3, 3, 5)), draw.pick((1, 2, 2))
     channels = draw.size(16, 1024, 8)
     out = (side - kernel) // stride + 1
@@ -255,7 +259,7 @@ def _pool(draw: Draw) -> Graph:
 
 
 def _resize(draw: Draw) -> Graph:
-    g = _Graph()
+    g = Sketch()
     side, channels = draw.pick((7, 14, 28, 56)), draw.size(16, 512, 8)
     mode = draw.pick(("nearest", "linear"))
     scales = constant("scales", np.array([1, 1, 2, 2], np.float32))
@@ -364,38 +368,13 @@ def of_model(path: Path, descriptor: DeviceDescriptor) -> Iterator[Target]:
 
 def matmul_target(rows: int, depth: int, columns: int, descriptor: DeviceDescriptor) -> Target:
     """A plain product [rows, depth] x [depth, columns]: its first slice."""
-    g = _Graph()
+    g = Sketch()
     product = g.node("MatMul", [g.input(1, rows, depth), g.weight(depth, columns)], (1, rows, columns))
     return _targets(g.finish(product), descriptor, "fp32", "rates", f"gemm-{rows}x{depth}x{columns}")[0]
 
 
 def elementwise_target(size: int, descriptor: DeviceDescriptor) -> Target:
     """A sum of two activations of `size` elements."""
-    g = _Graph()
+    g = Sketch()
     total = g.node("Add", [g.input(1, size), g.input(1, size)], (1, size))
     return _targets(g.finish(total), descriptor, "fp32", "rates", f"add-{size}")[0]
-
-
-_ENDINGS = ("Relu", "Gelu", "Tanh", "Sigmoid", "Exp", "HardSwish")
-
-
-def kernels_graph(count: int) -> Graph:
-    """A graph of up to `count` kernels, of the kinds that models have, with as many texts as there are kernels."""
-    g = _Graph()
-    outputs = []
-    for i in range(count):
-        x = g.input(1, 8 + i, 64 + 16 * i)
-        turn, kind = divmod(i, 4)
-        endings = (_ENDINGS[turn % len(_ENDINGS)], _ENDINGS[(turn + turn // len(_ENDINGS) + 1) % len(_ENDINGS)])
-        if kind == 2:
-            y = g.node("Transpose", [x], (1, x.shape[2], x.shape[1]), perm=[0, 2, 1])
-        else:
-            y = x
-            if kind == 0:
-                y = g.node("MatMul", [x, g.weight(x.shape[2], 64)], (1, x.shape[1], 64))
-            elif kind == 3:
-                y = g.node("Softmax", [x], x.shape, axis=-1)
-            for op in endings:
-                y = g.node(op, [y], y.shape)
-        outputs.append(GraphPort(f"y{i}", "float32", y))
-    return Graph("kernels", g.inputs, outputs, g.nodes)

@@ -26,7 +26,7 @@ from .bench import Bench, Measured, Pace
 from .cases import Draw, Target, of_model, sampled
 from .dataset import SUFFIX, Growing, Row, at_usual_pace, read_dataset, write_dataset
 from .descriptor import write_descriptor
-from .rates import MachineRates, contention, measure_rates
+from .rates import MachineRates, lane_contention, measure_rates
 from .train import save, train
 
 Told = Callable[[str, float], None]
@@ -81,7 +81,10 @@ def profile(request: Request, told: Told) -> Path:
         machine = MachineRates.from_dict(known)
         _measure(request, growing, benches, known["spent"], told)
     told("train", 1.0)
-    rates = replace(machine.rates, contention=contention(growing.rows, machine.mode_rates, descriptor.memory_paths[0]))
+    contention = dict(machine.rates.contention)
+    if "interleave" in descriptor.modes[descriptor.memory_paths[0]]:
+        contention["interleave"] = lane_contention(growing.rows, machine.mode_rates, descriptor.memory_paths[0])
+    rates = replace(machine.rates, contention=contention)
     today = date.today().isoformat()
     source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
     basis = Basis(rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds, machine.mode_rates, source)

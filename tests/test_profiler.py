@@ -13,9 +13,9 @@ import pytest
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family
-from flashmem.profiler.dataset import Growing, Row, read_dataset, write_dataset
+from flashmem.profiler.dataset import Growing, Row, at_usual_pace, read_dataset, write_dataset
 from flashmem.profiler.descriptor import write_descriptor
-from flashmem.profiler.rates import contention
+from flashmem.profiler.rates import lane_contention
 from flashmem.profiler.run import _measure_launch
 from flashmem.profiler.train import save, train
 from typer.testing import CliRunner
@@ -212,13 +212,36 @@ def test_a_dataset_survives_the_disk(tmp_path: Path) -> None:
         read_dataset(path)
 
 
+def test_latencies_are_those_of_the_usual_pace() -> None:
+    plain = law(60)
+    slow = 1.5  # every other launch was measured while the machine took half as much time again for anything
+    names = sorted({row.case for row in plain})[::2]
+    paced = [
+        replace(row, seconds=row.seconds * slow, gemm_pace=slow, traffic_pace=slow) if row.case in names else row
+        for row in plain
+    ]
+    before = spread(plain, paced)
+    after = spread(plain, at_usual_pace(paced, BASIS))
+    assert after < 0.5 * before
+    assert at_usual_pace(plain, BASIS) == plain
+
+
+def spread(true: list[Row], found: list[Row]) -> float:
+    """Between the ratios of latencies to the true ones: largest over smallest, less one."""
+    ratios = [b.seconds / a.seconds for a, b in zip(true, found, strict=True)]
+    return max(ratios) / min(ratios) - 1
+
+
 def test_too_little_teaches_nothing() -> None:
     with pytest.raises(UserError, match="has 3 launches"):
         train(law(3), BASIS)
 
 
-def test_contention_is_the_share_by_which_a_transfer_delays() -> None:
-    assert contention(law(200), BASIS.mode_rates, "buffer")["map"] == pytest.approx(0.5)
+def test_lane_contention_is_the_share_by_which_a_transfer_delays() -> None:
+    rows = [replace(row, mode="interleave") if row.mode == "map" else row for row in law(200)]
+    rates = {"buffer interleave": BASIS.mode_rates["buffer map"]}
+    assert lane_contention(rows, rates, "buffer") == pytest.approx(0.5)
+    assert lane_contention(law(200), rates, "buffer") == 0.0
 
 
 def test_classes_are_cut_where_tolerance_leaves_gaps() -> None:
@@ -259,7 +282,8 @@ def test_launches_are_measured_on_every_device(device: Device, path: Any, tmp_pa
         for mode in descriptor.modes[path]:
             assert bench.loads.transfer_rate(mode) > 1e6
         for number, family in enumerate(("elementwise", "reduce_rows", "gather")):
-            rows = _measure_launch(bench, _target(family, descriptor), (0.5, 2.0), number)
+            rows = _measure_launch(bench, _target(family, descriptor), (0.5, 2.0), number, bench.pace)
             assert rows[0].mode == "none" and all(row.seconds > 0 for row in rows)
+            assert all(row.gemm_pace > 0 and row.traffic_pace > 0 for row in rows)
             assert all(row.slowdown > 0 and row.streamed_bytes > 0 for row in rows[1:])
     assert list(tmp_path.iterdir()) == [], "the file to stream from is removed"

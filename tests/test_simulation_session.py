@@ -56,7 +56,7 @@ def test_rates_of_the_descriptor_are_what_a_run_takes(mode: TransferMode, tmp_pa
     bundle = write_mini_bundle(tmp_path / "mini.flashmem").open()
     parts = bundle.program.slices
     moved = {"read_only": sum(part.nbytes for part in parts if mode != "map"), "file": sum(part.nbytes for part in parts)}
-    fast = Rates(1e15, 1e15, 1e15, 1e15, 1e15, 0.0, 0.0, 0.0, 0.0)
+    fast = Rates(1e15, 1e15, 1e15, 1e15, 1e15, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def seconds(disk: Literal["cold", "cached"], **slow: float) -> float:
         descriptor = DeviceDescriptor("made-up", rates=Rates(**{**vars(fast), **slow}))
@@ -68,6 +68,7 @@ def test_rates_of_the_descriptor_are_what_a_run_takes(mode: TransferMode, tmp_pa
     assert seconds("cold", disk_bandwidth=1e6) <= (moved["file"] + constants) / 1e6 * 1.2  # and the rows of the table
     assert seconds("cached", cached_bandwidth=1e6) >= moved["read_only"] / 1e6
     assert seconds("cached", session_seconds=2.0) == pytest.approx(2.0, abs=1e-6)
+    assert seconds("cached", layer_seconds=1.0) == pytest.approx(len(bundle.program.launches), abs=1e-6)
     kernels = {launch.kernel for launch in bundle.program.launches}
     expected = {"interleave": 2 * len(kernels)}.get(mode, len(kernels))
     assert len(kernels) <= seconds("cached", kernel_seconds=1.0) + 1e-6 <= expected + 1e-5

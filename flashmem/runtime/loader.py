@@ -52,9 +52,9 @@ def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) ->
     """
     first = tuple(takewhile(lambda load: load.gate == 0, loads))
     kernels = {launch.kernel for launch in program.launches}
-    limit = rates.disk_bandwidth * (rates.session_seconds + rates.kernel_seconds * len(kernels))
+    opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
     read = accumulate(load.part.nbytes for load in first)
-    return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= limit)
+    return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= opening * rates.disk_bandwidth)
 
 
 def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:

@@ -88,9 +88,10 @@ class Scenario:
     """One session and its first run. Loads are in the order in which threads take them.
 
     The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
-    accounted for, `kernel_seconds` before anything is allocated. `constants_bytes` are read while opening; `gathered_bytes`
-    (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `w_threads`: threads that bring W in before
-    the first layer; None: W comes in with the rest. `resident_first`: every load belongs to the opening (strategy preload).
+    accounted for, `kernel_seconds` (and layers') before anything is allocated. `constants_bytes` are read while opening;
+    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `w_threads`: threads that
+    bring W in before the first layer; None: W comes in with the rest. `resident_first`: every load belongs to the opening
+    (strategy preload).
     """
 
     machine: Machine
@@ -186,7 +187,7 @@ def describe(
         allocations=_allocations(program, layout),
         announced=len(read_while_opening(loads, program, rates)),
         context_seconds=rates.session_seconds,
-        kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves),
+        kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves) + rates.layer_seconds * len(program.launches),
         constants_bytes=program.constants_bytes,
         gathered_bytes=_gathered_bytes(program),
         input_bytes=sum(4 * prod(port.shape) for port in program.inputs if port.tensor is not None),
