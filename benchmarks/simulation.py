@@ -5,18 +5,20 @@
 DIR holds models as `flashmem zoo export` writes them. Each model is compiled for three budgets (one too small is replaced by
 the smallest that works). Measured: medians of fresh processes, after one that compiles the kernels; the peak is the ledger's.
 Predicted: on the device's descriptor, or the one given. "Cold" drops the file from the page cache (the host of a virtual
-machine may still hold it). A ratio is predicted over measured.
+machine may still hold it); the disk is measured between those runs, because shared ones vary, and the prediction is for the
+disk that was there. A ratio is predicted over measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import geometric_mean
 
 import flashmem
+from benchmarks.disk import cold_rate
 from benchmarks.processes import median, run_bundle
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.errors import BudgetError
@@ -81,10 +83,16 @@ def compare(model: Path, args: argparse.Namespace, described: DeviceDescriptor |
             mode = bundle.meta["mode"]
             run_bundle(bundle.path, args.device, "--mode", mode)
             for disk in args.disk:
-                rows = [run_bundle(bundle.path, args.device, "--mode", mode, cold=disk == "cold") for _ in range(args.runs)]
-                prediction = simulate(
-                    describe(bundle.program, bundle.plan, described or bundle.descriptor, mode, disk=disk)
-                ).report
+                rows, disk_rates = [], []
+                for _ in range(args.runs):
+                    rows.append(run_bundle(bundle.path, args.device, "--mode", mode, cold=disk == "cold"))
+                    if disk == "cold":
+                        disk_rates.append(cold_rate(bundle.path / "weights.bin"))
+                descriptor = described or bundle.descriptor
+                if disk_rates:
+                    rates = replace(descriptor.rates, disk_bandwidth=statistics.median(disk_rates))
+                    descriptor = replace(descriptor, rates=rates)
+                prediction = simulate(describe(bundle.program, bundle.plan, descriptor, mode, disk=disk)).report
                 comparison = Comparison(
                     model.parent.name,
                     bundle.budget_bytes or 0,
@@ -124,7 +132,7 @@ def main() -> None:
         raise SystemExit(f"{args.zoo} holds none of: {', '.join(args.models)}")
     near = sum(abs(c.latency_ratio - 1) <= LATENCY_TOLERANCE for c in found)
     exact = sum(abs(c.peak_ratio - 1) <= MEMORY_TOLERANCE for c in found)
-    mean = geometric_mean(c.latency_ratio for c in found)
+    mean = statistics.geometric_mean(c.latency_ratio for c in found)
     print(f"\nlatency within {LATENCY_TOLERANCE:.0%}: {near} of {len(found)}, geometric mean of the ratio {mean:.2f}")
     print(f"peak within {MEMORY_TOLERANCE:.0%}: {exact} of {len(found)}")
 

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ import numpy as np
 import onnx
 
 import flashmem
+from benchmarks.disk import cold_rate
 from benchmarks.hard_limit import HardLimit
-from benchmarks.worker import drop
 from flashmem.units import parse_size
 
 BUDGETS = {"resnet50": "64MB", "vit-b16": "96MB", "gptneo-125m": "128MB"}
@@ -106,7 +105,7 @@ class Bench:
         for _ in range(self.runs):
             for key, variant in variants.items():
                 rows[key].append(variant())
-            disk.append(max(self.disk_rate(1), self.disk_rate(2)))
+            disk.append(cold_rate(self.bundle / "weights.bin"))
             gemm.append(gemm_rate())
         macs = sum(launch.macs for launch in flashmem.Bundle.open(self.bundle).program.launches)
         weights = (self.bundle / "weights.bin").stat().st_size
@@ -133,24 +132,6 @@ class Bench:
                 "preloaded": self.flashmem("--strategy", "preload", limit=limit),
             },
         }
-
-    def disk_rate(self, threads: int) -> float:
-        """Bytes per second of a cold read of the weights, in pieces of 8 MiB, each announced before it is read."""
-        path = self.bundle / "weights.bin"
-        drop([path])
-        size = path.stat().st_size
-        handle = os.open(path, os.O_RDONLY)
-
-        def read(offset: int) -> None:
-            os.posix_fadvise(handle, offset, 16 * MIB, os.POSIX_FADV_WILLNEED)
-            os.pread(handle, 8 * MIB, offset)
-
-        begun = time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(read, range(0, size, 8 * MIB)))
-        seconds = time.perf_counter() - begun
-        os.close(handle)
-        return size / seconds
 
     def compare(self) -> dict[str, Any]:
         """Streamed against preloaded bit by bit, and against ONNX Runtime."""

@@ -1,0 +1,35 @@
+"""How fast the disk brings in a file that is not in the page cache (the host of a virtual machine may still hold it)."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.worker import drop
+
+MIB = 1 << 20
+
+
+def cold_rate(path: Path) -> float:
+    """Bytes per second of a cold read of `path`, by one thread or by two: whichever is faster."""
+    return max(_rate(path, 1), _rate(path, 2))
+
+
+def _rate(path: Path, threads: int) -> float:
+    """In pieces of 8 MiB, each announced before it is read."""
+    drop([path])
+    size = path.stat().st_size
+    handle = os.open(path, os.O_RDONLY)
+
+    def read(offset: int) -> None:
+        os.posix_fadvise(handle, offset, 16 * MIB, os.POSIX_FADV_WILLNEED)
+        os.pread(handle, 8 * MIB, offset)
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(0, size, 8 * MIB)))
+    seconds = time.perf_counter() - begun
+    os.close(handle)
+    return size / seconds
