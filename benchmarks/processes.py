@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -28,11 +29,15 @@ def run_bundle(bundle: Path, device: str, *extra: str, cold: bool = False) -> Ro
 
 
 def take_turns(variants: Mapping[str, Callable[[], Row]], runs: int) -> dict[str, list[Row]]:
-    """`runs` rows of each variant, one of each after the other, so that a busy minute of the machine meets all of them."""
+    """`runs` rows of each variant, one of each after the other, so that a busy minute of the machine meets all of them.
+
+    Every round has another order, from a seed: what a run leaves in the caches of disk and host is no variant's advantage.
+    """
     rows: dict[str, list[Row]] = {name: [] for name in variants}
+    order = random.Random(0)
     for _ in range(runs):
-        for name, variant in variants.items():
-            rows[name].append(variant())
+        for name in order.sample(list(variants), len(variants)):
+            rows[name].append(variants[name]())
     return rows
 
 
