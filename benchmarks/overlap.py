@@ -20,9 +20,11 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, get_args
 
-from flashmem.compile import Options, choose_mode, generate_program, plan_program
+from flashmem.codegen.program import generate
+from flashmem.compile import SLICE_BYTES, Options, choose_mode, plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.errors import BudgetError
+from flashmem.graph.fusion import fuse
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.planner import Limits, planning_problem
 from flashmem.program import Program
@@ -55,7 +57,7 @@ def with_disk(options: Options, bandwidth: float) -> Options:
 
 def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, float]:
     """Simulated integrated latency of each strategy on a cold file, with or without opening the session."""
-    found = {}
+    found: dict[str, float] = {}
     for strategy, plan in plans(program, options).items():
         scenario = describe(program, plan, options.descriptor, options.mode, disk="cold", strategy=strategy)
         if not opening:
@@ -67,7 +69,8 @@ def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, f
 def measure(name: str, model: Path, descriptor: DeviceDescriptor, budget_ratio: float) -> dict[str, Any]:
     """One model on one device: seconds by strategy, at each ratio and at the descriptor's own disk."""
     options = Options(descriptor, choose_mode(descriptor, "auto"), Limits(chunk=1 << 20))
-    program = generate_program(model, options).program
+    graph = read_graph(model, options)
+    program = generate(graph, fuse(graph), descriptor, slice_bytes=SLICE_BYTES).program
     options = replace(options, limits=replace(options.limits, budget=int(budget_ratio * program.weights_bytes)))
     problem = planning_problem(program, descriptor, options.mode, options.limits)
     compute = sum(layer.seconds for layer in problem.layers)
