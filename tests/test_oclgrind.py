@@ -33,8 +33,9 @@ with flashmem.Session(bundle, device="oclgrind", mode=mode) as session:
     outputs = session.run(None, inputs)
 for answer, expected in zip(outputs, onnxruntime.InferenceSession(model).run(None, inputs), strict=True):
     assert np.abs(answer - expected).max() <= 1e-3 * np.ptp(expected)
-print("answered")
+print("answered", flush=True)
 """
+_TRIES = 3
 
 
 RACY = """
@@ -49,13 +50,21 @@ queue.finish()
 
 
 def _run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`script` in a process that sees Oclgrind's device alone."""
+    """`script` in a process that sees Oclgrind's device alone.
+
+    Oclgrind keeps no locks, and a loader thread writes while kernels run: about one process in 150 dies by a signal inside it.
+    Such a process is started again, a few times at most; one that answers or complains is believed.
+    """
     vendors = folder / "vendors"
     vendors.mkdir()
     (vendors / "oclgrind.icd").write_text(f"{LIBRARIES[0]}\n")
     settings = {"OCL_ICD_VENDORS": str(vendors), "OCLGRIND_DATA_RACES": "1", "FLASHMEM_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-X", "faulthandler", "-c", script, *arguments]
+    for _ in range(_TRIES):
+        done = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode >= 0 or "answered" in done.stdout:
+            break
+    return done
 
 
 def _complains(done: subprocess.CompletedProcess[str]) -> bool:
@@ -75,5 +84,5 @@ def test_a_race_would_be_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["gptneo-tiny", "regnet-tiny", "vit-tiny"])
 def test_no_race_and_nothing_out_of_bounds(model: str, path: str, tmp_path: Path) -> None:
     done = _run(SCRIPT, tmp_path, str(ROOT / f"tests/data/{model}.onnx"), path, "interleave", str(tmp_path))
-    assert done.stdout.strip() == "answered", done.stderr
+    assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
     assert not _complains(done), done.stderr
