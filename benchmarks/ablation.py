@@ -33,10 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import flashmem
+from benchmarks.models import MODELS, compiled_within, models_in
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
-from flashmem.errors import BudgetError
-
-MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,6 @@ def steps_of(own_mode: str) -> list[Step]:
     return steps
 
 
-def compiled(model: Path, output: Path, budget: int, options: dict[str, Any]) -> flashmem.Bundle:
-    """The bundle within the budget or the smallest one that works."""
-    try:
-        return flashmem.compile(model, output, budget=budget, **options)
-    except BudgetError as error:
-        return flashmem.compile(model, output, budget=error.smallest_bytes, **options)
-
-
 def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One model: a row for each step."""
     whole = flashmem.compile(model, folder / "whole.flashmem", device=args.device, memory_path=args.memory_path)
@@ -83,8 +73,8 @@ def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> d
     common = {"device": args.device, "memory_path": path, "objective": args.objective, "chunk": args.chunk}
     budget = int(args.budget_ratio * weights)
     made = {
-        (mode, unfusion): compiled(
-            model, folder / f"{mode}-{unfusion}.flashmem", budget, {**common, "mode": mode, "unfusion": unfusion}
+        (mode, unfusion): compiled_within(
+            model, folder / f"{mode}-{unfusion}.flashmem", budget, **common, mode=mode, unfusion=unfusion
         )
         for mode, unfusion in dict.fromkeys((step.mode, step.unfusion) for step in steps)
     }
@@ -154,9 +144,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = {name: args.zoo / name / "model.onnx" for name in args.models if (args.zoo / name / "model.onnx").is_file()}
-    if not found:
-        parser.error(f"none of {', '.join(args.models)} is in {args.zoo}; export one with `flashmem zoo export`")
+    found = models_in(args.zoo, args.models, parser)
     results = []
     for name, model in found.items():
         with tempfile.TemporaryDirectory(prefix="flashmem-ablation-") as folder:

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, get_args
 
+from benchmarks.models import MODELS, models_in
 from flashmem.codegen.program import generate
 from flashmem.compile import SLICE_BYTES, Options, choose_mode, plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor
@@ -32,7 +33,6 @@ from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
 RATIOS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
 """Time to load all weights over time to compute all layers."""
 
@@ -137,9 +137,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    found = {name: args.zoo / name / "model.onnx" for name in args.models if (args.zoo / name / "model.onnx").is_file()}
-    if not found:
-        parser.error(f"none of {', '.join(args.models)} is in {args.zoo}; export one with `flashmem zoo export`")
+    found = models_in(args.zoo, args.models, parser)
     results = []
     for device in args.devices:
         for name, model in found.items():

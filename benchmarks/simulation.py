@@ -17,11 +17,10 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import flashmem
 from benchmarks.disk import cold_rate
+from benchmarks.models import compiled_within
 from benchmarks.processes import median, run_bundle
 from flashmem.device import DeviceDescriptor, load_descriptor
-from flashmem.errors import BudgetError
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
 from flashmem.units import parse_size
@@ -65,21 +64,13 @@ class Comparison:
         )
 
 
-def compiled(model: Path, output: Path, budget: int, args: argparse.Namespace) -> flashmem.Bundle:
-    """The bundle within the budget, or within the smallest one that works."""
-    options = {"device": args.device, "mode": args.mode, "precision": args.precision, "memory_path": args.memory_path}
-    try:
-        return flashmem.compile(model, output, budget=budget, **options)
-    except BudgetError as error:
-        return flashmem.compile(model, output, budget=error.smallest_bytes, **options)
-
-
 def compare(model: Path, args: argparse.Namespace, described: DeviceDescriptor | None) -> list[Comparison]:
     """Every budget and state of the file, for one model."""
+    options = {"device": args.device, "mode": args.mode, "precision": args.precision, "memory_path": args.memory_path}
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for asked in args.budgets or BUDGETS[model.parent.name]:
-            bundle = compiled(model, Path(folder) / "model.flashmem", parse_size(asked), args)
+            bundle = compiled_within(model, Path(folder) / "model.flashmem", parse_size(asked), **options)
             mode = bundle.meta["mode"]
             run_bundle(bundle.path, args.device, "--mode", mode)
             for disk in args.disk:

@@ -20,6 +20,7 @@ from statistics import geometric_mean
 from typing import Any, get_args
 
 import flashmem
+from benchmarks.models import MODELS, models_in
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
 from flashmem.errors import BudgetError
 from flashmem.planning.plan import Strategy
@@ -27,7 +28,6 @@ from flashmem.units import parse_size
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BASELINES = STRATEGIES[1:]
-MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
 
 
 def compiled(model: Path, folder: Path, budget: int, options: dict[str, Any]) -> tuple[dict[str, flashmem.Bundle], int]:
@@ -158,9 +158,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    found = {name: args.zoo / name / "model.onnx" for name in args.models if (args.zoo / name / "model.onnx").is_file()}
-    if not found:
-        parser.error(f"none of {', '.join(args.models)} is in {args.zoo}; export one with `flashmem zoo export`")
+    found = models_in(args.zoo, args.models, parser)
     print(f"flashmem {flashmem.__version__}, device {args.device}, medians of {args.runs} fresh processes")
     results = []
     for number, (name, model) in enumerate(found.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -27,6 +28,9 @@ CHUNK = 1 << 20
 
 PARTS = 64
 """Slices in each of the two sets that are loaded in turn."""
+
+_PAGE = 4096
+_WIDTH = 256  # texels of a slice's rows
 
 
 class Run(LoaderRun):
@@ -70,16 +74,7 @@ class Loads:
         """The runtime's transfer of `mode`, for the slices of the profiling file."""
         if mode not in self._transfers:
             parts = [part for half in self._sets for part in half]
-            places = {part.name: i % PARTS * CHUNK for i, part in enumerate(parts)}
-            layout = PoolLayout(pool_bytes=PARTS * CHUNK, offsets=places)
-            if self._path == "texture" and mode in ("dma", "interleave"):
-                shape = self._sets[0][0]
-                slot = TextureSlot(shape.width, shape.height, "float", CHUNK)
-                layout = PoolLayout(slots=(slot,) * 8, slot_of={part.name: i % 8 for i, part in enumerate(parts)})
-            if mode == "dma":
-                layout = replace(layout, staging_bytes=LOADER_THREADS * CHUNK)
-            elif mode == "interleave":
-                layout = replace(layout, staging_bytes=PARTS * CHUNK, staging=places)
+            layout = self._layout(mode, parts, CHUNK, places=PARTS, slots=8)
             self._transfers[mode] = make_transfer(mode, self._context, self._ledger, self._file, parts, layout, LOADER_THREADS)
         return self._transfers[mode]
 
@@ -94,14 +89,7 @@ class Loads:
 
     def load_seconds(self, mode: TransferMode, count: int) -> float:
         """Seconds to bring in `count` slices (of the page cache) with nothing else going on."""
-        run, parts = self.start(mode, count)
-        begun = perf_counter()
-        run.open()
-        for part in parts:
-            run.wait(part.name)
-        elapsed = perf_counter() - begun
-        run.stop()
-        return elapsed
+        return _bring_in(*self.start(mode, count))
 
     def transfer_rate(self, mode: TransferMode) -> float:
         """Bytes per second of a transfer alone: the median of several."""
@@ -124,30 +112,15 @@ class Loads:
 
     def slice_seconds(self, mode: TransferMode) -> float:
         """What a slice costs beside its bytes: the time of loads of one page each."""
-        width = 256
-        image = (width, 1, 16 * width) if self._path == "texture" else (0, 0, 0)
-        parts = [Slice(f"page{i}", "page", i * CHUNK, 4096, *image) for i in range(2 * PARTS)]
-        places = {part.name: i * 4096 for i, part in enumerate(parts)}
-        layout = PoolLayout(pool_bytes=len(parts) * 4096, offsets=places)
-        if self._path == "texture" and mode in ("dma", "interleave"):
-            slots = (TextureSlot(width, 1, "float", 4096),)
-            layout = PoolLayout(slots=slots, slot_of=dict.fromkeys(places, 0))
-        if mode == "dma":
-            layout = replace(layout, staging_bytes=LOADER_THREADS * 4096)
-        elif mode == "interleave":
-            layout = replace(layout, staging_bytes=len(parts) * 4096, staging=places)
+        parts = [self._slice(i, _PAGE) for i in range(2 * PARTS)]
+        layout = self._layout(mode, parts, _PAGE, places=len(parts), slots=1)
         ledger = Ledger(self._context, None)
         transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout, LOADER_THREADS)
         try:
             times = []
             for _ in range(7):
                 run = Run(transfer, [Load(part, gate=1) for part in parts], {}, threads=LOADER_THREADS)
-                begun = perf_counter()
-                run.open()
-                for part in parts:
-                    run.wait(part.name)
-                times.append(perf_counter() - begun)
-                run.stop()
+                times.append(_bring_in(run, parts))
                 for part in parts:
                     transfer.free(part)
             return statistics.median(times) / len(parts)
@@ -160,8 +133,31 @@ class Loads:
         for part in self._loaded.pop(mode, []):
             self.transfer(mode).free(part)
 
-    def _slice(self, index: int) -> Slice:
+    def _slice(self, index: int, nbytes: int = CHUNK) -> Slice:
         if self._path == "buffer":
-            return Slice(f"part{index}", "part", index * CHUNK, CHUNK)
-        width = 256
-        return Slice(f"part{index}", "part", index * CHUNK, CHUNK, width, CHUNK // (16 * width), 16 * width)
+            return Slice(f"part{index}", "part", index * CHUNK, nbytes)
+        return Slice(f"part{index}", "part", index * CHUNK, nbytes, _WIDTH, nbytes // (16 * _WIDTH), 16 * _WIDTH)
+
+    def _layout(self, mode: TransferMode, parts: Sequence[Slice], nbytes: int, *, places: int, slots: int) -> PoolLayout:
+        """Where `parts` of `nbytes` each go, in turn: to one of `places` in a pool, or of `slots`."""
+        offsets = {part.name: i % places * nbytes for i, part in enumerate(parts)}
+        layout = PoolLayout(pool_bytes=places * nbytes, offsets=offsets)
+        if self._path == "texture" and mode in ("dma", "interleave"):
+            slot = TextureSlot(parts[0].width, parts[0].height, "float", nbytes)
+            layout = PoolLayout(slots=(slot,) * slots, slot_of={part.name: i % slots for i, part in enumerate(parts)})
+        if mode == "dma":
+            return replace(layout, staging_bytes=LOADER_THREADS * nbytes)
+        if mode == "interleave":
+            return replace(layout, staging_bytes=places * nbytes, staging=offsets)
+        return layout
+
+
+def _bring_in(run: Run, parts: Sequence[Slice]) -> float:
+    """Seconds until all `parts` of `run` are there."""
+    begun = perf_counter()
+    run.open()
+    for part in parts:
+        run.wait(part.name)
+    elapsed = perf_counter() - begun
+    run.stop()
+    return elapsed

@@ -6,16 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
+from command_line import Command, command_line
 
-from flashmem.cli import main
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.options import BUNDLE_OPTIONS
 from flashmem.runtime.opencl import list_devices
@@ -23,21 +21,6 @@ from flashmem.runtime.opencl import list_devices
 DATA = Path(__file__).parent / "data"
 RESNET, GPTNEO, DYNAMIC = DATA / "resnet-tiny.onnx", DATA / "gptneo-tiny.onnx", DATA / "gptneo-tiny-dynamic.onnx"
 DEVICES = [device.descriptor_name for device in list_devices()]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Fails unless stdout is exactly one JSON object."""
-        return json.loads(self.out)
-
-
-Command = Callable[..., Outcome]
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    def command(*words: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["flashmem", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capfd.readouterr()
-        assert "Traceback" not in printed.err
-        code = left.value.code
-        return Outcome(code if isinstance(code, int) else 0, printed.out, printed.err)
-
-    return command
+    return command_line(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import pickle
 import socket
 import subprocess
@@ -11,14 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_line import Command, command_line
 
-from flashmem.cli import main
 from flashmem.errors import UserError
 from flashmem.runtime.opencl import list_devices
 from flashmem.sweeping.executors import executor
@@ -30,35 +28,10 @@ DEVICE = list_devices()[0].descriptor_name
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """Fails unless stdout is exactly one JSON object."""
-        return json.loads(self.out)
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
 def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
-
-    def command(*words: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["flashmem", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capfd.readouterr()
-        assert "Traceback" not in printed.err, printed.err
-        code = left.value.code
-        return Outcome(code if isinstance(code, int) else 0, printed.out, printed.err)
-
-    return command
+    return command_line(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from flashmem.commands.plan import summary
 from flashmem.commands.plan_zoo import PREFIX, ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import BudgetError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, fixed_bytes
-from flashmem.runtime.residence import Strategy, choose_strategy
+from flashmem.runtime.residence import Strategy, choose_strategy, require_budget
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.simulation.target import described_device, mode_for, model_name
@@ -107,13 +106,7 @@ def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, 
         limit = parse_size(budget, what="--budget")
     layout = layout_for(program, plan, chosen, strategy)
     needed = fixed_bytes(program) + layout.total_bytes
-    if limit is not None and limit < needed:
-        raise BudgetError(
-            f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {chosen}; "
-            "raise the budget, or compile the model for this one",
-            smallest_bytes=needed,
-            binding=f"the layout for transfer mode {chosen}",
-        )
+    require_budget(limit, needed, chosen)
     if strategy != "preload":
         plan = replace(plan, layouts={chosen: layout})
     scenario = describe(program, plan, descriptor, chosen, disk=disk, strategy=strategy)

@@ -86,8 +86,7 @@ def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[in
     needs: dict[int, list[str]] = {}
     first_moved: dict[str, int] = {}
     for layer in sorted(moves):
-        moving = moves[layer]
-        for move in (*((moving.riding,) if moving.riding else ()), *moving.separate):
+        for move in moves[layer].all:
             first_moved.setdefault(move.part.name, layer)
     for w in plan.weights:
         needs.setdefault(first_moved.get(w.name, w.first_use), []).append(w.name)

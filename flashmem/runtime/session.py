@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
 from flashmem.device import TRANSFER_MODES, TransferMode
-from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.errors import RunError, UserError
 from flashmem.program import Port, fixed_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
@@ -23,9 +23,9 @@ from flashmem.runtime.loader import planned_loads, read_while_opening
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.ports import check_inputs, device_dtype, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
-from flashmem.runtime.residence import Strategy, choose_strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.runtime.residence import Strategy, choose_strategy, preloaded, preloaded_layout, require_budget, streamed_layout
 from flashmem.runtime.weight_file import WeightFile
-from flashmem.units import format_size, parse_size
+from flashmem.units import parse_size
 
 Array = NDArray[Any]
 
@@ -126,13 +126,7 @@ class Session:
         limit = None if self.strategy == "preload" else self.bundle.budget_bytes
         if budget is not None:
             limit = parse_size(budget, what="budget")
-        if limit is not None and limit < needed:
-            raise BudgetError(
-                f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {self.mode}; "
-                "raise the budget, or compile the model for this one",
-                smallest_bytes=needed,
-                binding=f"the layout for transfer mode {self.mode}",
-            )
+        require_budget(limit, needed, self.mode)
         return limit
 
     def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
