@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from flashmem.commands.inputs import complete_inputs, read_inputs, write_outputs
 from flashmem.commands.verify import compare, reference
 from flashmem.errors import MissingFileError, UserError
+from flashmem.inputs import complete_inputs, read_inputs, write_outputs
 from flashmem.program import Port, Program, RowGather
 
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, bundle_of
-from flashmem.commands.files import check_target
-from flashmem.commands.inputs import complete_inputs, read_inputs, write_outputs
 from flashmem.commands.plan import summary
 from flashmem.commands.trace import write_trace
 from flashmem.commands.verify import TOLERANCE, Verification, compare, reference
 from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.files import check_target
+from flashmem.inputs import complete_inputs, read_inputs, write_outputs
 from flashmem.runtime.report import RunReport
 from flashmem.runtime.session import Session, Strategy
 from flashmem.units import format_size

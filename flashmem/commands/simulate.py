@@ -8,11 +8,11 @@ from typing import Any, Literal, Self, cast
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, bundle_of
-from flashmem.commands.files import check_target
 from flashmem.commands.plan import summary
 from flashmem.commands.plan_zoo import PREFIX, ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.files import check_target
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, fixed_bytes
 from flashmem.runtime.residence import Strategy, choose_strategy, require_budget

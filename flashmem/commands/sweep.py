@@ -10,9 +10,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashmem.commands.files import check_target
 from flashmem.console import ProgressCallback, progress, say
 from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.files import check_target
 from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
 from flashmem.sweeping.grid import ZOO, Grid, Point, Row, numbers, sizes, words
 from flashmem.sweeping.results import ResultFile, read_rows

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem.commands.files import written_whole
+from flashmem.files import written_whole
 
 if TYPE_CHECKING:
     from flashmem.runtime.loader import Span

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem.commands.files import written_whole
 from flashmem.errors import UserError
+from flashmem.files import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

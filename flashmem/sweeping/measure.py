@@ -16,8 +16,8 @@ from typing import Any
 
 from flashmem.bundle import Bundle
 from flashmem.bundle_check import check_bundle
-from flashmem.commands.inputs import complete_inputs
 from flashmem.console import exit_codes
+from flashmem.inputs import complete_inputs
 from flashmem.planning.plan import OverlapPlan
 from flashmem.runtime.session import Session
 

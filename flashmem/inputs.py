@@ -10,8 +10,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.commands.files import written_whole
 from flashmem.errors import MissingFileError, UserError
+from flashmem.files import written_whole
 from flashmem.program import Port, Program
 
 Arrays = dict[str, NDArray[Any]]
