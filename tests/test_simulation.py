@@ -245,9 +245,12 @@ def test_memory_stays_between_what_is_fixed_and_what_all_slices_take(scenario: S
 
 @st.composite
 def paced(draw: st.DrawFn) -> Scenario:
-    """One thread: nothing can overtake anything, so more speed is never worse."""
+    """One thread, and nobody beside it who announces reads: nothing can overtake anything, so more speed is never worse.
+
+    With a session's announcer beside it that is not so: a faster thread may reach the disk's full queue at a worse moment.
+    """
     scenario = draw(scenarios())
-    return replace(scenario, machine=replace(scenario.machine, threads=1, contention=0.0))
+    return replace(scenario, announced=0, machine=replace(scenario.machine, threads=1, contention=0.0))
 
 
 @given(paced(), st.sampled_from(("read_bandwidth", "copy_bandwidth", "disk_bandwidth")))
