@@ -135,15 +135,19 @@ def profile(
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="With --dataset: judge predictions, and train nothing.")] = False,
     figures: Annotated[Path | None, typer.Option(metavar="DIR", help="With --report: draw figures into this folder.")] = None,
+    again: Annotated[
+        Path | None,
+        typer.Option(metavar="x.profile.csv.gz", help="With --report: another profile of the device, to compare with."),
+    ] = None,
 ) -> None:
     """Measure a device, train its capacity model, and print the path of the descriptor written."""
     from flashmem.commands.profile import profile_device, report_on, retrain_model
     from flashmem.errors import UserError
 
-    if (report and dataset is None) or (figures is not None and not report):
-        raise UserError("--report needs --dataset, and --figures needs --report; name the dataset that a profile wrote")
+    if (report and dataset is None) or (not report and (figures or again)):
+        raise UserError("--report needs --dataset; --figures and --again need --report; name the dataset that a profile wrote")
     if report and dataset is not None:
-        report_on(dataset, figures)
+        report_on(dataset, figures, again)
     elif dataset is not None:
         print(retrain_model(dataset))
     else:

@@ -14,6 +14,7 @@ from flashmem.capacity.classes import THRESHOLDS
 from flashmem.capacity.predictor import Basis, Predictor, ratio_within
 from flashmem.capacity.response import MARKER, Learned, learn_classes
 from flashmem.console import print_facts, print_table
+from flashmem.errors import UserError
 
 from .dataset import Row, at_usual_pace, read_dataset
 from .rates import MachineRates
@@ -131,14 +132,53 @@ def _capacities(rows: Sequence[Row], predictor: Predictor, basis: Basis, machine
     return found
 
 
-def agreement(capacities: Sequence[Capacity], which: str, chunk: int | None) -> float:
-    """The share of launches whose C_l is within 25 % of the measured one, in bytes or in whole chunks."""
+def agreement(pairs: Sequence[tuple[float, float]], chunk: int | None) -> float:
+    """The share of (measured, found) C_l that are within 25 % of the measured one, in bytes or in whole chunks."""
 
     def count(nbytes: float) -> float:
         return nbytes if chunk is None else nbytes // chunk
 
-    pairs = [(count(c.measured), count(getattr(c, which))) for c in capacities]
-    return mean(abs(found - true) <= _WITHIN * true for true, found in pairs) if pairs else float("nan")
+    counted = [(count(measured), count(found)) for measured, found in pairs]
+    return mean(abs(found - true) <= _WITHIN * true for true, found in counted) if counted else float("nan")
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The launches that two profiles of one device have in common: no predictor can be better than a device repeats itself.
+
+    `differences` of latencies alone, each at its profile's usual pace, as shares, without the one that all have in common; and
+    (first, second) C_l in bytes.
+    """
+
+    differences: list[float]
+    capacities: list[tuple[float, float]]
+
+
+def repeats(dataset: Path, again: Path) -> Repeats:
+    """How far two profiles lie apart.
+
+    Raises:
+        UserError: not datasets, or no launch is in both.
+    """
+    first, second = (at_usual_pace(rows, basis_of(about)) for about, rows in (read_dataset(dataset), read_dataset(again)))
+    others = {(row.case, row.facts): row.seconds for row in second if row.mode == "none"}
+    pairs = [(row.seconds, others.get((row.case, row.facts))) for row in first if row.mode == "none"]
+    ratios = [after / before for before, after in pairs if after is not None]
+    if not ratios:
+        raise UserError(f"{dataset} and {again} have no launch in common; profile with the same --seed and the same models")
+    usual = median(ratios)
+    known = _measured_capacities(first), _measured_capacities(second)
+    both = sorted(known[0].keys() & known[1].keys())
+    return Repeats([abs(ratio / usual - 1) for ratio in ratios], [(known[0][key], known[1][key]) for key in both])
+
+
+def _measured_capacities(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """C_l in bytes by (case, mode), where the class lets it be anything but 0."""
+    found = {}
+    for key, points in curves(rows).items():
+        if threshold := THRESHOLDS[points[0].facts.operator_class]:
+            found[key] = measured_ratio(points, threshold) * points[0].facts.own_bytes
+    return found
 
 
 def errors(predictions: Sequence[Prediction], which: str) -> list[float]:
@@ -162,6 +202,16 @@ def operator_type(row: Row) -> str:
     if other == "over columns":
         return f"{row.operator} {other}"
     return other or row.operator
+
+
+def print_repeats(dataset: Path, again: Path) -> None:
+    """Print how far the device repeats itself."""
+    found = repeats(dataset, again)
+    apart = f"{mean(found.differences):.1%} in the mean, {median(found.differences):.1%} in the median"
+    within = ", ".join(
+        f"{agreement(found.capacities, chunk):.1%} in {what}" for chunk, what in ((None, "bytes"), (_CHUNK, "chunks"))
+    )
+    print_facts({f"{len(found.differences)} launches measured again differ by": apart, "their C_l within 25 %": within})
 
 
 def print_report(dataset: Path) -> None:
@@ -200,7 +250,8 @@ def _default_path(rows: Sequence[Row]) -> str:
 def _print_capacities(parts: Sequence[HeldOut], verdicts: list[str]) -> None:
     lines = []
     for part in parts:
-        values = [agreement(part.capacities, which, chunk) for which in ("predicted", "roofline") for chunk in (None, _CHUNK)]
+        pairs = [[(c.measured, getattr(c, which)) for c in part.capacities] for which in ("predicted", "roofline")]
+        values = [agreement(found, chunk) for found in pairs for chunk in (None, _CHUNK)]
         lines.append((part.what, len(part.capacities), *(f"{value:.1%}" for value in values)))
         if values[1] < 0.9:
             verdicts.append(f"{part.what}: misses C_l within 25 % for 90 % of launches")

@@ -16,6 +16,7 @@ from flashmem.profiler.cases import Target, sampled, sampled_family
 from flashmem.profiler.dataset import Growing, Row, at_usual_pace, read_dataset, write_dataset
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.rates import lane_contention
+from flashmem.profiler.report import agreement, repeats
 from flashmem.profiler.run import _measure_launch
 from flashmem.profiler.train import save, train
 from typer.testing import CliRunner
@@ -232,6 +233,23 @@ def spread(true: list[Row], found: list[Row]) -> float:
     return max(ratios) / min(ratios) - 1
 
 
+def test_two_profiles_of_one_device_are_compared(tmp_path: Path) -> None:
+    """Twice as slow altogether is another day, not a difference; every fourth launch a tenth slower than the rest is one."""
+    about = {"source": "s", "basis": vars(BASIS)}
+    first, second = tmp_path / "a.profile.csv.gz", tmp_path / "b.profile.csv.gz"
+    plain = law(60)
+    odd = sorted({row.case for row in plain})[::4]
+    write_dataset(first, about, plain)
+    write_dataset(second, about, [replace(row, seconds=row.seconds * (2.2 if row.case in odd else 2.0)) for row in plain])
+    found = repeats(first, second)
+    assert len(found.differences) == 60 and len(found.capacities) == 60
+    assert [difference for difference in found.differences if difference > 1e-4] == pytest.approx([0.1] * 15, rel=1e-3)
+    assert agreement(found.capacities, None) == agreement(found.capacities, 1 << 20) == 1.0
+    write_dataset(second, about, law(60, seed=1))
+    with pytest.raises(UserError, match="no launch in common"):
+        repeats(first, second)
+
+
 def test_too_little_teaches_nothing() -> None:
     with pytest.raises(UserError, match="has 3 launches"):
         train(law(3), BASIS)
@@ -257,6 +275,7 @@ def test_classes_are_cut_where_tolerance_leaves_gaps() -> None:
     ("arguments", "message"),
     [
         (["--report"], "--report needs --dataset"),
+        (["--again", "x.profile.csv.gz"], "--again need --report"),
         (["--dataset", "nowhere.profile.csv.gz"], "no such dataset"),
         (["--model", "nowhere.onnx"], "does not exist"),
         (["--name", "a/b"], "cannot be a file's name"),

@@ -42,11 +42,16 @@ def retrain_model(dataset: Path) -> Path:
     return path
 
 
-def report_on(dataset: Path, figures: Path | None) -> None:
-    """Prints how good predictions are on what was held out; with `figures`, draws them into that folder."""
-    _need_extra()
-    from flashmem.profiler.report import print_report
+def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
+    """Prints how good predictions are on what was held out; with `figures`, draws them into that folder.
 
+    `again` is another profile of the same device: how far the two lie apart is printed first.
+    """
+    _need_extra()
+    from flashmem.profiler.report import print_repeats, print_report
+
+    if again is not None:
+        print_repeats(dataset, again)
     print_report(dataset)
     if figures is not None:
         from flashmem.profiler.figures import draw_figures
