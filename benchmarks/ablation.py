@@ -33,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import flashmem
-from benchmarks.models import MODELS, compiled_within, models_in
+from benchmarks.models import MODELS, models_in, planned_again, within
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
+from flashmem.device import TransferMode
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Step:
     """One row that streams: how its bundle is compiled, and how it is played."""
 
     name: str
-    mode: str
+    mode: TransferMode
     unfusion: bool
     lanes: bool
 
@@ -52,7 +53,7 @@ class Step:
         return ("--mode", self.mode, *(() if self.lanes else ("--no-lanes",)))
 
 
-def steps_of(own_mode: str) -> list[Step]:
+def steps_of(own_mode: TransferMode) -> list[Step]:
     """The rows below preload, for a device whose own mode is `own_mode`."""
     steps = [
         Step("+ OPG", "interleave", unfusion=False, lanes=False),
@@ -61,23 +62,23 @@ def steps_of(own_mode: str) -> list[Step]:
         Step("kernel rewriting without unfusion", "interleave", unfusion=False, lanes=True),
     ]
     if own_mode != "interleave":
-        steps.append(Step(f"the device's own mode, {own_mode}", own_mode, unfusion=True, lanes=True))
+        # Layers stay whole there: without moves in kernels C_l plays no part, and a split could only cost.
+        steps.append(Step(f"the device's own mode, {own_mode}", own_mode, unfusion=False, lanes=True))
     return steps
 
 
 def measure(name: str, model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One model: a row for each step."""
-    whole = flashmem.compile(model, folder / "whole.flashmem", device=args.device, memory_path=args.memory_path)
+    common = {"device": args.device, "memory_path": args.memory_path, "objective": args.objective, "chunk": args.chunk}
+    whole = flashmem.compile(model, folder / "whole.flashmem", **common, unfusion=False)
     path, weights = whole.program.memory_path, weights_of(whole)
     steps = steps_of(whole.descriptor.modes[path][0])
-    common = {"device": args.device, "memory_path": path, "objective": args.objective, "chunk": args.chunk}
     budget = int(args.budget_ratio * weights)
-    made = {
-        (mode, unfusion): compiled_within(
-            model, folder / f"{mode}-{unfusion}.flashmem", budget, **common, mode=mode, unfusion=unfusion
-        )
-        for mode, unfusion in dict.fromkeys((step.mode, step.unfusion) for step in steps)
-    }
+    made = {}
+    for mode, unfusion in dict.fromkeys((step.mode, step.unfusion) for step in steps):
+        output = folder / f"{mode}-{unfusion}.flashmem"
+        split = partial(flashmem.compile, model, output, **common, mode=mode)
+        made[mode, unfusion] = within(budget, split if unfusion else partial(planned_again, whole, output, mode=mode))
     bundles = {step.name: made[step.mode, step.unfusion] for step in steps}
     runs: dict[str, tuple[Path, tuple[str, ...]]] = {"preload": (whole.path, ("--strategy", "preload"))}
     runs |= {step.name: (bundles[step.name].path, step.flags) for step in steps}

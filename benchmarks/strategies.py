@@ -20,7 +20,7 @@ from statistics import geometric_mean
 from typing import Any, get_args
 
 import flashmem
-from benchmarks.models import MODELS, models_in
+from benchmarks.models import MODELS, models_in, planned_again
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
 from flashmem.errors import BudgetError
 from flashmem.planning.plan import Strategy
@@ -30,24 +30,25 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BASELINES = STRATEGIES[1:]
 
 
-def compiled(model: Path, folder: Path, budget: int, options: dict[str, Any]) -> tuple[dict[str, flashmem.Bundle], int]:
-    """The bundle of each strategy within `budget`, or within the smallest that all of them can keep to; and that budget."""
+def planned(whole: flashmem.Bundle, folder: Path, budget: int) -> tuple[dict[str, flashmem.Bundle], int]:
+    """The bundle of each strategy within `budget`, or within the smallest that all of them can keep to; and that budget.
+
+    They share the weights of `whole`.
+    """
     bundles: dict[str, flashmem.Bundle] = {}
     while len(bundles) < len(STRATEGIES):
         try:
             for strategy in STRATEGIES:
-                bundles[strategy] = flashmem.compile(
-                    model, folder / f"{strategy}.flashmem", budget=budget, strategy=strategy, **options
-                )
+                bundles[strategy] = planned_again(whole, folder / f"{strategy}.flashmem", budget=budget, strategy=strategy)
         except BudgetError as error:
             budget, bundles = error.smallest_bytes, {}
     return bundles, budget
 
 
-def measure(name: str, model: Path, folder: Path, budget: int, disk: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, bundles: dict[str, flashmem.Bundle], budget: int, folder: Path, disk: str, args: argparse.Namespace
+) -> dict[str, Any]:
     """One model at one budget: seconds and memory by strategy."""
-    options = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
-    bundles, budget = compiled(model, folder, budget, options)
     runs: dict[str, tuple[Path, tuple[str, ...]]] = {s: (bundle.path, ("--strategy", s)) for s, bundle in bundles.items()}
     runs["preload"] = (bundles["stream"].path, ("--strategy", "preload"))
     answers = []
@@ -112,15 +113,14 @@ def summarise(results: list[dict[str, Any]]) -> None:
         ))  # fmt: skip
 
 
-def plot(path: Path, model: Path, folder: Path, budget: int, args: argparse.Namespace) -> None:
+def plot(path: Path, name: str, whole: flashmem.Bundle, folder: Path, budget: int, args: argparse.Namespace) -> None:
     """Layers and loads of each strategy's first run over time, and the bytes held, as PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    options = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
-    bundles, budget = compiled(model, folder, budget, options)
+    bundles, budget = planned(whole, folder, budget)
     figure, axes = plt.subplots(len(bundles), 1, figsize=(11, 1.9 * len(bundles)), sharex=True, layout="constrained")
     for axis, (strategy, bundle) in zip(axes, bundles.items(), strict=True):
         trace = folder / "trace.json"
@@ -139,7 +139,7 @@ def plot(path: Path, model: Path, folder: Path, budget: int, args: argparse.Name
         axis.set_title(f"{strategy}: first answer after {1e3 * events['integrated']:.0f} ms", loc="left", fontsize=10)
     axes[-1].set_xlabel("ms since the session was opened")
     disk = "dropped from the page cache" if "cold" in args.disk else "cached"
-    figure.suptitle(f"{model.parent.name}, budget {budget / 1e6:.0f} MB, {args.device}, file {disk}")
+    figure.suptitle(f"{name}, budget {budget / 1e6:.0f} MB, {args.device}, file {disk}")
     figure.savefig(path, dpi=110)
     print(f"\nwrote {path}")
 
@@ -163,14 +163,23 @@ def main() -> None:
     results = []
     for number, (name, model) in enumerate(found.items()):
         with tempfile.TemporaryDirectory(prefix="flashmem-strategies-") as folder:
-            weights = weights_of(flashmem.compile(model, Path(folder) / "whole.flashmem", device=args.device))
+            # Layers stay whole: unfusion is for our plans only, and all strategies are to play the same program.
+            whole = flashmem.compile(
+                model, Path(folder) / "whole.flashmem", device=args.device, memory_path=args.memory_path, mode=args.mode,
+                unfusion=False,
+            )  # fmt: skip
+            weights = weights_of(whole)
             budgets = [parse_size(text) for text in args.budgets] or [weights // 4, weights // 2]
-            for budget in budgets:
-                for disk in args.disk:
-                    results.append(measure(name, model, Path(folder), budget, disk, args))
-                    show(results[-1])
+            measured: set[int] = set()
+            for asked in budgets:
+                bundles, budget = planned(whole, Path(folder), asked)
+                if budget not in measured:  # two that are raised to the same are one
+                    for disk in args.disk:
+                        results.append(measure(name, bundles, budget, Path(folder), disk, args))
+                        show(results[-1])
+                measured.add(budget)
             if args.plot and number == 0:
-                plot(args.plot, model, Path(folder), budgets[0], args)
+                plot(args.plot, name, whole, Path(folder), budgets[0], args)
     summarise(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

@@ -264,10 +264,11 @@ class BundleWriter:
         self._discard()
 
 
-def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any]) -> Bundle:
+def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], path: Path | None = None) -> Bundle:
     """The same bundle, opened anew, with another plan of its program and other `meta`; all other files stay as they are.
 
-    A second folder is made beside it, in which only plan and manifest are new, and takes its place when it is whole.
+    A second folder is made in which only plan and manifest are new, and takes the bundle's place when it is whole; or that of
+    `path`, where the two then share one file of weights if the file system can.
 
     Raises:
         UserError: the disk is full or fails; the bundle stays as it was.
@@ -279,8 +280,10 @@ def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any]) -> 
     manifest["files"]["plan.json"] = _fingerprint(content)
     manifest["meta"] = dict(meta)
     new = {"plan.json": content, MANIFEST: json.dumps(manifest, indent=2).encode()}
-    with _disk_errors(bundle.path):
-        folder = Path(tempfile.mkdtemp(prefix=f".{bundle.path.name}-", dir=bundle.path.parent))
+    path = path or bundle.path
+    with _disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         try:
             for name in (*SMALL_FILES, WEIGHTS):
                 if name not in new:
@@ -288,11 +291,11 @@ def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any]) -> 
             for name, text in new.items():
                 _write_file(folder / name, text)
             folder.chmod(0o755)
-            _put_in_place(folder, bundle.path)
+            _put_in_place(folder, path)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-    return Bundle.open(bundle.path)
+    return Bundle.open(path)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

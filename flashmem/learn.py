@@ -66,7 +66,7 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
     Raises:
         UserError: the bundle was compiled before it kept the limits it was planned for, or cannot be written.
     """
-    limits = _limits_of(bundle)
+    limits = limits_of(bundle)
     earlier = _learned_from(bundle)
     learned = observed(bundle, mode, reports).joined_to(earlier)
     problem = learned.applied_to(planning_problem(bundle.program, bundle.descriptor, mode, limits))
@@ -113,11 +113,12 @@ def _load_rate(bundle: Bundle, loads: Sequence[Span]) -> float | None:
     return sum(sizes[span.name] for span in loads) / busy if busy > 0 else None
 
 
-def _limits_of(bundle: Bundle) -> Limits:
+def limits_of(bundle: Bundle) -> Limits:
+    """What `bundle` was planned for. Raises UserError for one that was compiled before bundles kept that."""
     written = bundle.meta.get("limits")
     known = {field.name for field in fields(Limits)}
     if not isinstance(written, dict) or not written.keys() <= known:
-        raise UserError(f"bundle {bundle.path} does not say what it was planned for; compile the model again to use --learn")
+        raise UserError(f"bundle {bundle.path} does not say what it was planned for; compile the model again")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
     return Limits(**values)
 
