@@ -1,4 +1,4 @@
-"""How fast the disk brings in a file that is not in the page cache (the host of a virtual machine may still hold it)."""
+"""Files in the page cache or not, and how fast the disk brings one in (the host of a virtual machine may still hold it)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ _MOST = 512 * MIB  # of a file: enough to tell
 def cold_rate(path: Path) -> float:
     """Bytes per second of a cold read of `path`, by one thread or by two: whichever is faster."""
     return max(_rate(path, 1), _rate(path, 2))
+
+
+def warm(path: Path) -> None:
+    """Read the whole file, so that it is in the page cache as far as memory permits."""
+    with path.open("rb", buffering=0) as file:
+        while file.read(8 * MIB):
+            pass
 
 
 def _rate(path: Path, threads: int) -> float:

@@ -188,11 +188,6 @@ _ZOO = {
 }
 
 
-def graph_names() -> tuple[str, ...]:
-    """The architectures that can be planned without a file."""
-    return tuple(_ZOO)
-
-
 def zoo_graph(name: str) -> Graph:
     """The graph of a known architecture, as the importer would yield it: before normal form, batch 1, 128 tokens or 224 pixels.
 

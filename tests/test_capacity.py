@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmem.capacity.classes import THRESHOLDS, classify, classify_group, predict_seconds
+from flashmem.capacity.classes import THRESHOLDS, classify, predict_seconds
 from flashmem.capacity.model import Roofline, load_capacity
 from flashmem.device import DeviceDescriptor, Rates
 from flashmem.planning.problem import build_problem
@@ -27,12 +27,6 @@ def launch(kind: OperatorClass, macs: int, nbytes: int, *slices: str) -> Launch:
 )  # fmt: skip
 def test_classes_follow_table_5(op: str, kind: str) -> None:
     assert classify(op) == kind
-
-
-def test_a_group_is_as_sensitive_as_its_most_sensitive_operator() -> None:
-    assert classify_group(["Add", "Relu"]) == "elemental"
-    assert classify_group(["MatMul", "Add", "Gelu"]) == "reusable"
-    assert classify_group(["MatMul", "Softmax"]) == "hierarchical"
 
 
 def test_latency_is_the_slower_of_arithmetic_and_traffic() -> None:

@@ -6,7 +6,6 @@ load capacity C_l (capacity/model.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from flashmem.device import DeviceDescriptor
@@ -36,7 +35,6 @@ _ELEMENTAL = frozenset({
     "ScatterND", "Shape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
     "Upsample", "GridSample", "RotaryEmbedding",
 })  # fmt: skip
-_SEVERITY: Final[dict[OperatorClass, int]] = {"elemental": 0, "reusable": 1, "hierarchical": 2}
 
 
 def classify(op: str) -> OperatorClass:
@@ -48,11 +46,6 @@ def classify(op: str) -> OperatorClass:
     if op in _REUSABLE:
         return "reusable"
     return "elemental" if op in _ELEMENTAL else "hierarchical"
-
-
-def classify_group(ops: Iterable[str]) -> OperatorClass:
-    """The class of a fused group: that of its most sensitive operator (FlashMem section 4.3, C_fused ~ min C_i)."""
-    return max((classify(op) for op in ops), key=_SEVERITY.__getitem__, default="elemental")
 
 
 def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: int = 0) -> float:

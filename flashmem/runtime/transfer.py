@@ -9,7 +9,8 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+
+import numpy as np
 
 from flashmem.device import TransferMode
 from flashmem.planning.plan import PoolLayout
@@ -20,6 +21,9 @@ from flashmem.runtime.weight_file import WeightFile
 
 WORD = 16
 """Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
+
+_HOST_PIECE_BYTES = 1 << 20
+"""Of a load on its way to staging that the host cannot see; small, because the ledger does not count it."""
 
 
 def file_bytes(part: Slice) -> int:
@@ -170,12 +174,7 @@ class DmaTransfer(Transfer):
         """Read and copy, a staging part at a time."""
         assert self._staging is not None
         start = thread * self._part_bytes
-        ring = self._staging[start : start + self._part_bytes]
-        step = self._part_bytes // part.row_pitch * part.row_pitch if part.is_image else self._part_bytes
-        total = file_bytes(part)
-        for first in range(0, total, step):
-            piece = ring[: min(step, total - first)]
-            self.file.read_into(piece, part.offset + first)
+        for piece, first in _pieces(self.file, part, self._staging[start : start + self._part_bytes]):
             self._homes.write(self._queues[thread], part, piece, first)
 
     def close(self) -> None:
@@ -188,7 +187,10 @@ class DmaTransfer(Transfer):
 class InterleaveTransfer(Transfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
-    A preloaded slice passes through the one place that staging has for all of W, so they come in one after the other.
+    Where host and device share memory, staging is mapped for as long as the session lives. Elsewhere a load goes through a
+    small piece of host memory, one a thread, and is copied to staging: mapping would have the driver keep a second staging on
+    the host (docs/opencl-notes.md). A preloaded slice passes through the one place that staging has for all of W, so they come
+    in one after the other.
     """
 
     preload_threads = 1
@@ -207,47 +209,47 @@ class InterleaveTransfer(Transfer):
         self.memories = self._homes.memories
         self._queues = [context.queue() for _ in range(threads)]
         self._offsets = layout.staging
-        self._persistent: Bytes | None = None
+        self._shared = context.device.unified_memory
+        self._mapped: Bytes | None = None  # staging, where it is shared
+        self._host = np.empty((0, 0), np.uint8)  # a piece a thread, where it is not
         self.staged: dict[str, Memory] = {}  # what stream lanes read
         if layout.staging_bytes:
-            staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=True)
+            self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=self._shared)
             for part in slices:
-                self.staged[part.name] = context.sub_buffer(staging, layout.staging[part.name], whole_words(file_bytes(part)))
-            if context.device.unified_memory:
-                self._persistent = self._queues[0].map(staging, layout.staging_bytes)
+                place = context.sub_buffer(self._staging, layout.staging[part.name], whole_words(file_bytes(part)))
+                self.staged[part.name] = place
+            if self._shared:
+                self._mapped = self._queues[0].map(self._staging, layout.staging_bytes)
+            else:
+                piece = max(_HOST_PIECE_BYTES, *(part.row_pitch for part in slices))
+                self._host = np.empty((threads, piece), np.uint8)
 
     def load(self, part: Slice, thread: int) -> None:
         """Read into staging."""
-        with self._host_view(part, thread) as view:
-            self.file.read_into(view, part.offset)
+        if self._mapped is not None:
+            self.file.read_into(self._place(part), part.offset)
+            return
+        for piece, first in _pieces(self.file, part, self._host[thread]):
+            self._queues[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
 
     def preload(self, part: Slice, thread: int) -> None:
-        """Read into staging, and copy home."""
-        with self._host_view(part, thread) as view:
-            self.file.read_into(view, part.offset)
-            self._homes.write(self._queues[thread], part, view, 0)
+        """Read, and copy home."""
+        ring = self._host[thread] if self._mapped is None else self._place(part)
+        for piece, first in _pieces(self.file, part, ring):
+            self._homes.write(self._queues[thread], part, piece, first)
 
-    @contextmanager
-    def _host_view(self, part: Slice, thread: int) -> Iterator[Bytes]:
-        """The slice's staging place, writable by the host. Where memory is not shared, unmapping sends it to the device."""
-        nbytes = file_bytes(part)
-        if self._persistent is not None:
-            start = self._offsets[part.name]
-            yield self._persistent[start : start + nbytes]
-            return
-        queue = self._queues[thread]
-        view = queue.map(self.staged[part.name], nbytes, invalidate=True)
-        try:
-            yield view
-        finally:
-            queue.unmap(view)
+    def _place(self, part: Slice) -> Bytes:
+        """Where the slice is staged, as the host sees it."""
+        assert self._mapped is not None
+        start = self._offsets[part.name]
+        return self._mapped[start : start + file_bytes(part)]
 
     def close(self) -> None:
         """Unmap staging."""
         super().close()
         self.staged.clear()
-        if self._persistent is not None:
-            self._queues[0].unmap(self._persistent)
+        if self._mapped is not None:
+            self._queues[0].unmap(self._mapped)
 
 
 def make_transfer(
@@ -267,6 +269,16 @@ def make_transfer(
     if mode == "dma":
         return DmaTransfer(context, ledger, file, slices, layout, threads)
     return InterleaveTransfer(context, ledger, file, slices, layout, threads)
+
+
+def _pieces(file: WeightFile, part: Slice, ring: Bytes) -> Iterator[tuple[Bytes, int]]:
+    """The slice, read into `ring` a piece after the other, each with its first byte in the slice. Images come in whole rows."""
+    step = ring.nbytes // part.row_pitch * part.row_pitch if part.is_image else ring.nbytes
+    total = file_bytes(part)
+    for first in range(0, total, step):
+        piece = ring[: min(step, total - first)]
+        file.read_into(piece, part.offset + first)
+        yield piece, first
 
 
 def _view(context: Context, buffer: Memory, part: Slice) -> Memory:

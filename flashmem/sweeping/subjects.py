@@ -7,8 +7,9 @@ from typing import Literal, cast
 
 from flashmem.bundle import Bundle
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
-from flashmem.commands.compiling import CompileOptions, compile_apart
 from flashmem.compile import Options, choose_mode, find_descriptor, read_graph
+from flashmem.compile import compile as compile_model
+from flashmem.device import TransferMode
 from flashmem.errors import UserError
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
@@ -32,19 +33,19 @@ def subject_of(point: Point) -> Subject:
     path = Path(point.model)
     if path.is_dir():
         return _of_bundle(path, point)
+    shapes = dict(parse_shape(text) for text in point.shape.split())
     bundle: Bundle | None = None
     if point.source == "measured":
-        options = CompileOptions(
+        bundle = compile_model(  # into the user's cache, or found there
+            path,
             device=point.device,
-            precision=point.precision,
-            shape=tuple(point.shape.split()),
-            mode=None if point.mode == "auto" else point.mode,
+            precision=_precision(point),
+            shapes=shapes,
+            mode=cast(TransferMode | Literal["auto"], point.mode),
             unfusion=False,
         )
-        bundle = Bundle.open(compile_apart(path, options))
     descriptor = find_descriptor(point.device) if bundle is None else bundle.descriptor
     mode = choose_mode(descriptor, point.mode)
-    shapes = dict(parse_shape(text) for text in point.shape.split())
     graph = read_graph(path, Options(descriptor, mode, Limits(), _precision(point), shapes))
     if bundle is None:
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
