@@ -26,7 +26,8 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.paths import cache_folder
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
-from flashmem.planning.planner import Limits, make_plan, planning_problem
+from flashmem.planning.planner import Limits, make_plan, plan_problem, planning_problem
+from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
@@ -172,11 +173,15 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         with watch("generate"):
             return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
 
-    def plan(program: Program) -> OverlapPlan:
+    def problem(program: Program) -> Problem:
         with watch("plan_and_check"):
-            return make_plan(program, descriptor, mode, limits)
+            return planning_problem(program, descriptor, mode, limits)
 
-    road = Road(program, lambda program: planning_problem(program, descriptor, mode, limits), plan)
+    def plan(problem: Problem, program: Program) -> OverlapPlan:
+        with watch("plan_and_check"):
+            return plan_problem(problem, program, mode, limits)
+
+    road = Road(program, problem, plan)
     chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
     return refine(graph, road, limits, mode, chunk_seconds)
 

@@ -53,7 +53,7 @@ class Learned:
         """Both together, each in proportion to its runs; what another mode or another program taught is forgotten."""
         if earlier is None or earlier.mode != self.mode or len(earlier.seconds) != len(self.seconds):
             return self
-        old, new = min(earlier.runs, _MEMORY), self.runs
+        old, new = min(earlier.runs, _MEMORY - 1), self.runs
         share = new / (old + new)
         seconds = tuple((1 - share) * a + share * b for a, b in zip(earlier.seconds, self.seconds, strict=True))
         rate = (1 - share) * earlier.load_bandwidth + share * self.load_bandwidth

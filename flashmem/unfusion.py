@@ -33,11 +33,11 @@ Cuts = frozenset[Node]
 
 @dataclass(frozen=True)
 class Road:
-    """How a program with given cuts is made, the problem it poses, and its plan: the middle of the offline road."""
+    """How a program with given cuts is made, the problem it poses, and that problem's plan: the middle of the offline road."""
 
     generate: Callable[[Cuts], Generated]
     problem: Callable[[Program], Problem]
-    plan: Callable[[Program], OverlapPlan]
+    plan: Callable[[Problem, Program], OverlapPlan]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def refine(graph: Graph, road: Road, limits: Limits, mode: TransferMode, chunk_s
 
     def attempt(cuts: Cuts) -> Attempt:
         generated = road.generate(cuts)
-        return Attempt(generated, road.problem(generated.program), road.plan(generated.program))
+        problem = road.problem(generated.program)
+        return Attempt(generated, problem, road.plan(problem, generated.program))
 
     def cost(tried: Attempt) -> float:
         return objective(tried, mode, chunk_seconds)
@@ -85,7 +86,9 @@ def refine(graph: Graph, road: Road, limits: Limits, mode: TransferMode, chunk_s
             tried: Attempt | None = attempt(cuts | {split.node for split in chosen})
         except BudgetError:  # the parts need more activations than the whole, and the budget has no room for them
             tried = None
-        if tried is not None and cost(tried) < cost(best) * (1 - 1e-6):
+        # Under a budget the paper's objective may have given way to latency: chunks and seconds are not compared.
+        same_kind = tried is not None and tried.plan.objective_kind == best.plan.objective_kind
+        if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
             best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
             ranked = _ranked(graph, best, cuts, road, limits)

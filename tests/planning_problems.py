@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 
@@ -86,6 +86,17 @@ def least_objective(problem: Problem, lambda_: float, forced: Collection[str]) -
                 chunks = sum(problem.chunks(w) for w in problem.weights if w.name in preload)
                 values.append(lambda_ * chunks + (1 - lambda_) * distance)
     return min(values)
+
+
+def in_flight(problem: Problem, moves: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
+    """Bytes of streamed weights at each layer: what has been moved by then, of every weight that is still to be used."""
+    weights = [w for w in problem.weights if w.name in moves]
+
+    def held(w: WeightSpec, layer: int) -> int:
+        moved = sum(chunks for at, chunks in moves[w.name] if at <= layer)
+        return min(w.nbytes, moved * problem.chunk_bytes) if layer <= w.last_use else 0
+
+    return [sum(held(w, layer) for w in weights) for layer in range(1, len(problem.layers) + 1)]
 
 
 def keeps_the_rules(plan: OverlapPlan, problem: Problem) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 
 import flashmem
 from flashmem.errors import BudgetError, UserError
-from flashmem.planning.plan import Strategy
+from flashmem.planning import planner
+from flashmem.planning.plan import OverlapPlan, PlanViolation, Strategy
+from flashmem.planning.why import reasons
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 
@@ -102,3 +105,37 @@ def test_strategies_that_cannot_be_compiled(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unknown; name one of: stream"):
         flashmem.compile(model, tmp_path / "m.flashmem", strategy="hope")  # type: ignore[arg-type]
     assert not (tmp_path / "m.flashmem").exists()
+
+
+@pytest.mark.parametrize(
+    ("planned_by", "options"),
+    [
+        ("fastest", {}),
+        ("fastest_within", {"budget": "300KB"}),
+        ("_baseline", {"strategy": "always-next"}),
+        ("solve", {"m_peak": "300KB"}),
+        ("_paper_plan_within", {"budget": "300KB", "objective": "paper"}),
+    ],
+)
+def test_no_plan_leaves_the_planner_unchecked(planned_by: str, options: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Whoever makes a plan: one that moves a weight after its use does not get out."""
+    make = getattr(planner, planned_by)
+
+    def broken(*given: Any, **named: Any) -> OverlapPlan:
+        plan: OverlapPlan = make(*given, **named)
+        at = next(i for i, w in enumerate(plan.weights) if not w.preload)
+        late = replace(plan.weights[at], moves=((plan.weights[at].first_use, plan.weights[at].chunks),))
+        return replace(plan, weights=(*plan.weights[:at], late, *plan.weights[at + 1 :]))
+
+    monkeypatch.setattr(planner, planned_by, broken)
+    with pytest.raises(PlanViolation, match="C0"):
+        flashmem.compile(DATA / "gptneo-tiny.onnx", tmp_path / "m.flashmem", chunk="4KiB", **options)
+
+
+def test_a_filled_budget_says_so_of_each_weight(tmp_path: Path) -> None:
+    bundle = flashmem.compile(
+        DATA / "gptneo-tiny.onnx", tmp_path / "m.flashmem", budget="400KB", chunk="4KiB", strategy="resident-first"
+    )
+    kinds = {reason.kind for reason in reasons(bundle.plan)}
+    assert kinds <= {"first-layer", "resident-first"} and "resident-first" in kinds
+    assert any("the bound holds for this W" in note for note in bundle.plan.notes)

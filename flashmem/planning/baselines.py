@@ -142,8 +142,9 @@ class Baseline:
             moves = late_moves(problem, load_layers, clock)
         plan = assemble(
             problem, chosen, load_layers, moves, kind="latency", lambda_=self.lambda_, objective=clock.seconds,
-            bound=min(clock.seconds, fastest_seconds(problem, chosen)), tier="greedy", started=begun, base=chosen,
-            notes=(f"loads as strategy {self.strategy} does{note}",),
+            bound=min(clock.seconds, fastest_seconds(problem, chosen)), tier="greedy", started=begun,
+            base=self.least_preload(problem), asked=self.asked,
+            notes=(f"loads as strategy {self.strategy} does{note}; the bound holds for this W",),
         )  # fmt: skip
         return replace(plan, strategy=self.strategy)
 

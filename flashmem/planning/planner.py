@@ -67,7 +67,13 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
 
 
 def plan_problem(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
-    """The plan of `problem`, which is `program`'s, as `make_plan` makes it."""
+    """The plan of `problem`, which is `program`'s, as `make_plan` makes it. It has passed `OverlapPlan.check`."""
+    plan = _plan(problem, program, mode, limits)
+    plan.check(replace(problem, m_peak=plan.m_peak))
+    return plan
+
+
+def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     if not 0 <= limits.lambda_ <= 1:
         raise UserError(
             f"lambda {limits.lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading"
@@ -132,7 +138,10 @@ def _paper_plan_within(program_problem: Problem, limits: Limits, preload: frozen
         if measure(plan) <= limits.budget:
             return plan
     # The latency planner knows the smallest budget, or finds the plan that the shares above stepped over.
-    return plan_within(program_problem, limits.budget, measure, preload=preload, lambda_=limits.lambda_)[0]
+    plan = plan_within(program_problem, limits.budget, measure, preload=preload, lambda_=limits.lambda_)[0]
+    return replace(
+        plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for latency")
+    )
 
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)

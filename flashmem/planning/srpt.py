@@ -16,9 +16,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.planning.problem import Problem
 
 _SENSITIVITY = {"elemental": 1.0, "reusable": 1.0, "hierarchical": 8.0}
 """How much dearer a chunk above capacity is beside an operator of that class (FlashMem Figure 4: hierarchical ones suffer)."""
@@ -29,15 +28,10 @@ _SCAN = 32
 
 @dataclass(frozen=True)
 class SrptPlan:
-    """Decisions for one W. `load_layers` and `moves` hold the streamed weights; `capacities` are C_l after relaxation.
-
-    `resident_bytes[l - 1]` is in flight at layer l. Where a plan is not `feasible`, decisions are missing.
-    """
+    """Decisions for one W, of the streamed weights. Where a plan is not `feasible`, some are missing."""
 
     load_layers: dict[str, int]
     moves: dict[str, tuple[tuple[int, int], ...]]
-    capacities: tuple[int, ...]
-    resident_bytes: tuple[int, ...]
     feasible: bool
 
     def distance(self, problem: Problem) -> int:
@@ -50,17 +44,8 @@ def srpt(problem: Problem, preload: Collection[str], ceiling: Sequence[int] | No
     walk = _Walk(problem, preload, ceiling)
     excess = walk.run()
     moves = {w.name: tuple(sorted(walk.moved[w.name].items())) for w in walk.streamed}
-    used = [0] * len(problem.layers)
-    for parts in moves.values():
-        for layer, chunks in parts:
-            used[layer - 1] += chunks
-    return SrptPlan(
-        load_layers={name: parts[0][0] for name, parts in moves.items() if parts},
-        moves=moves,
-        capacities=tuple(max(spec.capacity, n) for spec, n in zip(problem.layers, used, strict=True)),
-        resident_bytes=_resident(problem, walk.streamed, moves),
-        feasible=excess == 0,
-    )
+    load_layers = {name: parts[0][0] for name, parts in moves.items() if parts}
+    return SrptPlan(load_layers, moves, feasible=excess == 0)
 
 
 def offenders(
@@ -74,19 +59,6 @@ def offenders(
     walk.room = sum(w.nbytes for w in walk.streamed) if room is None else room
     walk.run()
     return frozenset(walk.evicted)
-
-
-def _resident(
-    problem: Problem, streamed: Sequence[WeightSpec], moves: dict[str, tuple[tuple[int, int], ...]]
-) -> tuple[int, ...]:
-    change = [0] * (len(problem.layers) + 2)
-    for w in streamed:
-        count = 0
-        for layer, chunks in moves[w.name]:
-            before, count = min(w.nbytes, count * problem.chunk_bytes), count + chunks
-            change[layer] += min(w.nbytes, count * problem.chunk_bytes) - before
-        change[w.last_use + 1] -= min(w.nbytes, count * problem.chunk_bytes)
-    return tuple(accumulate(change))[1:-1]
 
 
 class _Walk:
