@@ -19,7 +19,7 @@ import numpy as np
 
 from flashmem.errors import BundleError
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
-from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program, RowGather, Slice
+from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program, RowGather
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _TEXEL_BYTES = {"float": 16, "half": 8}
@@ -112,10 +112,6 @@ def _require_unique(names: Iterable[str], what: str) -> None:
     _require(not twice, f"two {what} are called {twice[0]!r}" if twice else "")
 
 
-def _file_bytes(part: Slice) -> int:
-    return part.row_pitch * part.height if part.is_image else part.nbytes
-
-
 def _check_weight_file(program: Program) -> None:
     """Slices and constants lie inside the weight file."""
     _require_unique((part.name for part in program.slices), "slices")
@@ -127,8 +123,8 @@ def _check_weight_file(program: Program) -> None:
             texel = _TEXEL_BYTES[part.channel]
             _require(part.height > 0, f"{name} has no rows")
             _require(part.row_pitch >= part.width * texel and part.row_pitch % texel == 0, f"{name} has rows that overlap")
-            _require(part.nbytes <= _file_bytes(part), f"{name} is larger than its texture")
-        _require(part.offset + _file_bytes(part) <= program.weights_bytes, f"{name} lies outside the weight file")
+            _require(part.nbytes <= part.file_bytes, f"{name} is larger than its texture")
+        _require(part.offset + part.file_bytes <= program.weights_bytes, f"{name} lies outside the weight file")
     end = program.constants_offset + program.constants_bytes
     _require(program.constants_offset % SLICE_ALIGNMENT == 0, "the constants do not start on a page")
     _require(end <= program.weights_bytes, "the constants lie outside the weight file")
@@ -260,7 +256,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout) -> None:
         return
     for part in program.slices:
         name = f"slice {part.name!r} in mode {mode}"
-        words = -(-_file_bytes(part) // 16) * 16  # stream lanes move whole words
+        words = -(-part.file_bytes // 16) * 16  # stream lanes move whole words
         if part.name in layout.slot_of:
             _require(part.is_image and mode != "alias", f"{name} is no texture of its own")
             _require(layout.slot_of[part.name] < len(layout.slots), f"{name} has no texture slot")

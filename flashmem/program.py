@@ -56,6 +56,11 @@ class Slice:
         """Whether it is a texture on the memory path `texture`."""
         return self.width > 0
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes in the weight file, the padding of an image's rows included."""
+        return self.row_pitch * self.height if self.is_image else self.nbytes
+
 
 @dataclass(frozen=True)
 class Arg:

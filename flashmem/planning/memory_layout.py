@@ -212,7 +212,7 @@ class _Pools:
 
     def dma(self, loader_threads: int) -> PoolLayout:
         """Slices are written from z_w on, through a ring of one part for each loader thread."""
-        largest = max((_round_up(_file_bytes(s), SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
+        largest = max((_round_up(s.file_bytes, SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
         return self._targets(lambda w: w.load_layer, loader_threads * largest, {})
 
     def interleave(self) -> PoolLayout:
@@ -221,8 +221,8 @@ class _Pools:
         Preloaded slices pass through staging one after the other before layer 1, when the loads of layer 1 may already be
         under way, so together they take one place, as large as the largest of them.
         """
-        streamed = [Interval(w.name, _file_bytes(s), w.load_layer, w.moves[-1][0]) for s, w in self.planned if not w.preload]
-        preloaded = [_file_bytes(s) for s, w in self.planned if w.preload]
+        streamed = [Interval(w.name, s.file_bytes, w.load_layer, w.moves[-1][0]) for s, w in self.planned if not w.preload]
+        preloaded = [s.file_bytes for s, w in self.planned if w.preload]
         entrance = [Interval("", max(preloaded), 0, 1)] if preloaded else []
         staging, total = lay_out([*entrance, *streamed], SLICE_ALIGNMENT)
         at = staging.pop("", 0)
@@ -230,7 +230,7 @@ class _Pools:
         return self._targets(lambda w: w.moves[0][0], total, staging)
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
-        return [Interval(w.name, _file_bytes(s), *self._lifetime(w, w.load_layer)) for s, w in planned]
+        return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.load_layer)) for s, w in planned]
 
     def _lifetime(self, w: PlannedWeight, first: int) -> tuple[int, int]:
         return (0, self.layers) if w.preload else (first, w.last_use)
@@ -238,17 +238,12 @@ class _Pools:
     def _targets(self, begins: Callable[[PlannedWeight], int], staging_bytes: int, staging: dict[str, int]) -> PoolLayout:
         """Plain buffers in the pool, images in texture slots, each from `begins` (streamed slices) to its last use."""
         lives = [(s, self._lifetime(w, 0 if w.preload else begins(w))) for s, w in self.planned]
-        buffers = [Interval(s.name, _file_bytes(s), *life) for s, life in lives if not s.is_image]
+        buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
         offsets, total = lay_out(buffers, SLICE_ALIGNMENT)
         slots, slot_of = colour_slots([(s, *life) for s, life in lives if s.is_image])
         return PoolLayout(
             pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, staging_bytes=staging_bytes, staging=staging
         )
-
-
-def _file_bytes(part: Slice) -> int:
-    """Bytes of a slice in the weight file: an image's rows are padded to its row pitch."""
-    return part.row_pitch * part.height if part.is_image else part.nbytes
 
 
 def _round_up(value: int, alignment: int) -> int:

@@ -139,9 +139,7 @@ def _paper_plan_within(program_problem: Problem, limits: Limits, preload: frozen
             return plan
     # The latency planner knows the smallest budget, or finds the plan that the shares above stepped over.
     plan = plan_within(program_problem, limits.budget, measure, preload=preload, lambda_=limits.lambda_)[0]
-    return replace(
-        plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for latency")
-    )
+    return replace(plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for latency"))
 
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.program import Slice
 from flashmem.runtime.opencl import TEXEL_BYTES
-from flashmem.runtime.transfer import WORD, file_bytes, whole_words
+from flashmem.runtime.transfer import WORD, whole_words
 
 COPY_IMAGE, COPY_BUFFER = "lane_copy_image", "lane_copy_buffer"
 """Kernels of the lane source that move and do nothing else."""
@@ -110,4 +110,4 @@ def _geometry(part: Slice) -> tuple[int, int, int]:
     """Width and pitch in texels (0 for words), and the number of units."""
     if part.is_image:
         return part.width, part.row_pitch // TEXEL_BYTES[part.channel], part.width * part.height
-    return 0, 0, whole_words(file_bytes(part)) // WORD
+    return 0, 0, whole_words(part.file_bytes) // WORD

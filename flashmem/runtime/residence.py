@@ -11,7 +11,6 @@ from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot
 from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program import SLICE_ALIGNMENT, Program
 from flashmem.runtime.opencl import TEXEL_BYTES
-from flashmem.runtime.transfer import file_bytes
 from flashmem.units import format_size
 
 Strategy = PlannedStrategy | Literal["preload"]
@@ -72,7 +71,7 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
     """A place of its own for every slice."""
-    sizes = {part.name: -(-file_bytes(part) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for part in program.slices}
+    sizes = {part.name: -(-part.file_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for part in program.slices}
     if mode == "map":
         return PoolLayout(mapped_peak_bytes=sum(sizes.values()))
     offsets: dict[str, int] = {}

@@ -26,11 +26,6 @@ _HOST_PIECE_BYTES = 1 << 20
 """Of a load on its way to staging that the host cannot see; small, because the ledger does not count it."""
 
 
-def file_bytes(part: Slice) -> int:
-    """Bytes of a slice in the weight file, row padding included."""
-    return part.row_pitch * part.height if part.is_image else part.nbytes
-
-
 def whole_words(nbytes: int) -> int:
     """`nbytes` rounded up to words."""
     return -(-nbytes // WORD) * WORD
@@ -64,7 +59,7 @@ class Transfer(ABC):
 
     def expect(self, part: Slice) -> None:
         """`part` will be loaded soon."""
-        self.file.expect(part.offset, file_bytes(part))
+        self.file.expect(part.offset, part.file_bytes)
 
     def close(self) -> None:
         """Give back what the ledger does not."""
@@ -78,17 +73,17 @@ class MapTransfer(Transfer):
         super().__init__(file)
         self._ledger = ledger
         for part in slices:
-            buffer = context.wrap(file.mapped[part.offset : part.offset + file_bytes(part)])
+            buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
             self.memories[part.name] = _view(context, buffer, part)
 
     def load(self, part: Slice, thread: int) -> None:
         """Bring the pages in."""
         self._ledger.reserve("weights", _pages(part), f"slice {part.name}")
-        self.file.populate(part.offset, file_bytes(part))
+        self.file.populate(part.offset, part.file_bytes)
 
     def free(self, part: Slice) -> None:
         """Drop the pages."""
-        self.file.drop(part.offset, file_bytes(part))
+        self.file.drop(part.offset, part.file_bytes)
         self._ledger.release("weights", _pages(part))
 
 
@@ -102,13 +97,13 @@ class AliasTransfer(Transfer):
         pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         self._pool = self._queue.map(pool, layout.pool_bytes)
         for part in slices:
-            place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(file_bytes(part)))
+            place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
             self.memories[part.name] = _view(context, place, part)
 
     def load(self, part: Slice, thread: int) -> None:
         """Read straight into the pool."""
         start = self._offsets[part.name]
-        self.file.read_into(self._pool[start : start + file_bytes(part)], part.offset)
+        self.file.read_into(self._pool[start : start + part.file_bytes], part.offset)
 
     def close(self) -> None:
         """Unmap the pool."""
@@ -130,7 +125,7 @@ class _Homes:
             if part.name in layout.slot_of:
                 self.memories[part.name] = textures[layout.slot_of[part.name]]
             else:
-                self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(file_bytes(part)))
+                self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
 
     def write(self, queue: Queue, part: Slice, data: Bytes, first_byte: int) -> None:
         """Copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
@@ -216,7 +211,7 @@ class InterleaveTransfer(Transfer):
         if layout.staging_bytes:
             self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=self._shared)
             for part in slices:
-                place = context.sub_buffer(self._staging, layout.staging[part.name], whole_words(file_bytes(part)))
+                place = context.sub_buffer(self._staging, layout.staging[part.name], whole_words(part.file_bytes))
                 self.staged[part.name] = place
             if self._shared:
                 self._mapped = self._queues[0].map(self._staging, layout.staging_bytes)
@@ -242,7 +237,7 @@ class InterleaveTransfer(Transfer):
         """Where the slice is staged, as the host sees it."""
         assert self._mapped is not None
         start = self._offsets[part.name]
-        return self._mapped[start : start + file_bytes(part)]
+        return self._mapped[start : start + part.file_bytes]
 
     def close(self) -> None:
         """Unmap staging."""
@@ -274,7 +269,7 @@ def make_transfer(
 def _pieces(file: WeightFile, part: Slice, ring: Bytes) -> Iterator[tuple[Bytes, int]]:
     """The slice, read into `ring` a piece after the other, each with its first byte in the slice. Images come in whole rows."""
     step = ring.nbytes // part.row_pitch * part.row_pitch if part.is_image else ring.nbytes
-    total = file_bytes(part)
+    total = part.file_bytes
     for first in range(0, total, step):
         piece = ring[: min(step, total - first)]
         file.read_into(piece, part.offset + first)
@@ -288,4 +283,4 @@ def _view(context: Context, buffer: Memory, part: Slice) -> Memory:
 
 
 def _pages(part: Slice) -> int:
-    return -(-file_bytes(part) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-part.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

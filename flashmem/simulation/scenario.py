@@ -24,7 +24,7 @@ from flashmem.runtime.loader import planned_frees, planned_loads, read_while_ope
 from flashmem.runtime.opencl import TEXEL_BYTES
 from flashmem.runtime.ports import panel_bytes
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
-from flashmem.runtime.transfer import WORD, file_bytes
+from flashmem.runtime.transfer import WORD
 
 Disk = Literal["cold", "cached"]
 Piece = tuple[Literal["read", "copy"], int]
@@ -175,7 +175,7 @@ def describe(
         loads=tuple(
             SimulatedLoad(
                 load.part.name,
-                file_bytes(load.part),
+                load.part.file_bytes,
                 travel.pieces(load.part, preload=load.preload),
                 load.gate,
                 load.preload,
@@ -206,7 +206,7 @@ class _Travel:
     layout: PoolLayout
 
     def pieces(self, part: Slice, *, preload: bool) -> tuple[Piece, ...]:
-        total = file_bytes(part)
+        total = part.file_bytes
         if self.mode == "map":
             return (("copy", total),)
         if self.mode == "alias":
@@ -221,7 +221,7 @@ class _Travel:
 
     def held(self, part: Slice) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
-        return -(-file_bytes(part) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
+        return -(-part.file_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
 
     @property
     def _shares_memory(self) -> bool:

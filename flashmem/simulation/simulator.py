@@ -28,8 +28,9 @@ from flashmem.simulation.scenario import Machine, Scenario, SimulatedLoad
 class Prediction:
     """The first run as a session would report it, times counted from the session's creation; `later` runs in seconds.
 
-    `busy`: for how many seconds of the first run each of disk, read, copy and compute was at work. `load_threads` has the
-    thread that made each of `report.loads`; `disk` is what a cold disk read when.
+    `busy`: for how many seconds of the first run each resource was at work: disk, read, copy and compute; "slice" is what a
+    load costs beside its bytes, "time" what nothing shares. `load_threads` has the thread that made each of `report.loads`;
+    `disk` is what a cold disk read when.
     """
 
     report: RunReport
