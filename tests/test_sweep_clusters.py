@@ -156,3 +156,6 @@ def test_a_dask_scheduler_that_goes_is_a_run_that_failed() -> None:
         cluster.close()
         with pytest.raises(RunError, match=r"^the dask cluster failed: the connection to its scheduler was lost.*are kept$"):
             point.result(timeout=60)
+        distributed.get_client().close()  # as it does itself when it has tried for ten seconds to find the scheduler again
+        with pytest.raises(RunError, match="the connection to its scheduler was lost"):
+            pool.submit(time.sleep, 0)

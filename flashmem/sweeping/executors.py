@@ -62,6 +62,7 @@ def _dask(address: str | None) -> Iterator[Submits]:
     address = address or dask.config.get("scheduler-address", None)
     if address is None:
         raise UserError("--executor dask needs a running cluster; name its scheduler with --address tcp://HOST:8786")
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # what it logs, traceback and all, is raised as well
     try:
         client: Any = Client(address, timeout="10s")  # type: ignore[no-untyped-call]
     except (OSError, TimeoutError, ValueError) as error:
@@ -118,21 +119,28 @@ class _DaskTasks:
     """Each call a task of the cluster."""
 
     def __init__(self, client: Any) -> None:
+        from distributed.client import ClosedClientError
         from distributed.comm.core import CommClosedError
         from distributed.scheduler import KilledWorker
 
         self._executor = client.get_executor()
-        self._killed, self._lost = KilledWorker, (CommClosedError, CancelledError, TimeoutError)
+        self._killed = KilledWorker
+        self._lost = (ClosedClientError, CommClosedError, CancelledError, TimeoutError)
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
         """Begin `function(*arguments)`; what it raises is raised here as it was there."""
-        return _passed_on(self._executor.submit(function, *arguments), self._meaning)
+        try:
+            return _passed_on(self._executor.submit(function, *arguments), self._meaning)
+        except self._lost as error:
+            raise self._meaning(error) from error
 
     def _meaning(self, error: BaseException) -> BaseException:
         if isinstance(error, self._killed):
             what = "a point ended every worker that tried it, for lack of memory perhaps"
         elif isinstance(error, self._lost):  # dask cancels what it was asked for when the scheduler goes
             what = f"the connection to its scheduler was lost ({type(error).__name__})"
+        elif isinstance(error, RuntimeError) and "deserialization of the task graph" in str(error):
+            what = "its scheduler cannot read a point; install flashmem there as it is here"
         else:
             return error
         return RunError(f"the dask cluster failed: {what}; finished points are kept")
