@@ -20,7 +20,11 @@ class HardLimit:
 
     def __enter__(self) -> HardLimit:
         self.folder.mkdir(exist_ok=True)
-        (self.folder / ("memory.max" if self.v2 else "memory.limit_in_bytes")).write_text(str(self.nbytes))
+        try:
+            (self.folder / ("memory.max" if self.v2 else "memory.limit_in_bytes")).write_text(str(self.nbytes))
+        except OSError:
+            self.folder.rmdir()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -32,3 +36,12 @@ class HardLimit:
         return subprocess.run(
             ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", *command], capture_output=True, text=True, check=False
         )
+
+
+def why_no_limit() -> str | None:
+    """Why no limit can be set here: most often, because this is not root. None where one can."""
+    try:
+        with HardLimit(1 << 30):
+            return None
+    except OSError as error:
+        return str(error)

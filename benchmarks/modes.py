@@ -10,30 +10,16 @@ compared with ONNX Runtime's, and the modes with each other bit by bit. Needs th
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import flashmem
-from flashmem.errors import BudgetError
-
-MIB = 1 << 20
-
-
-def worker(*arguments: str, outputs: Path) -> dict[str, Any]:
-    """One fresh process."""
-    command = [sys.executable, "-m", "benchmarks.worker", *arguments, "--outputs", str(outputs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+from benchmarks.models import within
+from benchmarks.processes import median, run_bundle, run_worker, weights_of
 
 
 def arrays(path: Path) -> list[np.ndarray[Any, Any]]:
@@ -42,40 +28,33 @@ def arrays(path: Path) -> list[np.ndarray[Any, Any]]:
         return [file[name] for name in file.files]
 
 
-def compiled(model: Path, output: Path, args: argparse.Namespace, mode: str) -> flashmem.Bundle:
-    """The bundle for one mode, within the budget or the smallest one that works."""
-    options = {"device": args.device, "memory_path": args.memory_path, "precision": args.precision, "mode": mode}
-    budget = int(args.budget_ratio * sum(p.stat().st_size for p in model.parent.iterdir()))
-    try:
-        return flashmem.compile(model, output, budget=budget, **options)
-    except BudgetError as error:
-        return flashmem.compile(model, output, budget=error.smallest_bytes, **options)
-
-
 def measure(model: Path, folder: Path, args: argparse.Namespace) -> None:
     """One model's table."""
     reference = folder / "reference.npz"
-    worker("onnxruntime", "--model", str(model), outputs=reference)
+    run_worker("onnxruntime", "--model", str(model), "--outputs", str(reference))
     expected = arrays(reference)
     first: list[np.ndarray[Any, Any]] | None = None
     print(f"\n### {model.parent.name}, {args.memory_path}, {args.precision}\n")
     print("| run | budget, MB | integrated, ms | second run, ms | ledger peak, MB | error / range | same bits |")
     print("|---|---|---|---|---|---|---|")
+    options = {"device": args.device, "memory_path": args.memory_path, "precision": args.precision}
+    whole = flashmem.compile(model, folder / "whole.flashmem", unfusion=False, **options)
+    budget = int(args.budget_ratio * weights_of(whole))
     kinds = [("stream", mode) for mode in args.modes] + [("preload", mode) for mode in args.modes[:1]]
     for strategy, mode in kinds:
-        bundle = compiled(model, folder / f"{mode}.flashmem", args, mode)
+        bundle = within(budget, partial(flashmem.compile, model, folder / f"{mode}.flashmem", mode=mode, **options))
         out = folder / "outputs.npz"
-        common = ["flashmem", "--bundle", str(bundle.path), "--device", args.device, "--mode", mode, "--strategy", strategy]
-        rows = [worker(*common, "--repeat", "4", outputs=out) for _ in range(args.runs + 1)][1:]
+        extra = ("--mode", mode, "--strategy", strategy, "--repeat", "4", "--outputs", str(out))
+        rows = [run_bundle(bundle.path, args.device, *extra) for _ in range(args.runs + 1)][1:]
         outputs = arrays(out)
         error = max(float(np.abs(a - b).max() / np.ptp(b)) for a, b in zip(outputs, expected, strict=True))
         first = first or outputs
         same = all(np.array_equal(a, b) for a, b in zip(outputs, first, strict=True))
-        middle = {key: statistics.median(row[key] for row in rows) for key in ("integrated", "warm", "ledger_peak")}
-        budget = f"{(bundle.budget_bytes or 0) / 1e6:.0f}" if strategy == "stream" else "none"
+        within_bytes = f"{(bundle.budget_bytes or 0) / 1e6:.0f}" if strategy == "stream" else "none"
+        integrated, warm, peak = (median(rows, key) for key in ("integrated", "warm", "ledger_peak"))
         print(
-            f"| {strategy}, {mode} | {budget} | {1e3 * middle['integrated']:.1f} | {1e3 * middle['warm']:.1f} "
-            f"| {middle['ledger_peak'] / 1e6:.0f} | {error:.1e} | {'yes' if same else 'NO'} |",
+            f"| {strategy}, {mode} | {within_bytes} | {1e3 * integrated:.1f} | {1e3 * warm:.1f} | {peak / 1e6:.0f} "
+            f"| {error:.1e} | {'yes' if same else 'NO'} |",
             flush=True,
         )
 

@@ -18,6 +18,7 @@ from flashmem.profiler.bench import Pace as References
 from flashmem.profiler.dataset import SUFFIX, read_dataset
 
 from flashmem.device import DeviceDescriptor
+from flashmem.errors import UserError
 from flashmem.runtime.opencl import find_device
 from flashmem.simulation.scenario import Scenario
 
@@ -28,8 +29,18 @@ class Pace:
     """The pace of one device that was profiled. Close it, or use it as a context manager."""
 
     def __init__(self, device: str, descriptor: DeviceDescriptor, scratch: Path) -> None:
-        """`scratch`: a folder for the bench's file."""
-        _, rows = read_dataset(_DEVICES / f"{descriptor.capacity_model}{SUFFIX}")
+        """`scratch`: a folder for the bench's file.
+
+        Raises:
+            UserError: the device is not here, or was not profiled.
+        """
+        dataset = _DEVICES / f"{descriptor.capacity_model}{SUFFIX}"
+        if not descriptor.capacity_model or not dataset.is_file():
+            raise UserError(
+                f"{descriptor.name} has no profile in devices/ to compare its pace with; make one with "
+                "`flashmem profile -o devices`"
+            )
+        _, rows = read_dataset(dataset)
         self._usual = References(median(row.gemm_pace for row in rows), median(row.traffic_pace for row in rows))
         self._bench = Bench(find_device(device), descriptor, scratch)
 

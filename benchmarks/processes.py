@@ -17,10 +17,14 @@ Row = dict[str, Any]
 
 
 def run_bundle(bundle: Path, device: str, *extra: str, cold: bool = False) -> Row:
-    """One run of a bundle in a process of its own (`benchmarks.worker`), its weights dropped from the page cache if `cold`."""
-    command = [sys.executable, "-m", "benchmarks.worker", "flashmem", "--bundle", str(bundle), "--device", device, *extra]
-    if cold:
-        command += ["--cold", str(bundle / "weights.bin")]
+    """One run of a bundle in a process of its own, its weights dropped from the page cache if `cold`."""
+    dropped = ("--cold", str(bundle / "weights.bin")) if cold else ()
+    return run_worker("flashmem", "--bundle", str(bundle), "--device", device, *extra, *dropped)
+
+
+def run_worker(*arguments: str) -> Row:
+    """One process of `benchmarks.worker`; ends this one if it fails."""
+    command = [sys.executable, "-m", "benchmarks.worker", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -26,6 +26,8 @@ from benchmarks.disk import cold_rate, warm
 from benchmarks.models import models_in, planned_again, within
 from benchmarks.pace import Pace, at_pace
 from benchmarks.processes import Row, median, run_bundle, take_turns
+from flashmem.compile import find_descriptor
+from flashmem.console import exit_codes
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
@@ -144,9 +146,12 @@ def main() -> None:
     args = parser.parse_args()
     described = load_descriptor(args.descriptor) if args.descriptor else None
     models = models_in(args.zoo, args.models, parser)
+    own = find_descriptor(args.device)
+    if args.memory_path != "auto":
+        own = own.on_path(args.memory_path)
     with TemporaryDirectory(prefix="flashmem-simulation-") as folder:
-        cases = [case for name, model in models.items() for case in cases_of(name, model, Path(folder), args)]
-        with Pace(args.device, cases[0].bundle.descriptor, Path(folder)) as pace:
+        with Pace(args.device, own, Path(folder)) as pace:  # before models are compiled: it refuses a device without a profile
+            cases = [case for name, model in models.items() for case in cases_of(name, model, Path(folder), args)]
             rows = take_turns({str(i): partial(case.measure, args.device, pace) for i, case in enumerate(cases)}, args.runs)
         paces = [row["pace"] for found in rows.values() for row in found]  # of all rows, which took turns
         table = [case.compared(rows[str(i)], statistics.median(paces), described) for i, case in enumerate(cases)]
@@ -167,4 +172,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_codes():
+        main()

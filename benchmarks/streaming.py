@@ -5,7 +5,7 @@
 DIR holds resnet50, vit-b16 and gptneo-125m as `flashmem zoo export` writes them (each in a folder of its own, with external
 data). Every number is the median of fresh processes that take turns; the kernels' program cache is filled first. "Cold" drops
 the file from the page cache (the host of a virtual machine may still hold it), and the disk's rate is measured the same way in
-the same run. Needs the `bench` extra.
+the same run. The hard limit is a memory cgroup, which needs root; without it those rows are left out. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import onnx
 
 import flashmem
 from benchmarks.disk import cold_rate
-from benchmarks.hard_limit import HardLimit
+from benchmarks.hard_limit import HardLimit, why_no_limit
 from flashmem.units import parse_size
 
 BUDGETS = {"resnet50": "64MB", "vit-b16": "96MB", "gptneo-125m": "128MB"}
@@ -86,8 +86,8 @@ class Bench:
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
 
-    def measure(self) -> dict[str, Any]:
-        """All numbers of this model."""
+    def measure(self, *, limited: bool) -> dict[str, Any]:
+        """All numbers of this model; `limited`: with the runs inside a hard limit."""
         compiled = self.compile()
         self.flashmem("--repeat", "2")  # fills the program cache of the streamed kernels
         self.flashmem("--strategy", "preload", "--repeat", "2")
@@ -115,31 +115,35 @@ class Bench:
             "flashmem": self.flashmem("--repeat", "6").get("warm"),
             "ONNX Runtime": self.onnxruntime("--repeat", "6").get("warm"),
         }
-        bare = table["stream, cached"]["bare"]
-        limit = int(bare + self.budget + 48 * MIB)
-        return {
+        cold, cached = table["stream, cold"], table["stream, cached"]
+        result = {
             "budget": self.budget,
             "bundle_bytes": sum(path.stat().st_size for path in self.bundle.iterdir()),
             "disk_bytes_per_second": statistics.median(disk),
             "openblas_flops": statistics.median(gemm),
-            "cold over max(bytes / disk, MACs / GEMM)": table["stream, cold"]["integrated"] / floor,
+            "cold over max(bytes / disk, MACs / GEMM)": None if "failed" in cold else cold["integrated"] / floor,
             "compile": compiled,
             "variants": table,
             "outputs": self.compare(),
-            "hard limit": {
+        }
+        if limited and "failed" not in cached:
+            limit = int(cached["bare"] + self.budget + 48 * MIB)
+            result["hard limit"] = {
                 "bytes": limit,
                 "streamed": self.flashmem(limit=limit),
                 "preloaded": self.flashmem("--strategy", "preload", limit=limit),
-            },
-        }
+            }
+        return result
 
     def compare(self) -> dict[str, Any]:
-        """Streamed against preloaded bit by bit, and against ONNX Runtime."""
+        """Streamed against preloaded bit by bit, and against ONNX Runtime; or the run that failed."""
         arrays = {}
         for key, run in (("streamed", self.flashmem), ("preloaded", self.flashmem), ("reference", self.onnxruntime)):
             path = self.folder / f"{key}.npz"
             extra = ("--strategy", "preload") if key == "preloaded" else ()
-            run("--outputs", str(path), *extra)
+            row = run("--outputs", str(path), *extra)
+            if "failed" in row:
+                return {key: row}
             with np.load(path) as file:
                 arrays[key] = [file[name] for name in file.files]
         pairs = list(zip(arrays["streamed"], arrays["reference"], strict=True))
@@ -191,11 +195,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"flashmem {flashmem.__version__}, {os.cpu_count()} cores, device {args.device}, medians of {args.runs}")
+    no_limit = why_no_limit()
+    if no_limit is not None:
+        print(f"no hard limit can be set ({no_limit}): its rows are left out; they need root")
     results = {}
     for name in args.models:
         folder = Path(tempfile.mkdtemp(prefix="flashmem-bench-"))
         try:
-            results[name] = Bench(name, args.zoo / name / "model.onnx", folder, args.device, args.runs).measure()
+            results[name] = Bench(name, args.zoo / name / "model.onnx", folder, args.device, args.runs).measure(
+                limited=no_limit is None
+            )
         finally:
             shutil.rmtree(folder)
         report(name, results[name])

@@ -194,10 +194,15 @@ def zoo_graph(name: str) -> Graph:
     Raises:
         UserError: no such architecture.
     """
-    known = _ZOO.get(name)
-    if known is None:
-        raise UserError(f"no architecture {name!r} in the zoo: choose one of {', '.join(_ZOO)}")
+    check_architecture(name)
+    known = _ZOO[name]
     return known.config.graph(name, known.size)
+
+
+def check_architecture(name: str) -> None:
+    """Raises UserError unless `zoo_graph` knows `name`."""
+    if name not in _ZOO:
+        raise UserError(f"no architecture {name!r} in the zoo: choose one of {', '.join(_ZOO)}")
 
 
 class _Net:

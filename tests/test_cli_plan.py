@@ -86,6 +86,15 @@ def test_the_plan_of_a_model_gives_its_reasons_too(flashmem: Command) -> None:
     assert all(row["operators"] for row in data["layers"])
 
 
+def test_the_plan_of_a_bundle_takes_no_options(flashmem: Command, tmp_path: Path) -> None:
+    """It was made with them: to show another plan under their name, or to ignore them, would mislead."""
+    bundle = tmp_path / "m.flashmem"
+    assert flashmem("compile", GPTNEO, "-o", bundle, "--device", "pocl")[0] == 0
+    for flag, value in (("--budget", "64MB"), ("--budget", "lots"), ("--device", "nvidia"), ("--mode", "dma")):
+        code, out, err = flashmem("plan", bundle, flag, value)
+        assert (code, out) == (2, "") and f"{flag} was settled when {bundle} was compiled" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

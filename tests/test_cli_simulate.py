@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import csv
-import pickle
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from command_line import Command, command_line
 
-from flashmem.errors import UserError
 from flashmem.runtime.opencl import list_devices
-from flashmem.sweeping.executors import executor
-from flashmem.sweeping.grid import split_list
 
 DATA = Path(__file__).parent / "data"
 RESNET, GPTNEO = DATA / "resnet-tiny.onnx", DATA / "gptneo-tiny.onnx"
@@ -225,109 +216,16 @@ def test_a_measured_sweep_holds_the_memory_that_a_simulated_one_predicts(
     assert 0 < float(measured["exec_ms"]) < float(measured["integrated_ms"])
 
 
-@contextmanager
-def dask_cluster() -> Iterator[str]:
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster:
-        yield cluster.scheduler_address
-
-
-@contextmanager
-def ray_cluster() -> Iterator[str]:
-    pytest.importorskip("ray", reason="needs ray: pip install ray")
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # workers take flashmem from here
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        head = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            yield cluster.address
-        finally:
-            cluster.shutdown()
-
-
-@contextmanager
-def imitated_ray() -> Iterator[str]:
-    """The calls of ray that are made, for where ray is not installed: tasks are pickled and run by a thread."""
-
-    class RayTaskError(Exception):
-        def __init__(self, cause: Exception) -> None:
-            self.cause = cause
-
-    calls: list[str] = []
-    with ThreadPoolExecutor(1) as threads, socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-
-        def remote(function: Callable[..., Any]) -> Any:
-            def run(task: bytes) -> Any:
-                function, arguments = pickle.loads(task)
-                try:
-                    return function(*arguments)
-                except Exception as error:
-                    raise RayTaskError(error) from error
-
-            def submit(*arguments: Any) -> Any:
-                assert calls == ["init"]
-                task = threads.submit(run, pickle.dumps((function, arguments)))
-                return SimpleNamespace(future=lambda: task)
-
-            return SimpleNamespace(remote=submit)
-
-        def init(**options: Any) -> None:
-            assert options["address"] == address
-            calls.append("init")
-
-        ray = SimpleNamespace(
-            init=init,
-            remote=remote,
-            shutdown=lambda: calls.append("shutdown"),
-            exceptions=SimpleNamespace(RayTaskError=RayTaskError),
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "ray", ray)
-            yield address
-        assert calls == ["init", "shutdown"]
-
-
-CLUSTERS = {"dask": dask_cluster, "ray": ray_cluster, "ray-imitated": imitated_ray}
-
-
-@pytest.mark.parametrize("engine", CLUSTERS)
-def test_points_go_through_a_cluster(engine: str, flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_measured_on_the_device_that_a_file_describes(
+    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    kind = engine.removesuffix("-imitated")
-    words = ("sweep", RESNET, "--budget", "1B,8MB,16MB", "--device", DEVICE)
-    with CLUSTERS[engine]() as address:
-        there = flashmem(*words, "--executor", kind, "--address", address, "-o", "there.csv")
-        assert there.code == 0, there.err
-    assert flashmem(*words, "-o", "local.csv").code == 0
-
-    def without_time(path: str) -> list[dict[str, str]]:
-        return sorted(
-            ({k: v for k, v in row.items() if k != "solve_seconds"} for row in rows_of(Path(path))),
-            key=lambda r: r["budget_bytes"],
-        )
-
-    assert without_time("there.csv") == without_time("local.csv")
-    assert len(without_time("there.csv")) == 3
-
-
-@pytest.mark.parametrize("engine", CLUSTERS)
-def test_what_a_worker_raises_is_raised_here(engine: str) -> None:
-    kind: Any = engine.removesuffix("-imitated")
-    with CLUSTERS[engine]() as address, executor(kind, jobs=1, address=address) as pool:
-        refused = pool.submit(split_list, "1,,2", "--mu", float)
-        with pytest.raises(UserError, match=r"^--mu '1,,2' has an empty item; write values separated by commas$"):
-            refused.result()
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999"])
-def test_a_ray_cluster_that_does_not_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
-    with pytest.raises(UserError, match="no ray cluster answers"), executor("ray", jobs=1, address=address):
-        pass
+    Path("mine.toml").write_text(f'name = "{DEVICE}"\n[rates]\ndisk_bandwidth = 5e8\n')
+    words = ("--budget", "8MB", "--device", "mine.toml", "--mode", "dma", "--measured", "--runs", "1", "-o", "s.csv")
+    outcome = flashmem("sweep", RESNET, *words)
+    assert outcome.code == 0, outcome.err
+    (row,) = rows_of(Path("s.csv"))
+    assert (row["device"], row["source"]) == ("mine.toml", "measured") and float(row["exec_ms"]) > 0
 
 
 SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
@@ -411,6 +309,35 @@ def test_what_the_user_has_to_change(
     if "simulate" in words and any(str(word).startswith("zoo:") for word in words):
         assert len(outcome.err.strip().splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("zoo:no-such-model",), "no architecture 'no-such-model'"),
+        (("--device", f"{DEVICE},adreno9000"), "adreno9000"),
+        (("--device", f"{DEVICE},gone.toml"), "gone.toml"),
+        (("BUNDLE", "--precision", "fp32,fp16"), "leave fp16 out"),
+        (("zoo:gptneo-125m", "--measured"), "has no weights"),
+        (("--device", f"{DEVICE},adreno750", "--measured"), "no adreno750 is here"),
+    ],
+)
+def test_a_sweep_refuses_before_its_first_point(
+    words: tuple[str, ...], message: str, flashmem: Command, bundle: Path, tmp_path: Path
+) -> None:
+    device = () if "--device" in words else ("--device", DEVICE)
+    words = tuple(str(bundle) if word == "BUNDLE" else word for word in words)
+    outcome = flashmem("sweep", RESNET, *words, *device, "--m-peak", "1MB", "-o", tmp_path / "s.csv")
+    assert outcome.code == 2 and message in outcome.err and len(outcome.err.strip().splitlines()) == 1
+    assert rows_of(tmp_path / "s.csv") == [] and not (tmp_path / "cache").exists()
+
+
+def test_a_timeline_that_cannot_be_drawn_is_refused_before_the_model_is_compiled(
+    flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    outcome = flashmem("simulate", RESNET, "--timeline", tmp_path / "t.png")
+    assert outcome.code == 2 and "matplotlib" in outcome.err and not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("engine", ["distributed", "ray", "matplotlib"])

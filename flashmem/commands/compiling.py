@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashmem.commands.extras import offline_half
 from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
 from flashmem.units import parse_shape, parse_size
@@ -71,12 +73,8 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
     """Compiles in this process, with a progress bar; without `output`, into the user's cache."""
     options.check()
     keywords = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
-    try:
+    with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("flashmem"):
-            raise
-        raise UserError(f"compiling needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
     with progress(f"compiling {model.name}") as report:
         return compile_model(
             model,
@@ -106,15 +104,17 @@ def compile_apart(model: Path, options: CompileOptions) -> Path:
     return Path(child.stdout.strip())
 
 
-def bundle_of(model: Path, options: CompileOptions) -> Path:
-    """The bundle to run: `model` itself if it is one (a folder), or else what it compiles to.
+def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = ()) -> Path:
+    """The bundle of `model`: itself if it is one (a folder), or else what it compiles to.
+
+    `still_open`: flags that the command takes for a bundle too, for instance `RUN_TIME`.
 
     Raises:
         UserError: an option that a bundle has already settled.
     """
     if not model.is_dir():
         return compile_apart(model, options)
-    fixed = [flag for flag in options.given() if flag not in _RUN_TIME]
+    fixed = [flag for flag in options.given() if flag not in still_open]
     if fixed:
         raise UserError(f"{fixed[0]} was settled when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
     return model
@@ -124,7 +124,8 @@ _PASSED_ON = (
     "device", "budget", "m_peak", "lambda_", "chunk", "precision", "memory_path", "mode", "objective", "strategy", "unfusion",
     "mu", "alpha",
 )  # fmt: skip
-_RUN_TIME = ("--device", "--budget", "--mode")
+RUN_TIME = ("--device", "--budget", "--mode")
+"""Flags that also say how a bundle is played, which a session or a simulation settles anew."""
 
 
 def _flag(name: str) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, bundle_of
-from flashmem.commands.plan_zoo import PREFIX, plan_architecture
+from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program import Program
 from flashmem.units import format_size
+from flashmem.zoo_names import architecture
 
 _NAMES_SHOWN = 2
 _ROWS_SHOWN = 60
@@ -66,8 +67,9 @@ class Because:
 
 def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: bool = False) -> None:
     """Prints the plan of a bundle, of a model, or of a known architecture (`zoo:NAME`); it has been checked against C0-C3."""
-    if str(model).startswith(PREFIX):
-        zoo = plan_architecture(str(model), options)
+    name = architecture(model)
+    if name is not None:
+        zoo = plan_architecture(name, options)
         shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
     else:
         bundle = Bundle.open(bundle_of(model, options))

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from flashmem.commands.compiling import CompileOptions
+from flashmem.commands.extras import offline_half
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.program import MemoryPath, Program
 from flashmem.units import parse_size
-
-PREFIX = "zoo:"
 
 
 @dataclass
@@ -36,7 +35,7 @@ class ZooPlan:
 
 
 def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
-    """Plans `zoo:NAME`. The planner checks the plan before it returns it.
+    """Plans the architecture `name`. The planner checks the plan before it returns it.
 
     Raises:
         UserError: no such architecture, or options that do not fit it.
@@ -46,18 +45,14 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         raise UserError("--shape does not go with zoo: models, whose shapes are fixed; leave it out")
     if not options.unfusion and (options.mu is not None or options.alpha is not None):
         raise UserError("zoo: models are planned as they are fused; give --unfusion too, or leave --mu and --alpha out")
-    try:
+    with offline_half("planning"):
         from flashmem.compile import Options, choose_mode, find_descriptor, plan_graph
         from flashmem.graph.layout import assign_layouts
         from flashmem.graph.normalize import normalize
         from flashmem.planning.planner import Limits
         from flashmem.zoo_graphs import zoo_graph
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("flashmem"):
-            raise
-        raise UserError(f"planning needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
 
-    graph = zoo_graph(name.removeprefix(PREFIX))
+    graph = zoo_graph(name)
     descriptor = find_descriptor(options.device or "auto")
     if options.memory_path not in (None, "auto"):
         descriptor = descriptor.on_path(cast(MemoryPath, options.memory_path))

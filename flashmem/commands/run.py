@@ -11,7 +11,8 @@ from typing import Any, cast
 from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
-from flashmem.commands.compiling import CompileOptions, bundle_of
+from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
+from flashmem.commands.extras import offline_half
 from flashmem.commands.plan import summary
 from flashmem.commands.trace import write_trace
 from flashmem.commands.verify import TOLERANCE, Verification, compare, reference
@@ -70,7 +71,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not model.is_dir() and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
-    bundle = Bundle.open(bundle_of(model, compiling))
+    bundle = Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME))
     inputs = complete_inputs(bundle.program, given, options.seed)
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
     outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None)
@@ -128,12 +129,8 @@ def _learn(outcome: Outcome) -> None:
     Raises:
         UserError: the offline half is not installed, or the bundle cannot be planned again.
     """
-    try:
+    with offline_half("--learn"):
         from flashmem.learn import learn
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("flashmem"):
-            raise
-        raise UserError(f"--learn needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
     before = outcome.bundle.plan
     after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
     moved = sum(a.load_layer != b.load_layer for a, b in zip(before.weights, after.weights, strict=True))

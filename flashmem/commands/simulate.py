@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from flashmem.bundle import Bundle
-from flashmem.commands.compiling import CompileOptions, bundle_of
+from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
 from flashmem.commands.plan import summary
-from flashmem.commands.plan_zoo import PREFIX, ZooPlan, plan_architecture
+from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.files import check_target
 from flashmem.planning.plan import OverlapPlan
+from flashmem.plots.figure import require_matplotlib
 from flashmem.program import Program, fixed_bytes
 from flashmem.runtime.residence import Strategy, choose_strategy, require_budget
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.simulation.target import described_device, mode_for, model_name
 from flashmem.units import format_size, parse_size
+from flashmem.zoo_names import architecture
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     """
     if options.timeline is not None:
         check_target(options.timeline, "--timeline")
+        require_matplotlib()
     subject = _subject(model, compiling, options)
     strategy = choose_strategy(subject.plan, options.strategy)
     # A model planned just now was planned for the budget; a bundle may be held to another.
@@ -90,11 +93,12 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
     """What is played: a bundle on any device; anything else planned now, for the device and the strategy asked for."""
     if model.is_dir():
-        return _Subject.of_bundle(Bundle.open(bundle_of(model, compiling)), compiling.device)
+        return _Subject.of_bundle(Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME)), compiling.device)
     if options.strategy not in ("auto", "preload"):
         compiling = replace(compiling, strategy=options.strategy)
-    if str(model).startswith(PREFIX):
-        return _Subject.of_zoo(plan_architecture(str(model), compiling))
+    name = architecture(model)
+    if name is not None:
+        return _Subject.of_zoo(plan_architecture(name, compiling))
     return _Subject.of_bundle(Bundle.open(bundle_of(model, compiling)))
 
 

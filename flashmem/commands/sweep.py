@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from flashmem.commands.extras import offline_half
 from flashmem.console import ProgressCallback, progress, say
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.files import check_target
 from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
-from flashmem.sweeping.grid import ZOO, Grid, Point, Row, numbers, sizes, words
+from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.sweeping.results import ResultFile, read_rows
 from flashmem.units import parse_shape, parse_size
-
-if TYPE_CHECKING:
-    from flashmem.sweeping.points import Subject
+from flashmem.zoo_names import architecture
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class SweepOptions:
         if self.measured and self.executor != "local":
             raise UserError("--measured runs on a device of this machine; leave --executor out")
         for model in self.models:
-            if not str(model).startswith(ZOO) and not model.exists():
+            if architecture(model) is None and not model.exists():
                 raise MissingFileError(f"{model}: no such file; name an .onnx model, a bundle, or zoo:NAME")
         for text in self.shape:
             parse_shape(text)
@@ -98,16 +95,21 @@ def sweep(options: SweepOptions) -> None:
         pending = [point for point in points if not file.has(point)]
         if len(pending) < len(points):
             say(f"{len(points) - len(pending)} of {len(points)} points are in {options.output} already")
-        with progress("sweeping") as report:
-            work = _Work(pending, file, report)
-            if options.measured:
-                failed = _measure(work, options.runs)
-            else:
-                failed = []
-                _simulate(work, options)
+        failed = _do(pending, file, options) if pending else []
     _conclude(options)
     if failed:
         raise RunError(f"{len(failed)} of {len(pending)} points could not be measured, the first because {failed[0]}")
+
+
+def _do(pending: list[Point], file: ResultFile, options: SweepOptions) -> list[str]:
+    """Does the points, and says why some could not be measured."""
+    with progress("sweeping") as report:
+        work = _Work(pending, file, report)
+        _refuse_early(work)
+        if options.measured:
+            return _measure(work, options.runs)
+        _simulate(work, options)
+        return []
 
 
 class _Work:
@@ -139,13 +141,20 @@ class _Work:
         self.begin(stage)
 
 
+def _refuse_early(work: _Work) -> None:
+    """Raises UserError for a subject that cannot be, before hours are spent on those named before it."""
+    with offline_half("planning"):
+        from flashmem.sweeping.subjects import target_of
+    for _, points in work.groups():
+        target_of(points[0])
+
+
 def _simulate(work: _Work, options: SweepOptions) -> None:
-    groups = work.groups()
-    if not groups:
-        return
-    subject_of, simulated, _ = _offline_half()
+    from flashmem.sweeping.points import simulated
+    from flashmem.sweeping.subjects import subject_of
+
     with executor(options.executor, jobs=options.jobs or default_jobs(), address=options.address) as pool:
-        for name, points in groups:
+        for name, points in work.groups():
             work.begin(name)
             subject = subject_of(points[0])
             try:
@@ -164,12 +173,11 @@ def _simulate(work: _Work, options: SweepOptions) -> None:
 
 def _measure(work: _Work, runs: int) -> list[str]:
     """One point at a time, so that none disturbs another; why points failed."""
-    groups = work.groups()
-    if not groups:
-        return []
-    subject_of, _, measured = _offline_half()
+    from flashmem.sweeping.points import measured
+    from flashmem.sweeping.subjects import subject_of
+
     failed = []
-    for name, points in groups:
+    for name, points in work.groups():
         work.begin(name)
         subject = subject_of(points[0])
         for point in points:
@@ -180,17 +188,6 @@ def _measure(work: _Work, runs: int) -> list[str]:
                 failed.append(str(error))
             work.finish(name, row)
     return failed
-
-
-def _offline_half() -> tuple[Callable[[Point], Subject], Callable[[Subject, Point], Row], Callable[[Subject, Point, int], Row]]:
-    try:
-        from flashmem.sweeping.points import measured, simulated
-        from flashmem.sweeping.subjects import subject_of
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("flashmem"):
-            raise
-        raise UserError(f"planning needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
-    return subject_of, simulated, measured
 
 
 def _conclude(options: SweepOptions) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -62,12 +62,13 @@ def _dask(address: str | None) -> Iterator[Submits]:
     address = address or dask.config.get("scheduler-address", None)
     if address is None:
         raise UserError("--executor dask needs a running cluster; name its scheduler with --address tcp://HOST:8786")
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # what it logs, traceback and all, is raised as well
     try:
         client: Any = Client(address, timeout="10s")  # type: ignore[no-untyped-call]
     except (OSError, TimeoutError, ValueError) as error:
         raise UserError(f"no dask scheduler answers at {address}; start one, or leave --executor out") from error
     with client:
-        yield client.get_executor()
+        yield _DaskTasks(client)
 
 
 @contextmanager
@@ -99,6 +100,52 @@ def _require_listener(address: str) -> None:
         raise UserError(f"no ray cluster answers at {address}; name one as HOST:PORT, or leave --executor out") from error
 
 
+def _passed_on(task: Future[Any], meaning: Callable[[BaseException], BaseException]) -> Future[Any]:
+    """A future with the result of `task`, or with the `meaning` of its error."""
+    future: Future[Any] = Future()
+
+    def ended(task: Future[Any]) -> None:
+        error = CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            future.set_result(task.result())
+        else:
+            future.set_exception(meaning(error))
+
+    task.add_done_callback(ended)
+    return future
+
+
+class _DaskTasks:
+    """Each call a task of the cluster."""
+
+    def __init__(self, client: Any) -> None:
+        from distributed.client import ClosedClientError
+        from distributed.comm.core import CommClosedError
+        from distributed.scheduler import KilledWorker
+
+        self._executor = client.get_executor()
+        self._killed = KilledWorker
+        self._lost = (ClosedClientError, CommClosedError, CancelledError, TimeoutError)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Begin `function(*arguments)`; what it raises is raised here as it was there."""
+        try:
+            return _passed_on(self._executor.submit(function, *arguments), self._meaning)
+        except self._lost as error:
+            raise self._meaning(error) from error
+
+    def _meaning(self, error: BaseException) -> BaseException:
+        if isinstance(error, self._killed):
+            what = "a point ended every worker that tried it, for lack of memory perhaps"
+        elif isinstance(error, self._lost):  # dask cancels what it was asked for when the scheduler goes
+            what = f"the connection to its scheduler was lost ({type(error).__name__})"
+        elif isinstance(error, RuntimeError) and "deserialization of the task graph" in str(error):
+            what = "its scheduler cannot read a point; install flashmem there as it is here"
+        else:
+            return error
+        return RunError(f"the dask cluster failed: {what}; finished points are kept")
+
+
 class _RayTasks:
     """Each call a task of the cluster."""
 
@@ -108,18 +155,12 @@ class _RayTasks:
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
         """Begin `function(*arguments)`; what it raises is raised here as it was there."""
-        future: Future[Any] = Future()
+        return _passed_on(self._remote(function).remote(*arguments).future(), self._meaning)
 
-        def ended(task: Future[Any]) -> None:
-            error = task.exception()
-            if error is None:
-                future.set_result(task.result())
-            elif isinstance(error, self._errors.RayTaskError):
-                # Ray reports a function that its worker cannot import as a RuntimeError.
-                cannot_import = isinstance(error.cause, RuntimeError) and "failed to import" in str(error.cause)
-                future.set_exception(ModuleNotFoundError(name="flashmem") if cannot_import else error.cause)
-            else:
-                future.set_exception(RunError(f"the ray cluster failed: {error}; finished points are kept"))
-
-        self._remote(function).remote(*arguments).future().add_done_callback(ended)
-        return future
+    def _meaning(self, error: BaseException) -> BaseException:
+        if not isinstance(error, self._errors.RayTaskError):
+            return RunError(f"the ray cluster failed: {error}; finished points are kept")
+        cause: BaseException = error.cause
+        # Ray reports a function that its worker cannot import as a RuntimeError.
+        cannot_import = isinstance(cause, RuntimeError) and "failed to import" in str(cause)
+        return ModuleNotFoundError(name="flashmem") if cannot_import else cause

@@ -14,9 +14,6 @@ Cell = str | int | float | None
 Row = Mapping[str, Cell]
 Source = Literal["simulated", "measured"]
 
-ZOO = "zoo:"
-"""Begins the name of an architecture that is known without a file."""
-
 
 @dataclass(frozen=True)
 class Point:

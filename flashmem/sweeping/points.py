@@ -24,6 +24,7 @@ from flashmem.graph.portable import PortableGraph
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import Limits, make_plan
 from flashmem.program import Program
+from flashmem.runtime.opencl import find_device
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate
 from flashmem.sweeping.grid import RESULTS, Cell, Point
@@ -85,13 +86,18 @@ def measured(subject: Subject, point: Point, runs: int) -> dict[str, Cell]:
         request = {
             "bundle": str(bundle),
             "plan": planned.plan.to_json(),
-            "device": point.device,
+            "device": _session_device(point.device, subject.descriptor),
             "mode": subject.mode,
             "budget": point.budget_bytes,
             "cold": point.disk == "cold",
         }
         results = [_run_apart(request) for _ in range(runs + 1)][1:]
     return row | {name: median(result[name] for result in results) for name in results[0]}
+
+
+def _session_device(name: str, descriptor: DeviceDescriptor) -> str:
+    """What a session is asked for: a descriptor in a file names no device, but the kind that it describes."""
+    return find_device("auto", prefer=descriptor.name).descriptor_name if name.endswith(".toml") else name
 
 
 @contextmanager

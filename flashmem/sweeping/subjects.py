@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -9,17 +10,45 @@ from flashmem.bundle import Bundle
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.compile import Options, choose_mode, find_descriptor, read_graph
 from flashmem.compile import compile as compile_model
-from flashmem.device import TransferMode
-from flashmem.errors import UserError
+from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
+from flashmem.errors import NoDeviceError, UserError
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.graph.portable import portable
 from flashmem.planning.planner import Limits
+from flashmem.runtime.opencl import find_device
 from flashmem.simulation.target import described_device, mode_for
-from flashmem.sweeping.grid import ZOO, Point
+from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
 from flashmem.units import parse_shape
-from flashmem.zoo_graphs import zoo_graph
+from flashmem.zoo_graphs import check_architecture, zoo_graph
+from flashmem.zoo_names import architecture
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a subject is played on, and the bundle if it is one."""
+
+    descriptor: DeviceDescriptor
+    mode: TransferMode
+    bundle: Bundle | None = None
+
+
+def target_of(point: Point) -> Target:
+    """What is known of the subject of `point` before a model is read, so that a sweep can refuse it before its first point.
+
+    Raises:
+        UserError: the model's name, the device, the mode or the precision has to be changed.
+    """
+    if point.source == "measured":
+        _require_here(point.device)
+    if Path(point.model).is_dir():
+        return _of_bundle(Path(point.model), point)
+    name = architecture(point.model)
+    if name is not None:
+        _check_architecture(name, point)
+    descriptor = find_descriptor(point.device)
+    return Target(descriptor, choose_mode(descriptor, point.mode))
 
 
 def subject_of(point: Point) -> Subject:
@@ -28,48 +57,48 @@ def subject_of(point: Point) -> Subject:
     Raises:
         UserError: the model, the device, the mode or the precision has to be changed.
     """
-    if point.model.startswith(ZOO):
-        return _of_architecture(point)
-    path = Path(point.model)
-    if path.is_dir():
-        return _of_bundle(path, point)
-    shapes = dict(parse_shape(text) for text in point.shape.split())
-    bundle: Bundle | None = None
-    if point.source == "measured":
-        bundle = compile_model(  # into the user's cache, or found there
-            path,
-            device=point.device,
-            precision=_precision(point),
-            shapes=shapes,
-            mode=cast(TransferMode | Literal["auto"], point.mode),
-            unfusion=False,
-        )
-    descriptor = find_descriptor(point.device) if bundle is None else bundle.descriptor
-    mode = choose_mode(descriptor, point.mode)
-    graph = read_graph(path, Options(descriptor, mode, Limits(), _precision(point), shapes))
-    if bundle is None:
+    target = target_of(point)
+    descriptor, mode = target.descriptor, target.mode
+    if target.bundle is not None:
+        return Subject(descriptor, mode, None, target.bundle.program, target.bundle.path)
+    name = architecture(point.model)
+    if name is not None:
+        graph = assign_layouts(normalize(zoo_graph(name)))
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
+    path, precision = Path(point.model), cast(Literal["fp32", "fp16"], point.precision)
+    shapes = dict(parse_shape(text) for text in point.shape.split())
+    graph = read_graph(path, Options(descriptor, mode, Limits(), precision, shapes))
+    if point.source == "simulated":
+        return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
+    bundle = compile_model(  # into the user's cache, or found there
+        path, device=point.device, precision=precision, shapes=shapes, mode=mode, unfusion=False
+    )
     return Subject(descriptor, mode, graph, bundle.program, bundle.path)
 
 
-def _precision(point: Point) -> Literal["fp32", "fp16"]:
-    return cast(Literal["fp32", "fp16"], point.precision)
+def _require_here(device: str) -> None:
+    """A descriptor in a file is measured on any device, as `flashmem run` does: the user says that it describes one."""
+    try:
+        find_device("auto" if device.endswith(".toml") else device)
+    except NoDeviceError as error:
+        if device not in descriptor_names():
+            raise
+        raise UserError(
+            f"no {device} is here, and measuring needs a device that is; leave --measured out to simulate it"
+        ) from error
 
 
-def _of_architecture(point: Point) -> Subject:
+def _check_architecture(name: str, point: Point) -> None:
+    check_architecture(name)
     if point.source == "measured":
         raise UserError(
             f"{point.model} has no weights to run with; export it with `flashmem zoo export`, or leave --measured out"
         )
     if point.shape:
         raise UserError(f"--shape does not go with {point.model}, whose shapes are fixed; leave it out")
-    descriptor = find_descriptor(point.device)
-    mode = choose_mode(descriptor, point.mode)
-    graph = assign_layouts(normalize(zoo_graph(point.model.removeprefix(ZOO))))
-    return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
 
 
-def _of_bundle(path: Path, point: Point) -> Subject:
+def _of_bundle(path: Path, point: Point) -> Target:
     bundle = Bundle.open(path)
     if point.precision != bundle.program.precision:
         raise UserError(
@@ -78,5 +107,4 @@ def _of_bundle(path: Path, point: Point) -> Subject:
     if point.shape:
         raise UserError(f"--shape was settled when {path} was compiled; name the model, or leave --shape out")
     descriptor = described_device(bundle, point.device)
-    mode = mode_for(bundle.program, descriptor, point.mode, planned=bundle.meta.get("mode"))
-    return Subject(descriptor, mode, None, bundle.program, bundle.path)
+    return Target(descriptor, mode_for(bundle.program, descriptor, point.mode, planned=bundle.meta.get("mode")), bundle)
