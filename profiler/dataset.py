@@ -51,12 +51,13 @@ class Row:
 
 _FACTS = get_type_hints(Facts)
 _OWN = {name: kind for name, kind in get_type_hints(Row).items() if name != "facts"}
+_KINDS = {**_OWN, **_FACTS}
 _COLUMNS = (*(f.name for f in fields(Row) if f.name != "facts"), *_FACTS)
 
 
 def _as_line(row: Row) -> dict[str, Any]:
     line: dict[str, Any] = {**{name: getattr(row, name) for name in _OWN}, **asdict(row.facts)}
-    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in line.items()}
+    return {name: f"{value:.6g}" if _KINDS[name] is float else value for name, value in line.items()}
 
 
 def _as_row(line: dict[str, str]) -> Row:
@@ -130,8 +131,8 @@ class Growing:
         return {row.case for row in self.rows}
 
     def append(self, rows: Sequence[Row]) -> None:
-        """All rows of one launch, in one write."""
-        self.rows += rows
+        """All rows of one launch, in one write; held as they will be read, so that a resumed profile trains the same models."""
+        self.rows += _read(_written(rows), self.path)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_written(rows, header=False))
 
