@@ -76,11 +76,12 @@ def test_a_launch_that_needs_too_much_memory_leaves_the_bench_to_others(tmp_path
     descriptor = descriptor_for(device)
     descriptor = descriptor.on_path(descriptor.memory_paths[0])
     with Bench(device, descriptor, tmp_path) as bench:
-        bench.prepare(elementwise_target(1 << 10, descriptor))
+        small = bench._arena_for(4096)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bench.context, "buffer", refuse)
             with pytest.raises(RunError):
                 bench.prepare(elementwise_target(1 << 20, descriptor))
+        assert bench._arena_for(4096) is not small, "that one was given back to the device"
         assert bench.prepare(elementwise_target(1 << 10, descriptor)).seconds > 0
 
 
@@ -185,6 +186,7 @@ def test_launches_that_differ_in_their_weights_alone_count_once() -> None:
         (["sample.onnx"], "'sample' is what the dataset calls kernels that are drawn"),
         (["matmul-7.onnx"], "'matmul-7' is what the dataset calls kernels that are drawn"),
         (["good.onnx", "NonZero.onnx"], "NonZero.onnx: the model has 1 node that flashmem cannot run"),
+        (["good.onnx", "Hardmax.onnx"], "Hardmax.onnx: the model has 1 node that flashmem cannot run"),
         (["good.onnx", "dynamic"], "leaves sizes of its inputs open"),
     ],
 )
@@ -192,7 +194,8 @@ def test_a_model_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], message: str
 ) -> None:
     monkeypatch.setattr(run, "Bench", refuse)
-    models = [a_model(tmp_path / name, Path(name).stem if "NonZero" in name else "Relu") for name in names if name != "dynamic"]
+    operators = {"NonZero.onnx": "NonZero", "Hardmax.onnx": "Hardmax"}
+    models = [a_model(tmp_path / name, operators.get(name, "Relu")) for name in names if name != "dynamic"]
     models += [DATA / "gptneo-tiny-dynamic.onnx"] * ("dynamic" in names)
     words = [word for model in models for word in ("--model", str(model))]
     result = CliRunner().invoke(app, ["profile", "-o", str(tmp_path / "out"), *words])
