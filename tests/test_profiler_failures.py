@@ -80,7 +80,7 @@ def test_a_launch_that_needs_too_much_memory_leaves_the_bench_to_others(tmp_path
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bench.context, "buffer", refuse)
             with pytest.raises(RunError):
-                bench.prepare(elementwise_target(1 << 20, descriptor))
+                bench._arena_for(1 << 20)
         assert bench._arena_for(4096) is not small, "that one was given back to the device"
         assert bench.prepare(elementwise_target(1 << 10, descriptor)).seconds > 0
 
