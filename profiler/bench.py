@@ -122,6 +122,7 @@ class Bench:
 
     def _arena_for(self, nbytes: int) -> Memory:
         if self._arena[0] < nbytes:
+            self._arena = (0, None)  # where the device refuses the larger one, the next launch gets one of its own
             self._arena_ledger.close()
             self._arena = (nbytes, self._filled(nbytes, self._arena_ledger))
         return self._arena[1]
@@ -260,13 +261,15 @@ class Prepared:
             steps.append(Step(step.name, step.commands, tuple(due.get(i, ()))))
         executor = Executor(self._bench.queue, steps)
         begun = perf_counter()
-        run.open()
-        executor.run(run)
-        for part in parts:
-            run.wait(part.name)
-        elapsed = perf_counter() - begun
-        run.stop()
-        return elapsed
+        try:
+            run.open()
+            executor.run(run)
+            for part in parts:
+                run.wait(part.name)
+            return perf_counter() - begun
+        finally:  # whatever happened, nothing of this burst is at work in the next one
+            executor.drain()
+            run.stop()
 
     def burst_seconds(self, bursts: int, seconds: float) -> list[float]:
         """Latency by each of `bursts` bursts of at least `seconds`."""
@@ -289,7 +292,11 @@ class Prepared:
         return statistics.median(delays)
 
     def measure(self, mode: TransferMode, streamed_bytes: float) -> Measured | None:
-        """The slowdown by about `streamed_bytes` a launch (the answer says how many it was); None where that cannot be had."""
+        """The slowdown by about `streamed_bytes` a launch (the answer says how many it was); None where that cannot be had.
+
+        Raises:
+            RunError: the device refuses the load, or the kernel's lane.
+        """
         count = min(_MOST_LAUNCHES, max(1, math.ceil(_BURST_SECONDS / self.seconds)))
         if mode == "interleave":
             return self._measure_lane(streamed_bytes, count)

@@ -1,4 +1,4 @@
-"""What is measured: small graphs around one kernel each, drawn quasi-randomly, and the launches of whole models.
+"""What is measured: small graphs around one kernel each, drawn quasi-randomly; the launches of models are in `models.py`.
 
 Sizes are drawn from ranges that cover convolutional and transformer models, with the sizes of ResNet, ViT and GPT among them.
 The sequence depends on a seed and on nothing else, so a profile that was interrupted goes on where it stopped.
@@ -7,9 +7,8 @@ The sequence depends on a seed and on nothing else, so a profile that was interr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -22,9 +21,9 @@ from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
-from flashmem.graph.onnx_import import import_model
-from flashmem.graph.operators import why_unsupported
 from flashmem.program import Launch, Program, Source
+
+from .dataset import SAMPLE
 
 Precision = Literal["fp32", "fp16"]
 T = TypeVar("T")
@@ -293,7 +292,7 @@ LOCAL_SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (16, 4), (16, 8))
 class Target:
     """One launch to measure. `operator` is the ONNX type of its main node."""
 
-    origin: str  # "sample", or the model's name
+    origin: str  # `SAMPLE`, or the model's name
     case: str
     operator: str
     launch: Launch
@@ -302,7 +301,7 @@ class Target:
     constants: NDArray[Any] = field(repr=False, compare=False)
 
 
-def _targets(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
+def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
     """Every launch of `graph`, made as `flashmem compile` makes it."""
     graph = assign_layouts(normalize(graph))
     layers = fuse(graph)
@@ -337,7 +336,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     if contraction and tile_unit < 0.35:
         descriptor = replace(descriptor, tile=_variant(descriptor, choice))
     precision: Precision = "fp16" if family in ("matmul", "conv") and half_unit < 0.2 else "fp32"
-    found = _targets(maker(draw), descriptor, precision, "sample", f"{family}-{index}")
+    found = targets_of(maker(draw), descriptor, precision, SAMPLE, f"{family}-{index}")
     kernels = (family, "matmul") if family == "conv" else (family,)  # a 1x1 convolution is a matmul
     wanted = [target for target in found if target.launch.shape.family in kernels]
     return wanted[-1] if wanted else None
@@ -353,28 +352,15 @@ def _variant(descriptor: DeviceDescriptor, choice: float) -> Tile:
     return replace(tile, rows=min(tile.rows, usual.rows), columns=columns, vector=min(tile.vector, usual.vector, columns))
 
 
-def of_model(path: Path, descriptor: DeviceDescriptor) -> Iterator[Target]:
-    """The distinct launches of an ONNX model; launches that differ in nothing but their weights count once."""
-    name = path.parent.name if path.stem == "model" else path.stem
-    seen = set()
-    for target in _targets(import_model(path, {}, why_unsupported), descriptor, "fp32", name, name):
-        launch = target.launch
-        weights = sum(s.nbytes for s in target.program.slices for arg in launch.args if arg.value == s.name)
-        key = (launch.kernel, launch.global_size, launch.local_size, launch.macs, launch.bytes, weights, launch.shape)
-        if key not in seen:
-            seen.add(key)
-            yield target
-
-
 def matmul_target(rows: int, depth: int, columns: int, descriptor: DeviceDescriptor) -> Target:
     """A plain product [rows, depth] x [depth, columns]: its first slice."""
     g = Sketch()
     product = g.node("MatMul", [g.input(1, rows, depth), g.weight(depth, columns)], (1, rows, columns))
-    return _targets(g.finish(product), descriptor, "fp32", "rates", f"gemm-{rows}x{depth}x{columns}")[0]
+    return targets_of(g.finish(product), descriptor, "fp32", "rates", f"gemm-{rows}x{depth}x{columns}")[0]
 
 
 def elementwise_target(size: int, descriptor: DeviceDescriptor) -> Target:
     """A sum of two activations of `size` elements."""
     g = Sketch()
     total = g.node("Add", [g.input(1, size), g.input(1, size)], (1, size))
-    return _targets(g.finish(total), descriptor, "fp32", "rates", f"add-{size}")[0]
+    return targets_of(g.finish(total), descriptor, "fp32", "rates", f"add-{size}")[0]

@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -19,8 +20,11 @@ from typing import Any, get_type_hints
 from flashmem.capacity.features import Facts
 from flashmem.capacity.predictor import Basis
 from flashmem.errors import MissingFileError, UserError
+from flashmem.files import written_whole
 
 SUFFIX = ".profile.csv.gz"
+SAMPLE = "sample"
+"""The origin of kernels that were drawn."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Row:
     `gemm_pace` and `traffic_pace`: seconds of the two reference launches around this one.
     """
 
-    origin: str  # "sample", or the model that the launch is from
+    origin: str  # `SAMPLE`, or the model that the launch is from
     case: str
     operator: str
     facts: Facts
@@ -47,12 +51,13 @@ class Row:
 
 _FACTS = get_type_hints(Facts)
 _OWN = {name: kind for name, kind in get_type_hints(Row).items() if name != "facts"}
+_KINDS = {**_OWN, **_FACTS}
 _COLUMNS = (*(f.name for f in fields(Row) if f.name != "facts"), *_FACTS)
 
 
 def _as_line(row: Row) -> dict[str, Any]:
     line: dict[str, Any] = {**{name: getattr(row, name) for name in _OWN}, **asdict(row.facts)}
-    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in line.items()}
+    return {name: f"{value:.6g}" if _KINDS[name] is float else value for name, value in line.items()}
 
 
 def _as_row(line: dict[str, str]) -> Row:
@@ -74,6 +79,8 @@ def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:
     Shared machines are faster in one minute than in another, and what arithmetic limits follows it otherwise than the rest.
     """
     alone = [row for row in rows if row.mode == "none"]
+    if not alone:
+        return list(rows)
     gemm, traffic = (median(values) for values in zip(*((row.gemm_pace, row.traffic_pace) for row in alone), strict=True))
 
     def pace(row: Row) -> float:
@@ -99,7 +106,7 @@ class Growing:
             self._take_up(head)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + ",".join(_COLUMNS) + "\n", encoding="utf-8")
+        self._write(head + ",".join(_COLUMNS) + "\n")
 
     def _take_up(self, head: str) -> None:
         text = self.path.read_text(encoding="utf-8")
@@ -110,8 +117,13 @@ class Growing:
         if whole != text and rows:  # killed in mid-line: what is there of the last launch may not be all of it
             rows = [row for row in rows if row.case != rows[-1].case]
             whole = head + _written(rows)
-        self.path.write_text(whole, encoding="utf-8")
+        if whole != text:
+            self._write(whole)
         self.rows = rows
+
+    def _write(self, text: str) -> None:
+        with written_whole(self.path) as file:
+            file.write(text.encode())
 
     @property
     def cases(self) -> set[str]:
@@ -119,8 +131,8 @@ class Growing:
         return {row.case for row in self.rows}
 
     def append(self, rows: Sequence[Row]) -> None:
-        """All rows of one launch, in one write."""
-        self.rows += rows
+        """All rows of one launch, in one write; held as they will be read, so that a resumed profile trains the same models."""
+        self.rows += _read(_written(rows), self.path)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_written(rows, header=False))
 
@@ -143,10 +155,9 @@ def _read(text: str, where: Path) -> list[Row]:
 
 def write_dataset(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:
     """The finished dataset, whole or not at all. `about`: what was measured, and the rates."""
-    temporary = path.with_name(f".{path.name}.partial")
     content = "# " + json.dumps(about, sort_keys=True) + "\n" + _written(rows)
-    temporary.write_bytes(gzip.compress(content.encode(), 9, mtime=0))
-    temporary.replace(path)
+    with written_whole(path) as file:
+        file.write(gzip.compress(content.encode(), 9, mtime=0))
 
 
 def read_dataset(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -162,6 +173,6 @@ def read_dataset(path: Path) -> tuple[dict[str, Any], list[Row]]:
         text = gzip.decompress(path.read_bytes()).decode()
         head, _, table = text.partition("\n")
         about = json.loads(head.removeprefix("# "))
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"{path} is not a profile dataset ({error}); flashmem profile writes one") from error
     return about, _read(table, path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmem.device import DeviceDescriptor, Rates
+from flashmem.files import written_whole
 
 _TABLES = ("modes", "tile", "rates", "sources")
 
@@ -26,9 +27,8 @@ def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, wh
         for key, values in nested.items():
             lines += ["", f"[{table}.{key}]", *(f"{name} = {_value(value)}" for name, value in values.items())]
     path = folder / f"{descriptor.name}.toml"
-    temporary = folder / f".{descriptor.name}.partial.toml"
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with written_whole(path) as file:
+        file.write(("\n".join(lines) + "\n").encode())
     return path
 
 

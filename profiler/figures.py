@@ -11,59 +11,54 @@ from numpy.typing import NDArray
 
 from flashmem.capacity.features import MAX_RATIO
 from flashmem.errors import UserError
+from flashmem.plots.figure import COLOURS, figure, plain_axes
 
 from .dataset import SUFFIX, Row, read_dataset
-from .report import HeldOut, curves, held_out, operator_type
+from .report import HeldOut, curves, default_path, operator_type
 
 _GRID = np.linspace(0, MAX_RATIO, 61)
 _MARKERS = ((0.20, "o"), (0.30, "s"))  # as in the paper's figure
 _LEAST_SECONDS = 1e-4
 _LEAST_LAUNCHES = 3
-_COLOURS = {"reusable": "#1b6ca8", "elemental": "#d1711c", "hierarchical": "#6a3d9a"}
+_COLOURS = {"reusable": COLOURS[0], "elemental": COLOURS[1], "hierarchical": COLOURS[2]}
 _STYLES = ("-", "--", ":", "-.")
 
 
-def draw_figures(dataset: Path, folder: Path) -> list[Path]:
+def draw_figures(dataset: Path, parts: Sequence[HeldOut], folder: Path) -> list[Path]:
     """Draw NAME-response.png and NAME-prediction.png into `folder` and return their paths.
 
+    `parts`: what `report.held_out` gave of the dataset.
+
     Raises:
-        UserError: matplotlib is not installed, or not a dataset.
+        UserError: matplotlib is not installed, not a dataset, or one without loads.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("drawing needs matplotlib; install flashmem with its `bench` extra") from error
-    matplotlib.use("Agg")
     about, rows = read_dataset(dataset)
     folder.mkdir(parents=True, exist_ok=True)
     name = dataset.name.removesuffix(SUFFIX)
     device = about["source"].removeprefix("flashmem profile, ")
     paths = [folder / f"{name}-response.png", folder / f"{name}-prediction.png"]
     draw_response(rows, device, paths[0])
-    draw_prediction(held_out(dataset), device, paths[1])
+    draw_prediction(parts, device, paths[1])
     return paths
 
 
 def draw_response(rows: Sequence[Row], device: str, path: Path) -> None:
     """Median latency increase of each operator type over the ratio of streamed bytes to its own input; a panel a mode."""
-    from matplotlib import pyplot as plt
-
-    paths = [row.facts.memory_path for row in rows]
-    chosen = [row for row in rows if row.facts.memory_path == max(sorted(set(paths)), key=paths.count)]
+    usual = default_path(rows)
+    chosen = [row for row in rows if row.facts.memory_path == usual]
     modes = sorted({row.mode for row in chosen} - {"none"}, key=lambda mode: (mode == "interleave", mode))
-    figure, axes = plt.subplots(1, len(modes), figsize=(4.6 * len(modes), 6.4), sharey=True, squeeze=False)
-    for axis, mode in zip(axes[0], modes, strict=True):
-        _response_panel(axis, _responses(chosen, mode), mode)
-    axes[0][0].set_ylabel("latency increase, % of the kernel alone")
-    figure.suptitle(
-        f"Latency increase under streaming: {device}\n"
-        "over streamed bytes / bytes the kernel reads itself; ○ first past +20 %, □ first past +30 %\n"
-        "blue: reusable, orange: elemental, violet: hierarchical (the paper's Table 5)",
-        fontsize=9,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    if not modes:
+        raise UserError(f"nothing was streamed beside the launches on the {usual} path; profile for more minutes")
+    with figure(path, columns=len(modes), size=(4.6 * len(modes), 6.4), sharey=True, squeeze=False) as (drawn, axes):
+        for axis, mode in zip(axes[0], modes, strict=True):
+            _response_panel(axis, _responses(chosen, mode), mode)
+        axes[0][0].set_ylabel("latency increase, % of the kernel alone")
+        drawn.suptitle(
+            f"Latency increase under streaming: {device}\n"
+            "over streamed bytes / bytes the kernel reads itself; ○ first past +20 %, □ first past +30 %\n"
+            "blue: reusable, orange: elemental, green: hierarchical (the paper's Table 5)",
+            fontsize=9,
+        )
 
 
 def _responses(rows: Sequence[Row], mode: str) -> dict[tuple[str, str], NDArray[np.float64]]:
@@ -104,36 +99,36 @@ def _response_panel(axis: Any, responses: dict[tuple[str, str], NDArray[np.float
     axis.set_ylim(0, 1500)
     axis.set_xlim(0, MAX_RATIO)
     axis.set_title(mode, fontsize=10)
-    axis.grid(alpha=0.25)
-    axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.07), frameon=False, handlelength=3.2)
+    plain_axes(axis)
+    if responses:
+        axis.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.07), frameon=False, handlelength=3.2)
 
 
 def draw_prediction(parts: Sequence[HeldOut], device: str, path: Path) -> None:
     """Latency under load, predicted while held out against measured; XGBoost and the roofline side by side."""
-    from matplotlib import pyplot as plt
+    with figure(path, columns=2, size=(11, 5.4), sharex=True, sharey=True) as (drawn, axes):
+        for axis, which, title in zip(axes, ("predicted", "roofline"), ("XGBoost", "roofline"), strict=True):
+            _prediction_panel(axis, parts, which)
+            axis.set_title(title, fontsize=10)
+        axes[0].set_ylabel("predicted while held out, ms")
+        drawn.suptitle(device, fontsize=10)
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5.4), sharex=True, sharey=True)
-    for axis, which, title in zip(axes, ("predicted", "roofline"), ("XGBoost", "roofline"), strict=True):
-        low, high = 1e9, 0.0
-        for part in parts:
-            measured = np.array([p.measured for p in part.predictions]) * 1e3
-            found = np.array([getattr(p, which) for p in part.predictions]) * 1e3
-            if not measured.size:
-                continue
-            low, high = min(low, measured.min()), max(high, measured.max())
-            middle = np.median(np.abs(found / measured - 1))
-            axis.scatter(measured, found, s=6, alpha=0.45, linewidths=0, label=f"{part.what}: median error {middle:.0%}")
-        line = np.array([low * 0.7, high * 1.4])
-        axis.plot(line, line, color="black", linewidth=0.8)
-        axis.fill_between(line, line * 0.85, line * 1.15, color="black", alpha=0.1, linewidth=0, label="±15 %")
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("measured latency, alone and under load, ms")
-        axis.grid(alpha=0.25)
-        axis.legend(fontsize=8, loc="upper left")
-    axes[0].set_ylabel("predicted while held out, ms")
-    figure.suptitle(device, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+
+def _prediction_panel(axis: Any, parts: Sequence[HeldOut], which: str) -> None:
+    low, high = 1e9, 0.0
+    for part in parts:
+        measured = np.array([p.measured for p in part.predictions]) * 1e3
+        found = np.array([getattr(p, which) for p in part.predictions]) * 1e3
+        if not measured.size:
+            continue
+        low, high = min(low, measured.min()), max(high, measured.max())
+        middle = np.median(np.abs(found / measured - 1))
+        axis.scatter(measured, found, s=6, alpha=0.45, linewidths=0, label=f"{part.what}: median error {middle:.0%}")
+    line = np.array([low * 0.7, high * 1.4])
+    axis.plot(line, line, color="black", linewidth=0.8)
+    axis.fill_between(line, line * 0.85, line * 1.15, color="black", alpha=0.1, linewidth=0, label="±15 %")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("measured latency, alone and under load, ms")
+    plain_axes(axis)
+    axis.legend(fontsize=8, loc="upper left")

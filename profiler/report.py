@@ -16,7 +16,7 @@ from flashmem.capacity.response import MARKER, Learned, learn_classes
 from flashmem.console import print_facts, print_table
 from flashmem.errors import UserError
 
-from .dataset import Row, at_usual_pace, read_dataset
+from .dataset import SAMPLE, Row, at_usual_pace, read_dataset
 from .rates import MachineRates
 from .run import basis_of
 from .train import train
@@ -61,12 +61,16 @@ class HeldOut:
 
 
 def held_out(dataset: Path) -> list[HeldOut]:
-    """Sampled shapes in five folds, then each model in turn; trained anew without them each time."""
+    """Sampled shapes in five folds, then each model in turn; trained anew without them each time.
+
+    Raises:
+        UserError: not a dataset, or one with too few launches to hold any out.
+    """
     about, rows = read_dataset(dataset)
     basis, machine = basis_of(about), MachineRates.from_dict(about["rates"])
     rows = at_usual_pace(rows, basis)
     shapes = HeldOut("shapes (5 folds)", [], [])
-    cases = sorted({row.case for row in rows if row.origin == "sample"})
+    cases = sorted({row.case for row in rows if row.origin == SAMPLE})
     order = np.random.default_rng(1).permutation(len(cases))
     for fold in range(_FOLDS):
         chosen = {cases[i] for i in order[fold::_FOLDS]}
@@ -74,7 +78,7 @@ def held_out(dataset: Path) -> list[HeldOut]:
         shapes.predictions.extend(part.predictions)
         shapes.capacities.extend(part.capacities)
     found = [shapes]
-    for origin in sorted({row.origin for row in rows} - {"sample"}):
+    for origin in sorted({row.origin for row in rows} - {SAMPLE}):
         found.append(_judge(origin, rows, basis, machine, lambda row, origin=origin: row.origin == origin))  # type: ignore[misc]
     return found
 
@@ -214,13 +218,12 @@ def print_repeats(dataset: Path, again: Path) -> None:
     print_facts({f"{len(found.differences)} launches measured again differ by": apart, "their C_l within 25 %": within})
 
 
-def print_report(dataset: Path) -> None:
-    """Print everything that `flashmem profile --report` shows."""
+def print_report(dataset: Path, parts: Sequence[HeldOut]) -> None:
+    """Print everything that `flashmem profile --report` shows; `parts`: what `held_out` gave of the dataset."""
     about, rows = read_dataset(dataset)
     launches = len({row.case for row in rows})
     print_facts({"measured": about["source"], "launches": str(launches), "rows": str(len(rows))})
     lines, verdicts = [], []
-    parts = held_out(dataset)
     for part in parts:
         subsets = (
             ("alone", [p for p in part.predictions if p.row.mode == "none"]),
@@ -238,11 +241,12 @@ def print_report(dataset: Path) -> None:
     _print_capacities(parts, verdicts)
     modes = sorted({row.mode for row in rows} - {"none"})
     for mode in modes:
-        _print_classes(mode, learned_classes([row for row in rows if row.facts.memory_path == _default_path(rows)], mode))
+        _print_classes(mode, learned_classes([row for row in rows if row.facts.memory_path == default_path(rows)], mode))
     print("\n".join(verdicts) or "all bars met")
 
 
-def _default_path(rows: Sequence[Row]) -> str:
+def default_path(rows: Sequence[Row]) -> str:
+    """The memory path of most rows: a profile measures the device's default one most."""
     paths = [row.facts.memory_path for row in rows]
     return max(sorted(set(paths)), key=paths.count)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from time import perf_counter
@@ -17,15 +17,17 @@ from typing import Any
 
 from flashmem.capacity.features import MAX_RATIO, facts_of
 from flashmem.capacity.predictor import Basis
-from flashmem.device import TransferMode
-from flashmem.errors import RunError
+from flashmem.device import Rates, TransferMode
+from flashmem.errors import RunError, UserError
+from flashmem.files import written_whole
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
 
 from .bench import Bench, Measured, Pace
-from .cases import Draw, Target, of_model, sampled
-from .dataset import SUFFIX, Growing, Row, at_usual_pace, read_dataset, write_dataset
+from .cases import Draw, Target, sampled
+from .dataset import SAMPLE, SUFFIX, Growing, Row, at_usual_pace, read_dataset, write_dataset
 from .descriptor import write_descriptor
+from .models import read_models
 from .rates import MachineRates, lane_contention, measure_rates
 from .train import save, train
 
@@ -35,6 +37,7 @@ _MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
 _SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
 _MODELS_SHARE = 0.45
 _OTHER_PATH = 4  # every so many sampled kernels one is measured on a path that is not the default
+_MOST_REFUSED = 20  # sampled kernels on end: then it is the device, not the kernels
 _LOADED = 5  # and one with load: that takes ten times as long as alone, and latency alone needs the most launches
 
 
@@ -58,28 +61,27 @@ def profile(request: Request, told: Told) -> Path:
 
     Raises:
         NoDeviceError: no such device.
-        UserError: an interrupted profile of something else is in the way, or the time was too short to train.
+        UserError: a model cannot be profiled, an interrupted profile of something else is in the way, or the time was too
+            short to train.
         RunError: the device fails.
     """
     device = find_device(request.device)
     descriptor = descriptor_for(device)
     name = request.name or descriptor.name
+    if request.models:
+        told("models", 0.0)
+    models = read_models(request.models, descriptor.on_path(descriptor.memory_paths[0]))
     request.output.mkdir(parents=True, exist_ok=True)
     about = {"device": device.key, "seed": request.seed}
     growing = Growing(request.output / f".{name}.profile.partial.csv", about, resume=request.resume)
     rates_file = growing.path.with_suffix(".rates.json")
-    if not growing.rows and not request.resume:
+    if not request.resume:
         rates_file.unlink(missing_ok=True)
     with ExitStack() as stack:
         paths = descriptor.memory_paths
         benches = [stack.enter_context(Bench(device, descriptor.on_path(path), request.output)) for path in paths]
-        begun = perf_counter()
-        if not rates_file.is_file():
-            found = measure_rates(benches, request.device, lambda what: told(f"rates ({what})", 0.0))
-            rates_file.write_text(json.dumps({"spent": perf_counter() - begun, **found.to_dict()}), encoding="utf-8")
-        known = json.loads(rates_file.read_text(encoding="utf-8"))
-        machine = MachineRates.from_dict(known)
-        _measure(request, growing, benches, known["spent"], told)
+        machine, spent = _kept_rates(rates_file) or _measured_rates(rates_file, benches, request.device, told)
+        _measure(request, growing, benches, models, spent, told)
     told("train", 1.0)
     contention = dict(machine.rates.contention)
     if "interleave" in descriptor.modes[descriptor.memory_paths[0]]:
@@ -114,23 +116,65 @@ def retrain(dataset: Path) -> Path:
 
 
 def basis_of(about: dict[str, Any]) -> Basis:
-    """The basis that a dataset's first line holds."""
-    return Basis(**about["basis"])
+    """The basis that a dataset's first line holds.
+
+    Raises:
+        UserError: it holds none of this version.
+    """
+    try:
+        return Basis(**about["basis"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the dataset is not of this version ({error!r}); profile the device again") from error
 
 
-def _measure(request: Request, growing: Growing, benches: Sequence[Bench], spent: float, told: Told) -> None:
-    """Launches until the time is spent: those of the models first, then sampled ones."""
+def _kept_rates(file: Path) -> tuple[MachineRates, float] | None:
+    """The rates that an earlier call kept and the seconds they took; None where there are none, or not of this version."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["rates"].keys() != {field.name for field in fields(Rates)}:
+            return None
+        return MachineRates.from_dict(kept), float(kept["spent"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _measured_rates(file: Path, benches: Sequence[Bench], device: str, told: Told) -> tuple[MachineRates, float]:
+    """The rates and the seconds they took, kept in `file` for a later call."""
+    begun = perf_counter()
+    machine = measure_rates(benches, device, lambda what: told(f"rates ({what})", 0.0))
+    spent = perf_counter() - begun
+    with written_whole(file) as kept:
+        kept.write(json.dumps({"spent": spent, **machine.to_dict()}).encode())
+    return machine, spent
+
+
+def _measure(
+    request: Request, growing: Growing, benches: Sequence[Bench], models: Sequence[Sequence[Target]], spent: float, told: Told
+) -> None:
+    """Launches until the time is spent: those of the models first, then sampled ones.
+
+    Raises:
+        RunError: the device refuses one sampled kernel after the other.
+    """
     budget = 60 * request.minutes
     spent += sum(row.spent for row in growing.rows)
     done = growing.cases
+    refused = 0
     begun = perf_counter()
-    for bench, target, ratios, limit in _plan(request, benches):
+    for bench, target, ratios, limit in _plan(request, benches, models):
         if spent >= budget:
             break
         if target is None or target.case in done or spent >= limit * budget:
             continue
         told(f"{target.origin}: {target.operator}, {bench.path}", min(1.0, spent / budget))
-        rows = _measure_launch(bench, target, ratios, len(done), benches[0].pace)
+        try:
+            rows = _measure_launch(bench, target, ratios, len(done), benches[0].pace)
+            refused = 0
+        except RunError as error:  # of its size or its kernel: other launches say what the device can do
+            rows = []
+            refused += target.origin == SAMPLE
+            if refused == _MOST_REFUSED:
+                raise RunError(f"the device refuses one launch after the other, the last because {error}") from error
         took = perf_counter() - begun  # drawing and compiling it among the rest
         begun += took
         spent += took
@@ -139,11 +183,13 @@ def _measure(request: Request, growing: Growing, benches: Sequence[Bench], spent
             growing.append([replace(row, spent=took if i == len(rows) - 1 else 0.0) for i, row in enumerate(rows)])
 
 
-def _plan(request: Request, benches: Sequence[Bench]) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
+def _plan(
+    request: Request, benches: Sequence[Bench], models: Sequence[Sequence[Target]]
+) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
     """(bench, launch, ratios, share of the time up to which it may begin), without an end."""
-    for i, model in enumerate(request.models, start=1):
-        for target in of_model(model, benches[0].descriptor):
-            yield benches[0], target, _MODEL_RATIOS, _MODELS_SHARE * i / len(request.models)
+    for i, launches in enumerate(models, start=1):
+        for target in launches:
+            yield benches[0], target, _MODEL_RATIOS, _MODELS_SHARE * i / len(models)
     index = 0
     while True:
         other = len(benches) > 1 and index % _OTHER_PATH == _OTHER_PATH - 1
@@ -155,11 +201,14 @@ def _plan(request: Request, benches: Sequence[Bench]) -> Iterator[tuple[Bench, T
 
 
 def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int, pace: Callable[[], Pace]) -> list[Row]:
-    """The rows of one launch: alone, and with load at `ratios` in the path's default mode and one of the others, in turn."""
-    try:
-        prepared = bench.prepare(target)
-    except RunError:
-        return []  # a texture or a buffer that this device refuses: other launches say what it can do
+    """The rows of one launch: alone, and with load at `ratios` in the path's default mode and one of the others, in turn.
+
+    A mode that fails beside this launch ends where it fails.
+
+    Raises:
+        RunError: the device refuses the launch itself.
+    """
+    prepared = bench.prepare(target)
     facts = facts_of(target.launch, prepared.weight_bytes, bench.path)
     before = pace()
     prepared.measure_alone()
@@ -168,10 +217,11 @@ def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], numbe
         default, *others = bench.descriptor.modes[bench.path]
         modes: list[TransferMode] = [default, *others[number % len(others) :][:1]] if others else [default]
         for mode in modes:
-            for ratio in ratios:
-                found = prepared.measure(mode, ratio * facts.own_bytes)
-                if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * facts.own_bytes:
-                    loaded.append((mode, found))
+            with suppress(RunError):
+                for ratio in ratios:
+                    found = prepared.measure(mode, ratio * facts.own_bytes)
+                    if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * facts.own_bytes:
+                        loaded.append((mode, found))
     after = pace()
     alone = Row(
         target.origin, target.case, target.operator, facts, "none", 0.0, prepared.settled_seconds(), 1.0, 0.0, 0.0,

@@ -14,6 +14,7 @@ from flashmem.bundle import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import Options, plan_program
 from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.errors import RunError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort
 from flashmem.graph.layout import assign_layouts
@@ -36,7 +37,11 @@ class Opening:
 
 
 def measure_opening(descriptor: DeviceDescriptor, device: str, mode: TransferMode) -> Opening:
-    """Medians over fresh processes that take turns. The cache is filled first; what a warm run takes is not counted."""
+    """Medians over fresh processes that take turns. The cache is filled first; what a warm run takes is not counted.
+
+    Raises:
+        RunError: a process fails.
+    """
     graphs = {"one": kernels_graph(1), "kernels": kernels_graph(_KERNELS), "layers": layers_graph(_LAYERS)}
     with tempfile.TemporaryDirectory(prefix="flashmem-sessions-") as name:
         inside = Path(name)
@@ -96,7 +101,23 @@ def _bundle(path: Path, graph: Graph, descriptor: DeviceDescriptor, mode: Transf
 
 
 def _open(bundle: Path, device: str, cache: Path) -> float:
-    """Seconds to open a session and run once, above a warm run, in a fresh process that has loaded the driver."""
+    """Seconds to open a session and run once, above a warm run, in a fresh process that has loaded the driver.
+
+    Raises:
+        RunError: the process fails; with the last line that it wrote.
+    """
     command = [sys.executable, "-m", "flashmem.profiler.opening", str(bundle), device]
     environment = {**os.environ, "FLASHMEM_CACHE_DIR": str(cache)}
-    return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        reason = _last_line(done.stderr) or f"exit code {done.returncode}"
+        raise RunError(f"a fresh process could not open a session to time it: {reason}")
+    answer = _last_line(done.stdout)  # above it may stand what a driver prints
+    try:
+        return float(answer)
+    except ValueError as error:
+        raise RunError(f"a fresh process was to print the seconds that a session took to open, not {answer!r}") from error
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

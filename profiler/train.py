@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from flashmem.capacity.features import GROWING, KERNEL_FEATURES, LOAD_FEATURES, Facts, kernel_features, load_features
 from flashmem.capacity.predictor import SECONDS, SLOWDOWN, Basis, Predictor, describe
 from flashmem.errors import UserError
+from flashmem.files import written_whole
 
 from .dataset import Row
 
@@ -29,11 +30,15 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
     """The predictor of `rows`. Launches of the same case are never on both sides of a fold.
 
     Raises:
-        UserError: too few rows.
+        UserError: too few launches, or none with load.
     """
     alone = [row for row in rows if row.mode == "none"]
     if len(alone) < LEAST_LAUNCHES:
-        raise UserError(f"the profile has {len(alone)} launches, of which {LEAST_LAUNCHES} are the least; give it more minutes")
+        raise UserError(
+            f"{len(alone)} launches are too few to learn from, {LEAST_LAUNCHES} are the least; profile for more minutes"
+        )
+    if len(rows) == len(alone):
+        raise UserError("no launch was measured with bytes streamed beside it; profile for more minutes")
     seconds = _train_seconds(alone, basis)
     slowdown = _train_slowdown(rows, alone, basis)
     describe(seconds, basis, KERNEL_FEATURES)
@@ -44,9 +49,8 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
 def save(predictor: Predictor, stem: Path) -> None:
     """Write both models beside each other, each whole or not at all."""
     for booster, suffix in ((predictor.boosters[0], SECONDS), (predictor.boosters[1], SLOWDOWN)):
-        temporary = stem.with_name(f".{stem.name}.partial{suffix}")
-        temporary.write_bytes(booster.save_raw("ubj"))
-        temporary.replace(stem.with_name(stem.name + suffix))
+        with written_whole(stem.with_name(stem.name + suffix)) as file:
+            file.write(booster.save_raw("ubj"))
 
 
 def _train_seconds(alone: Sequence[Row], basis: Basis) -> xgboost.Booster:

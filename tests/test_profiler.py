@@ -19,11 +19,12 @@ from flashmem.profiler.rates import lane_contention
 from flashmem.profiler.report import agreement, repeats
 from flashmem.profiler.run import _measure_launch
 from flashmem.profiler.train import save, train
+from made_profile import BASIS, facts, law
 from typer.testing import CliRunner
 
-from flashmem.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, Facts, facts_of, kernel_features
+from flashmem.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, facts_of, kernel_features
 from flashmem.capacity.model import Roofline, default_model, load_capacity
-from flashmem.capacity.predictor import Basis, Predictor, ratio_within
+from flashmem.capacity.predictor import Predictor, ratio_within
 from flashmem.capacity.response import learn_classes
 from flashmem.cli import app
 from flashmem.device import DeviceDescriptor, descriptor_names, load_descriptor
@@ -32,32 +33,7 @@ from flashmem.program import KernelShape, Launch
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
 
-BASIS = Basis(100e9, 10e9, 10e-6, {"buffer map": 5e9, "buffer interleave": 4e9}, "a law made up for a test")
 POCL = load_descriptor("pocl")
-
-
-def facts(rows: int, columns: int, depth: int) -> Facts:
-    return Facts(
-        family="matmul", operator_class="reusable", memory_path="buffer", rows=rows, columns=columns, depth=depth, run=depth,
-        stride=1, vector=16, simple_ops=0, special_ops=0, macs=rows * columns * depth, bytes=4 * rows * (depth + columns),
-        weight_bytes=4 * depth * columns, items=max(1, rows * columns // 256), across=max(1, rows // 8), group=1,
-    )  # fmt: skip
-
-
-def law(count: int, seed: int = 0) -> list[Row]:
-    """Kernels at 1.5 times their roofline, delayed by half the time that what is streamed takes alone."""
-    generator = np.random.default_rng(seed)
-    rows = []
-    for i in range(count):
-        m, n, k = (int(2**e) for e in generator.uniform(5, 10, 3))
-        made = facts(m, n, k)
-        seconds = 1.5 * BASIS.roofline(made)
-        rows.append(Row("sample", f"case{seed}-{i}", "MatMul", made, "none", 0.0, seconds, 1.0, 0.0, 1.0))
-        for ratio in (0.1, 0.3, 1.0, MAX_RATIO):
-            streamed = ratio * made.own_bytes
-            slowdown = 1 + 0.5 * streamed / 5e9 / seconds
-            rows.append(Row("sample", f"case{seed}-{i}", "MatMul", made, "map", streamed, seconds, slowdown, 0.0, 1.0))
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +227,11 @@ def test_two_profiles_of_one_device_are_compared(tmp_path: Path) -> None:
 
 
 def test_too_little_teaches_nothing() -> None:
-    with pytest.raises(UserError, match="has 3 launches"):
-        train(law(3), BASIS)
+    for count in (0, 3):
+        with pytest.raises(UserError, match=f"^{count} launches are too few"):
+            train(at_usual_pace(law(count), BASIS), BASIS)
+    with pytest.raises(UserError, match="bytes streamed beside it"):
+        train([row for row in law(30) if row.mode == "none"], BASIS)
 
 
 def test_lane_contention_is_the_share_by_which_a_transfer_delays() -> None:

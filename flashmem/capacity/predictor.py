@@ -176,4 +176,5 @@ def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], al
 
 def describe(booster: Any, basis: Basis, features: tuple[str, ...]) -> None:
     """Write into `booster` what `Predictor.load` asks for."""
-    booster.set_attr(**{_ATTRIBUTE: json.dumps({"version": FORMAT_VERSION, "features": features, "basis": asdict(basis)})})
+    about = {"version": FORMAT_VERSION, "features": features, "basis": asdict(basis)}
+    booster.set_attr(**{_ATTRIBUTE: json.dumps(about, sort_keys=True)})

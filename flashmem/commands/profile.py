@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flashmem.console import progress, say
 from flashmem.errors import MissingFileError, UserError
+from flashmem.plots.figure import require_matplotlib
 
 
 def profile_device(
@@ -46,17 +47,25 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
     """Prints how good predictions are on what was held out; with `figures`, draws them into that folder.
 
     `again` is another profile of the same device: how far the two lie apart is printed first.
+
+    Raises:
+        UserError: not datasets of this version, too few launches, or matplotlib is missing for `figures`.
     """
     _need_extra()
-    from flashmem.profiler.report import print_repeats, print_report
+    if figures is not None:
+        if figures.exists() and not figures.is_dir():
+            raise UserError(f"--figures {figures} is not a folder; name one")
+        require_matplotlib()
+    from flashmem.profiler.report import held_out, print_repeats, print_report
 
     if again is not None:
         print_repeats(dataset, again)
-    print_report(dataset)
+    parts = held_out(dataset)
+    print_report(dataset, parts)
     if figures is not None:
         from flashmem.profiler.figures import draw_figures
 
-        for path in draw_figures(dataset, figures):
+        for path in draw_figures(dataset, parts, figures):
             say(f"drew {path}")
 
 

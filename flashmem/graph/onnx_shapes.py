@@ -14,10 +14,15 @@ import onnx
 from flashmem.errors import UserError
 
 
+class OpenShapeError(UserError):
+    """An input has dimensions for which the caller gave no size."""
+
+
 def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Give every input of `model` a static shape, in place; other shapes are forgotten, to be inferred anew.
 
-    Raises UserError for an input that does not exist, a rank or a size that contradicts the file, and dimensions left open.
+    Raises UserError for an input that does not exist and a rank or a size that contradicts the file, OpenShapeError for
+    dimensions left open.
     """
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
@@ -83,7 +88,7 @@ def _bind_symbols(graph: onnx.GraphProto, symbols: Mapping[str, tuple[int, str]]
             word = "dimension" if len(unbound) == 1 else "dimensions"
             missing.append(f"input {value.name!r} leaves {word} {', '.join(unbound)} open (--shape {value.name}={template})")
     if missing:
-        raise UserError(f"{path}: {'; '.join(missing)}: give each a size")
+        raise OpenShapeError(f"{path}: {'; '.join(missing)}: give each a size")
 
 
 def _written(value: onnx.ValueInfoProto) -> str:

@@ -1,0 +1,97 @@
+"""`flashmem profile` from the words typed to a descriptor, trained models, a report and figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Command, command_line
+from flashmem.profiler import bench, run, sessions, train
+from flashmem.profiler.dataset import Growing, read_dataset
+
+from flashmem.capacity.model import default_model
+from flashmem.device import load_descriptor
+from flashmem.runtime.opencl import list_devices
+
+MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
+DEVICE = next(str(number) for number, device in enumerate(list_devices()) if device.kind == "cpu")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    return command_line(monkeypatch, capfd)
+
+
+def test_a_profile_killed_and_resumed_to_its_figures(
+    flashmem: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Good medians and models take long; whether it works, few and small ones tell.
+    few = ((sessions, "_ROUNDS", 1), (sessions, "_KERNELS", 4), (sessions, "_LAYERS", 16), (bench, "_DELAYS", 3))
+    ratios = ((run, "_MODEL_RATIOS", (0.5, 2.0)), (run, "_SAMPLE_RATIOS", (0.4, 2.0)))
+    for module, name, value in (*few, *ratios, (train, "_SECONDS_ROUNDS", 20), (train, "_SLOWDOWN_ROUNDS", 20)):
+        monkeypatch.setattr(module, name, value)
+    folder = tmp_path / "mine"
+    partial = folder / ".mine.profile.partial.csv"
+    words = ("profile", "--device", DEVICE, "-o", folder, "--name", "mine", "--model", MODEL)
+
+    assert killed_at(0, flashmem, *words).code == 130
+    rates = partial.with_suffix(".rates.json")
+    rates.write_text(json.dumps({**json.loads(rates.read_text()), "spent": 60.0}))  # whatever it was on this machine
+    early = flashmem(*words, "--minutes", "0.1")
+    assert early.code == 2 and "0 launches are too few to learn from" in early.err
+
+    assert killed_at(2, flashmem, *words).code == 130
+    before = partial.read_text()
+    minutes, code = 1.0, 2
+    while code == 2 and minutes < 4:
+        minutes += 0.3
+        done = flashmem(*words, "--minutes", minutes)
+        code = done.code
+    assert code == 0, done.err
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "mine.profile.csv.gz", "mine.seconds.ubj", "mine.slowdown.ubj", "mine.toml",
+    ]  # fmt: skip
+    assert done.out.strip() == str(folder / "mine.toml")
+    descriptor = load_descriptor(done.out.strip())
+    assert descriptor.measured and descriptor.rates.gemm_flops > 1e9 and descriptor.rates.session_seconds > 0
+    assert "trained" in default_model(descriptor, descriptor.memory_paths[0]).note
+    dataset = folder / "mine.profile.csv.gz"
+    _, rows = read_dataset(dataset)
+    assert {row.origin for row in rows} == {"sample", "resnet-tiny"}
+    partial.write_text(before)
+    kept = Growing(partial, json.loads(before.partition("\n")[0][2:]), resume=True).rows
+    assert len({row.case for row in kept}) == 2 and rows[: len(kept)] == kept
+
+    models = [folder / "mine.seconds.ubj", folder / "mine.slowdown.ubj"]
+    trained = [model.read_bytes() for model in models]
+    for model in models:
+        model.unlink()
+    assert flashmem("profile", "--dataset", dataset).out.strip() == str(folder / "mine")
+    assert [model.read_bytes() for model in models] == trained
+
+    figures = tmp_path / "figures"
+    report = flashmem("profile", "--dataset", dataset, "--report", "--again", dataset, "--figures", figures)
+    assert report.code == 0, report.err
+    for heading in ("XGBoost MAPE", "C_l within 25 % of measured", "operator classes from the response to", "measured again"):
+        assert heading in report.out
+    assert {path.name: path.read_bytes()[: len(PNG)] for path in figures.iterdir()} == {
+        "mine-response.png": PNG, "mine-prediction.png": PNG,
+    }  # fmt: skip
+
+
+def killed_at(number: int, flashmem: Command, *words: str | Path) -> Any:
+    """The command, interrupted as by Ctrl-C when `number` launches are measured."""
+    measure, calls = run._measure_launch, iter(range(number))
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_measure_launch", interrupted)
+        return flashmem(*words)
