@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import flashmem
+from benchmarks.disk import warm
 
 Row = dict[str, Any]
 
 
 def run_bundle(bundle: Path, device: str, *extra: str, cold: bool = False) -> Row:
-    """One run of a bundle in a process of its own, its weights dropped from the page cache if `cold`."""
-    dropped = ("--cold", str(bundle / "weights.bin")) if cold else ()
+    """One run of a bundle in a process of its own, its weights in the page cache as far as memory permits, or not if `cold`.
+
+    Other runs, and large models that were preloaded, may have pushed them out.
+    """
+    weights = bundle / "weights.bin"
+    dropped = ("--cold", str(weights)) if cold else ()
+    if not cold:
+        warm(weights)
     return run_worker("flashmem", "--bundle", str(bundle), "--device", device, *extra, *dropped)
 
 

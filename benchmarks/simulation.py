@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import flashmem
-from benchmarks.disk import cold_rate, warm
+from benchmarks.disk import cold_rate
 from benchmarks.models import models_in, planned_again, within
 from benchmarks.pace import Pace, at_pace
 from benchmarks.processes import Row, median, run_bundle, take_turns
@@ -92,8 +92,6 @@ class Case:
     def measure(self, device: str, pace: Pace) -> Row:
         """One fresh process; with the machine's pace right after it and, where it matters, the disk's bytes per second."""
         weights = self.bundle.path / "weights.bin"
-        if self.disk == "cached":
-            warm(weights)  # the bundles of a model share it, and others want it cold
         row = run_bundle(self.bundle.path, device, "--mode", self.bundle.meta["mode"], cold=self.disk == "cold")
         row["pace"] = pace.now()
         return row | {"disk_rate": cold_rate(weights)} if self.disk == "cold" else row
