@@ -148,7 +148,9 @@ def agreement(pairs: Sequence[tuple[float, float]], chunk: int | None) -> float:
 
 @dataclass(frozen=True)
 class Repeats:
-    """The launches that two profiles of one device have in common: no predictor can be better than a device repeats itself.
+    """The launches that two profiles of one device have in common.
+
+    Both are measured, so that a perfect predictor would be off from either by about 1/sqrt(2) of what they differ by.
 
     `differences` of latencies alone, each at its profile's usual pace, as shares, without the one that all have in common; and
     (first, second) C_l in bytes.
