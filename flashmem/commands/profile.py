@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
+from flashmem.commands.extras import offline_half
 from flashmem.console import progress, say
 from flashmem.errors import MissingFileError, UserError
 from flashmem.plots.figure import require_matplotlib
@@ -70,8 +72,6 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
 
 
 def _need_extra() -> None:
-    for module in ("xgboost", "jinja2", "onnx", "ortools"):
-        try:
-            __import__(module)
-        except ModuleNotFoundError as error:
-            raise UserError(f"profiling needs {module}; install flashmem with its `compile` or `desktop` extra") from error
+    with offline_half("profiling"):
+        for module in ("xgboost", "jinja2", "onnx", "ortools"):
+            import_module(module)
