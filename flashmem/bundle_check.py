@@ -1,6 +1,6 @@
 """Checks of a bundle before anything in it is used: types first, then every number against what it points into.
 
-The runtime reads where a bundle tells it to. After these checks nothing it is told lies outside the weight file, the arena, a
+The runtime reads where a bundle tells it to. After these checks nothing it is given lies outside the weight file, the arena, a
 pool or a texture.
 """
 

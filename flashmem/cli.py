@@ -263,7 +263,7 @@ def demo(
     device: Device = None,
 ) -> None:
     """Read the text in an image with two trained networks, inside a memory budget."""
-    from flashmem.demo import run_demo
+    from flashmem.demo.run import run_demo
 
     run_demo(image, budget=budget, device=device or "auto")
 

@@ -1,4 +1,4 @@
-"""The offline road: model.onnx in, bundle out (docs/architecture.md draws it)."""
+"""The offline pipeline: model.onnx in, bundle out (docs/architecture.md draws it)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
-from flashmem.unfusion import Cuts, Road, refine
+from flashmem.unfusion import Cuts, Pipeline, refine
 from flashmem.units import parse_size
 
 Progress = Callable[[str, float], None]
@@ -98,7 +98,7 @@ def compile(
     Raises:
         UserError: anything in the model or the arguments that has to be changed, a budget too small among it.
     """
-    told: Progress = progress or (lambda stage, fraction: None)
+    progress = progress or (lambda stage, fraction: None)
     model = Path(model)
     if not model.is_file():
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
@@ -126,20 +126,20 @@ def compile(
         dict(shapes or {}),
     )
     if output is not None:
-        return _compile(model, Path(output), options, told)
+        return _compile(model, Path(output), options, progress)
     cached = cache_folder("bundles") / f"{model.stem}-{_key(model, options)}.flashmem"
-    return Bundle.open(cached) if cached.is_dir() else _compile(model, cached, options, told)
+    return Bundle.open(cached) if cached.is_dir() else _compile(model, cached, options, progress)
 
 
-def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
-    told("import", 0.0)
+def _compile(model: Path, output: Path, options: Options, progress: Progress) -> Bundle:
+    progress("import", 0.0)
     graph = read_graph(model, options)
-    told("plan", 0.0)
+    progress("plan", 0.0)
     generated, plan = plan_graph(graph, options)
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
     with BundleWriter(output) as bundle:
         generated.weights.write(
-            bundle, lambda name, nbytes: told("pack weights", bundle.size / generated.program.weights_bytes)
+            bundle, lambda name, nbytes: progress("pack weights", bundle.size / generated.program.weights_bytes)
         )
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
@@ -157,8 +157,9 @@ def read_graph(model: Path, options: Options) -> Graph:
 
 
 def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
-    """The middle of the road: layers fused, the program, and its checked plan without layouts; split and planned again where
-    adaptive unfusion makes the plan better.
+    """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
+
+    Layers are split and planned again where adaptive unfusion makes the plan better.
 
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made.
 
@@ -181,9 +182,9 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         with watch("plan_and_check"):
             return plan_problem(problem, program, mode, limits)
 
-    road = Road(program, problem, plan)
+    pipeline = Pipeline(program, problem, plan)
     chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    return refine(graph, road, limits, mode, chunk_seconds)
+    return refine(graph, pipeline, limits, mode, chunk_seconds)
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:

@@ -189,7 +189,7 @@ class Prepared:
             self.seconds = min(self._play(self._steps, n) for _ in range(3)) / n
         self.bursts: list[float] = []
 
-    def settled_seconds(self) -> float:
+    def alone_seconds(self) -> float:
         """Latency alone: the lower quartile of all bursts without load, or the best of the first tries."""
         return lower_quartile(self.bursts) if self.bursts else self.seconds
 
@@ -277,7 +277,7 @@ class Prepared:
         return [self._play(self._steps, count) / count for _ in range(bursts)]
 
     def measure_alone(self) -> None:
-        """Bursts with nothing beside them, for `settled_seconds`."""
+        """Bursts with nothing beside them, for `alone_seconds`."""
         self.bursts += self.burst_seconds(_ALONE if self.seconds < _SLOW_SECONDS else _ALONE // 2, _BURST_SECONDS)
 
     def delay(self, mode: TransferMode, chunks: int, count: int) -> float:

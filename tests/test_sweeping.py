@@ -23,7 +23,7 @@ from flashmem.runtime.opencl import list_devices
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject, measured, simulated
 from flashmem.sweeping.subjects import subject_of
-from flashmem.zoo_graphs import zoo_graph
+from flashmem.zoo.graphs import zoo_graph
 
 DATA = Path(__file__).parent / "data"
 MODELS = sorted(DATA.glob("*-tiny.onnx"))

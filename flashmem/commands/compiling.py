@@ -110,13 +110,13 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     `still_open`: flags that the command takes for a bundle too, for instance `RUN_TIME`.
 
     Raises:
-        UserError: an option that a bundle has already settled.
+        UserError: an option that was fixed when the bundle was compiled.
     """
     if not model.is_dir():
         return compile_apart(model, options)
     fixed = [flag for flag in options.given() if flag not in still_open]
     if fixed:
-        raise UserError(f"{fixed[0]} was settled when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
+        raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
     return model
 
 
@@ -125,7 +125,7 @@ _PASSED_ON = (
     "mu", "alpha",
 )  # fmt: skip
 RUN_TIME = ("--device", "--budget", "--mode")
-"""Flags that also say how a bundle is played, which a session or a simulation settles anew."""
+"""Flags that also say how a bundle is played, which a session or a simulation chooses again."""
 
 
 def _flag(name: str) -> str:

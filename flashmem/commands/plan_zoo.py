@@ -50,7 +50,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         from flashmem.graph.layout import assign_layouts
         from flashmem.graph.normalize import normalize
         from flashmem.planning.planner import Limits
-        from flashmem.zoo_graphs import zoo_graph
+        from flashmem.zoo.graphs import zoo_graph
 
     graph = zoo_graph(name)
     descriptor = find_descriptor(options.device or "auto")

@@ -21,7 +21,7 @@ from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.simulation.target import described_device, mode_for, model_name
 from flashmem.units import format_size, parse_size
-from flashmem.zoo_names import architecture
+from flashmem.zoo.names import architecture
 
 
 @dataclass(frozen=True)

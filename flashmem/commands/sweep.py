@@ -16,7 +16,7 @@ from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
 from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.sweeping.results import ResultFile, read_rows
 from flashmem.units import parse_shape, parse_size
-from flashmem.zoo_names import architecture
+from flashmem.zoo.names import architecture
 
 
 @dataclass(frozen=True)

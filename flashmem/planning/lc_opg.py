@@ -2,10 +2,10 @@
 
 For the paper's objective only W is to be chosen: given W, SRPT (`planning.srpt`) is the exact plan. The tiers:
 
-- dynamic program: the walk over the layers from the last to the first, with a bound (`planning.walk_program`). It settles most
+- dynamic program: the walk over the layers from the last to the first, with a bound (`planning.preload_dp`). It solves most
   problems, up to 10^5 slices, within seconds.
 - CP-SAT, where the walk leaves a gap: M_peak binds among partly filled chunks, a weight is used twice, or W is limited. Small
-  problems are settled by the full model over x, z and W. A limit on W needs the choice model, one boolean a weight and three
+  problems are solved by the full model over x, z and W. A limit on W needs the choice model, one boolean a weight and three
   integers a layer, of which CP-SAT sees a long model in rolling windows.
 - Without a plan that keeps every C_l, the heuristic tiers of C4 follow (`planning.paper`).
 
@@ -28,8 +28,8 @@ from flashmem.planning.cp_models import FullModel, Unit, Window, cp_solver
 from flashmem.planning.latency import forced_preload, latency_plan
 from flashmem.planning.paper import Decision, PaperProblem
 from flashmem.planning.plan import Objective, OverlapPlan, Tier
+from flashmem.planning.preload_dp import choose_preload
 from flashmem.planning.problem import Problem
-from flashmem.planning.walk_program import plan_walk
 
 _WINDOW = 1000
 """Layers that one window decides."""
@@ -105,7 +105,7 @@ def _solve_paper(paper: PaperProblem, asked: frozenset[str], lambda_: float, tim
 def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:
     """The tiers that keep every C_l: the best plan, a proven bound on its cost, and the tier that found it."""
     # Where the walk cannot finish, CP-SAT gets half of the time.
-    best, bound = plan_walk(paper, 0.5 * (time.monotonic() + deadline))
+    best, bound = choose_preload(paper, 0.5 * (time.monotonic() + deadline))
     if best is not None and best.cost <= bound:
         return best, bound, "dynamic-program"
     improved, bound = _CpSat(paper, deadline, workers).improve(best, bound)
@@ -131,7 +131,7 @@ class _CpSat:
         if paper.limit is not None and paper.bytes_of(self.fixed) > paper.limit:
             return None, 0
         full = FullModel(paper, self.fixed)
-        settle = full.size <= _FULL_MODEL_MOVES
+        solvable = full.size <= _FULL_MODEL_MOVES
         if best is None:
             preload, proven = self._choose(self.fixed)
             if preload is None:
@@ -139,8 +139,8 @@ class _CpSat:
             bound = max(bound, proven)
             best = paper.repaired(preload)
         if best is not None and best.cost > bound and len(paper.chunks) <= _POLISHED_WEIGHTS:
-            best = paper.polished(best, self.deadline - (0.8 * self._remaining() if settle else 0))
-        if settle and self._remaining() > 0 and (best is None or best.cost > bound):
+            best = paper.polished(best, self.deadline - (0.8 * self._remaining() if solvable else 0))
+        if solvable and self._remaining() > 0 and (best is None or best.cost > bound):
             found, proven = full.solve(best, cp_solver(self.workers, self._remaining()))
             bound = max(bound, proven)
             if found is not None and (best is None or found.cost < best.cost):

@@ -42,7 +42,7 @@ class Limits:
     alpha: float = 0.1
 
     @property
-    def settled_objective(self) -> Objective:
+    def resolved_objective(self) -> Objective:
         """The objective that "auto" stands for, or the one that was named."""
         if self.objective != "auto":
             return self.objective
@@ -79,7 +79,7 @@ def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits
             f"lambda {limits.lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading"
         )
     preload = _slices_of(program, limits.preload)
-    objective = limits.settled_objective
+    objective = limits.resolved_objective
     fixed = fixed_bytes(program)
 
     def measure(plan: OverlapPlan) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#882255")
-"""Told apart by everyone (Okabe and Ito, without yellow and black)."""
+"""Distinguished by everyone (Okabe and Ito, without yellow and black)."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 

@@ -62,7 +62,7 @@ def fitting_descriptor(kind: str, platform: str, name: str, version: str, shippe
 
     A phone's GPU is known by its model: Adreno drivers put the number into the version ("OpenCL 3.0 Adreno(TM) 740"), some into
     the name as well ("QUALCOMM Adreno(TM) 750"); Arm's say "Mali-G710 r0p0" or "Mali-G715-Immortalis MC11 r1p2". How many
-    cores a Mali has is not told apart. A model without a descriptor of its own gets the generic one.
+    cores a Mali has is not distinguished. A model without a descriptor of its own gets the generic one.
     """
     platform = platform.lower()
     if kind != "gpu":

@@ -52,7 +52,7 @@ def require_budget(limit: int | None, needed: int, mode: TransferMode) -> None:
 
 
 def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
-    """The layout that the plan settled for `mode`.
+    """The layout that the plan has for `mode`.
 
     Raises:
         UserError: the bundle was not compiled for that mode.

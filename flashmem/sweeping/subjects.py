@@ -21,8 +21,8 @@ from flashmem.simulation.target import described_device, mode_for
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
 from flashmem.units import parse_shape
-from flashmem.zoo_graphs import check_architecture, zoo_graph
-from flashmem.zoo_names import architecture
+from flashmem.zoo.graphs import check_architecture, zoo_graph
+from flashmem.zoo.names import architecture
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,6 @@ def _of_bundle(path: Path, point: Point) -> Target:
             f"{path} was compiled with --precision {bundle.program.precision}; leave {point.precision} out, or name the model"
         )
     if point.shape:
-        raise UserError(f"--shape was settled when {path} was compiled; name the model, or leave --shape out")
+        raise UserError(f"--shape was fixed when {path} was compiled; name the model, or leave --shape out")
     descriptor = described_device(bundle, point.device)
     return Target(descriptor, mode_for(bundle.program, descriptor, point.mode, planned=bundle.meta.get("mode")), bundle)

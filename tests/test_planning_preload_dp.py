@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_problems import layers_of, least_objective, problems
 
-from flashmem.planning import walk_program
+from flashmem.planning import preload_dp
 from flashmem.planning.latency import forced_preload
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.paper import PaperProblem
+from flashmem.planning.preload_dp import PreloadDynamicProgram, choose_preload
 from flashmem.planning.problem import Problem, WeightSpec
-from flashmem.planning.walk_program import WalkProgram, plan_walk
 
 small = problems(most_layers=5, most_weights=4, most_chunks=3)
 whole = problems(most_layers=6, most_weights=4, most_chunks=3, whole_chunks=True, shared=False)
@@ -23,7 +23,7 @@ whole = problems(most_layers=6, most_weights=4, most_chunks=3, whole_chunks=True
 def walked(problem: Problem, lambda_: float, seconds: float = 10.0) -> tuple[float, float]:
     """Objective and bound."""
     paper = PaperProblem(problem, forced_preload(problem), lambda_, None)
-    decision, bound = plan_walk(paper, time.monotonic() + seconds)
+    decision, bound = choose_preload(paper, time.monotonic() + seconds)
     assert decision is not None
     return decision.cost / paper.scale, bound / paper.scale
 
@@ -54,9 +54,9 @@ def test_bounds_hold_when_labels_are_dropped(problem: Problem, width: int, block
     paper = PaperProblem(problem, forced_preload(problem), 0.9, None)
     free = paper.distances_alone()
     fixed = sum(paper.preload_cost * paper.chunks[name] for name in paper.sizes if name not in free)
-    program = WalkProgram(paper, free)
+    program = PreloadDynamicProgram(paper, free)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk_program, "_TABLE_ENTRIES", block * (program.most + 1))
+        patch.setattr(preload_dp, "_TABLE_ENTRIES", block * (program.most + 1))
         program.fill()
         found = program.search(sum(paper.chunks.values()) * paper.preload_cost + 1, width, time.monotonic() + 60)
     best = least_objective(problem, 0.9, forced_preload(problem))
@@ -65,7 +65,7 @@ def test_bounds_hold_when_labels_are_dropped(problem: Problem, width: int, block
     assert found.preload is None or found.preload <= free.keys()
 
 
-def test_thousands_of_equal_slices_are_settled_at_once() -> None:
+def test_thousands_of_equal_slices_are_solved_at_once() -> None:
     weights = tuple(WeightSpec(f"w{n}", 4 << 20, n, n) for n in range(1, 20_001))
     problem = Problem(layers_of([(0, 2, 2, 9, 2, 1)[n % 6] for n in range(20_000)]), weights, 1 << 20, 500_000_000, 1e9)
     plan = solve(problem)
@@ -73,14 +73,14 @@ def test_thousands_of_equal_slices_are_settled_at_once() -> None:
     assert 0.2 < plan.preload_ratio < 0.5 and set(plan.capacities) == {0, 1, 2, 9}
 
 
-def test_slices_of_several_sizes_are_settled_by_labels() -> None:
+def test_slices_of_several_sizes_are_solved_by_labels() -> None:
     sizes = [3, 4, 4, 2, 5]
     weights = tuple(WeightSpec(f"w{n}", sizes[n % 5] << 20, n, n) for n in range(1, 1001))
     problem = Problem(layers_of([(0, 3, 2, 9, 2, 1, 4)[n % 7] for n in range(1000)]), weights, 1 << 20, 500_000_000, 1e9)
     paper = PaperProblem(problem, forced_preload(problem), 0.9, None)
-    program = WalkProgram(paper, paper.distances_alone())
+    program = PreloadDynamicProgram(paper, paper.distances_alone())
     program.fill()
-    decision, bound = plan_walk(paper, time.monotonic() + 60)
+    decision, bound = choose_preload(paper, time.monotonic() + 60)
     assert decision is not None and decision.cost == bound
     fixed = paper.preload_cost * paper.chunks["w1"]
     assert program.bound() + fixed < bound, "the table alone would not have proven it"

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem import ocr
 from flashmem.commands.compiling import CompileOptions, compile_apart
 from flashmem.console import out, print_table, say, waiting
+from flashmem.demo import ocr
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.paths import cache_folder
 from flashmem.runtime.session import Session
@@ -45,7 +45,7 @@ _PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
 
 @dataclass
 class Counted:
-    """A session with the report of each of its runs; as a function it is what `flashmem.ocr` calls a network."""
+    """A session with the report of each of its runs; as a function it is what `flashmem.demo.ocr` calls a network."""
 
     session: Session
     reports: list[RunReport] = field(default_factory=list)

@@ -1,215 +1,35 @@
-"""The zoo: known architectures with random weights, exported to ONNX the two ways PyTorch exports.
+"""Export: the models of the zoo with random weights, written to ONNX the two ways PyTorch exports.
 
 Nothing is downloaded: a model is built from its configuration and its weights are drawn from a seed. Stock initialisation
 makes useless references (outputs that hardly depend on the input), so weights are drawn to keep activations near unit
 variance: fan-in scaling for every matrix (He et al., ICCV 2015), query and key scaled down where attention is unscaled,
 batch normalisation statistics taken from one pass. No bias or scale is left at 0 or 1, where a kernel that forgets
 it would go unnoticed. Every export is checked: another input must move the output.
-
-PyTorch and transformers are imported only when a model is built; they come with the `zoo` extra.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flashmem.errors import UserError
+from flashmem.zoo.models import TOKEN_INPUT, ZooModel, find, zoo_module
 
 Exporter = Literal["dynamo", "legacy"]
 
-IMAGE_INPUT = "pixel_values"
-TOKEN_INPUT = "input_ids"
 OUTPUT = "logits"
 
 OPSET = 18
 """What both exporters write by themselves; `opset=` asks for another."""
 
-
-@dataclass(frozen=True)
-class ZooModel:
-    """One architecture. `size` is the side of the square image in pixels, or the length of the sequence in tokens."""
-
-    name: str
-    summary: str
-    default_size: int
-    build: Callable[[], Any]
-    input_name: str
-    vocabulary: int = 0
-    tiny: bool = False
-
-    @property
-    def size_means(self) -> str:
-        """What `size` counts."""
-        return "tokens" if self.vocabulary else "pixels"
-
-
-def _zoo_module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"the zoo needs {name.partition('.')[0]}: install flashmem with its `zoo` extra ({error})") from error
-
-
-def _resnet(**config: Any) -> Any:
-    transformers = _zoo_module("transformers")
-    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**config))
-
-
-def _regnet(**config: Any) -> Any:
-    transformers = _zoo_module("transformers")
-    return transformers.RegNetForImageClassification(transformers.RegNetConfig(**config))
-
-
-def _mobilenet(**config: Any) -> Any:
-    transformers = _zoo_module("transformers")
-    return transformers.MobileNetV2ForImageClassification(transformers.MobileNetV2Config(**config))
-
-
-def _vit(**config: Any) -> Any:
-    transformers = _zoo_module("transformers")
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**config))
-
-
-def _gptneo(**config: Any) -> Any:
-    transformers = _zoo_module("transformers")
-    return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**config))
-
-
-def _gptneo_size(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    """A GPT-Neo of the published family: global and local attention in turn, the head not tied to the table."""
-    return {
-        "hidden_size": hidden,
-        "num_layers": layers,
-        "num_heads": heads,
-        "attention_types": [[["global", "local"], layers // 2]],
-        "tie_word_embeddings": False,
-    }
-
-
-_TINY_GPTNEO = _gptneo_size(2, 32, 4) | {"vocab_size": 307, "max_position_embeddings": 64, "window_size": 8}
-
-_MODELS = (
-    ZooModel("resnet50", "ResNet-50, 25.6 M weights", 224, lambda: _resnet(num_labels=1000), IMAGE_INPUT),
-    ZooModel("vit-b16", "ViT-B/16, 86.6 M weights", 224, lambda: _vit(num_labels=1000), IMAGE_INPUT),
-    ZooModel(
-        "gptneo-125m",
-        "GPT-Neo-125M, head not tied: 164 M weights",
-        128,
-        lambda: _gptneo(**_gptneo_size(12, 768, 12)),
-        TOKEN_INPUT,
-        vocabulary=50257,
-    ),
-    ZooModel(
-        "gptneo-1.3b",
-        "GPT-Neo-1.3B, head not tied: 1416 M weights; dynamo only, 6 GB of memory to export",
-        128,
-        lambda: _gptneo(**_gptneo_size(24, 2048, 16)),
-        TOKEN_INPUT,
-        vocabulary=50257,
-    ),
-    ZooModel(
-        "gptneo-2.7b",
-        "GPT-Neo-2.7B, head not tied: 2786 M weights; dynamo only, 11 GB of memory to export",
-        128,
-        lambda: _gptneo(**_gptneo_size(32, 2560, 20)),
-        TOKEN_INPUT,
-        vocabulary=50257,
-    ),
-    ZooModel(
-        "resnet-tiny",
-        "two narrow bottleneck stages",
-        32,
-        lambda: _resnet(
-            num_labels=10, embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], layer_type="bottleneck", hidden_act="relu"
-        ),
-        IMAGE_INPUT,
-        tiny=True,
-    ),
-    ZooModel(
-        "regnet-tiny",
-        "two narrow stages of grouped convolution with squeeze and excitation",
-        32,
-        lambda: _regnet(num_labels=10, embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], groups_width=4, layer_type="y"),
-        IMAGE_INPUT,
-        tiny=True,
-    ),
-    ZooModel(
-        "mobilenet-tiny",
-        "MobileNetV2 with depthwise convolution, very narrow",
-        32,
-        lambda: _mobilenet(num_labels=10, image_size=32, depth_multiplier=0.1, expand_ratio=2, finegrained_output=False),
-        IMAGE_INPUT,
-        tiny=True,
-    ),
-    ZooModel(
-        "vit-tiny",
-        "two narrow encoder layers",
-        32,
-        lambda: _vit(
-            num_labels=10,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            image_size=32,
-            patch_size=8,
-        ),
-        IMAGE_INPUT,
-        tiny=True,
-    ),
-    ZooModel(
-        "gptneo-tiny",
-        "two narrow layers, one global and one local",
-        16,
-        lambda: _gptneo(**_TINY_GPTNEO),
-        TOKEN_INPUT,
-        vocabulary=307,
-        tiny=True,
-    ),
-    ZooModel(
-        "gptneo-tiny-tied",
-        "the same with the head tied to the table",
-        16,
-        lambda: _gptneo(**(_TINY_GPTNEO | {"tie_word_embeddings": True})),
-        TOKEN_INPUT,
-        vocabulary=307,
-        tiny=True,
-    ),
-)
-
 _BRANCH_GAIN = 0.25
 """Of the last normalisation of ResNet's residual branches. Training starts it at 0 (Goyal et al., arXiv 1706.02677, section
 5.1) and leaves it small; at 1, sixteen random blocks amplify a rounding of the weights to fp16 to 1-3 % of the output, in
 PyTorch as anywhere, and the model could not tell a good kernel from a bad one."""
-
-MODELS = {model.name: model for model in _MODELS}
-
-
-def names() -> tuple[str, ...]:
-    """The full-size models, in the order they are listed to a person."""
-    return tuple(model.name for model in _MODELS if not model.tiny)
-
-
-def tiny_names() -> tuple[str, ...]:
-    """The narrow two-layer versions that the tests' data is exported from."""
-    return tuple(model.name for model in _MODELS if model.tiny)
-
-
-def find(name: str) -> ZooModel:
-    """The model called `name`; a UserError lists what there is."""
-    try:
-        return MODELS[name]
-    except KeyError:
-        raise UserError(f"no model {name!r} in the zoo: choose one of {', '.join(names() + tiny_names())}") from None
 
 
 def export(
@@ -239,7 +59,7 @@ def export(
     chosen = model.default_size if size is None else size
     if chosen < 1:
         raise UserError(f"the size of {name} is a positive number of {model.size_means}, not {chosen}")
-    torch = _zoo_module("torch")
+    torch = zoo_module("torch")
     torch.manual_seed(seed)
     with torch.no_grad():
         network = model.build()
@@ -346,7 +166,7 @@ def _write(
     dynamic: bool,
     opset: int,
 ) -> None:
-    _zoo_module("onnxscript")
+    zoo_module("onnxscript")
     symbolic = {0: "batch", 1: "sequence"} if model.vocabulary else {0: "batch"}
     how: dict[str, Any]
     if exporter == "dynamo":
@@ -364,26 +184,3 @@ def _write(
         torch.onnx.export(
             network, (example,), str(path), input_names=[model.input_name], output_names=[OUTPUT], opset_version=opset, **how
         )
-
-
-def main() -> None:
-    """`python -m flashmem.zoo NAME DIRECTORY`: export one model."""
-    parser = argparse.ArgumentParser(prog="python -m flashmem.zoo", description="Export a model with random weights.")
-    parser.add_argument("name", choices=names() + tiny_names())
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--size", type=int, help="pixels a side, or tokens (default: the model's own)")
-    parser.add_argument("--exporter", choices=("dynamo", "legacy"), default="dynamo")
-    parser.add_argument("--external-data", action="store_true", default=None, help="weights in a file beside the model")
-    parser.add_argument("--dynamic", action="store_true", help="leave batch and sequence symbolic")
-    parser.add_argument("--opset", type=int, default=OPSET)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--filename", default="model.onnx")
-    arguments = vars(parser.parse_args())
-    try:
-        print(export(arguments.pop("name"), arguments.pop("directory"), **arguments))
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -68,7 +68,7 @@ class Choice:
     bound: int
 
 
-def plan_walk(paper: PaperProblem, deadline: float) -> tuple[Decision | None, int]:
+def choose_preload(paper: PaperProblem, deadline: float) -> tuple[Decision | None, int]:
     """The best plan found until `deadline` (of `time.monotonic`), and a proven bound on the cost of any.
 
     No plan if `paper.limit` is less than the W of every plan tried, or if the table would take too long.
@@ -81,7 +81,7 @@ def plan_walk(paper: PaperProblem, deadline: float) -> tuple[Decision | None, in
     best: Decision | None = None
     bound = 0
     for fullness in _FULLNESS:
-        program = WalkProgram(paper, free, fullness)
+        program = PreloadDynamicProgram(paper, free, fullness)
         if program.layers * (program.most + 1) > _TABLE_MOST:
             break
         program.fill()
@@ -112,7 +112,7 @@ def _better(one: Decision | None, other: Decision | None) -> Decision | None:
     return other if one is None or (other is not None and other.cost < one.cost) else one
 
 
-class WalkProgram:
+class PreloadDynamicProgram:
     """The dynamic program for the weights in `free`; all others are in W.
 
     A chunk stands for the fewest bytes that one of a weight that may be pending there stands for on average, at `fullness` 0,
@@ -244,7 +244,7 @@ class _Served(dict[tuple[State, int], State]):
 class _CostToGo:
     """Row l: the least cost of layers l to 1 and of the weights they use, by B, the chunks pending before layer l moves any."""
 
-    def __init__(self, program: WalkProgram) -> None:
+    def __init__(self, program: PreloadDynamicProgram) -> None:
         self.program = program
         self.width = program.most + 1
         self._waits: dict[int, NDArray[np.int64]] = {}
