@@ -233,7 +233,7 @@ class Prepared:
         """Integer tensors that the launch reads hold zeros: they may be places in a table."""
         names = {str(arg.value) for arg in self._launch.args if arg.kind == "tensor"}
         for tensor in self._program.tensors:
-            if tensor.name in names and tensor.dtype == "int32":
+            if tensor.name in names and tensor.dtype in ("int32", "int64"):
                 self._bench.queue.write(arena, np.zeros(tensor.nbytes, np.uint8), offset=tensor.offset)
 
     def _make(self, plain: Program, lane: Program | None, moves: dict[int, LayerMoves]) -> list[Step]:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.device import TRANSFER_MODES, TransferMode
 from flashmem.errors import RunError, UserError
-from flashmem.program import Port, fixed_bytes
+from flashmem.program import Port, fixed_bytes, port_dtype
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
 from flashmem.runtime.loader import planned_loads, read_while_opening
 from flashmem.runtime.opencl import find_device
-from flashmem.runtime.ports import check_inputs, device_dtype, from_device, gather_rows, to_device
+from flashmem.runtime.ports import check_inputs, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
 from flashmem.runtime.residence import Strategy, choose_strategy, preloaded, preloaded_layout, require_budget, streamed_layout
 from flashmem.runtime.weight_file import WeightFile
@@ -159,6 +159,8 @@ class Session:
                 self._write_inputs(inputs)
             with self._closed_by_failure():
                 played = self._engine.run()
+            self._check_status()
+            with self._closed_by_failure():
                 results = {name: self._read_output(outputs[name]) for name in dict.fromkeys(chosen)}
             self._report(begun, played)
             return [results[name] for name in chosen]
@@ -168,13 +170,27 @@ class Session:
         for port in program.inputs:
             if port.tensor is not None:
                 self._engine.write(port.tensor, to_device(port, inputs[port.name]))
+        if program.status is not None:
+            self._engine.write(program.status, np.zeros(1, np.int32))
         for gather in program.row_gathers:
             self._engine.write(gather.tensor, gather_rows(self._file, gather, inputs[gather.indices]))
 
+    def _check_status(self) -> None:
+        """Raise ValueError if a layer read an index that is out of range. The session stays usable."""
+        program = self.bundle.program
+        if program.status is not None:
+            status = np.zeros(1, np.int32)
+            self._engine.read(status, program.status)
+            if status[0]:
+                raise ValueError(
+                    f"layer {program.launches[status[0] - 1].name} was given an index outside the tensor it reads from: "
+                    f"check the inputs that hold indices"
+                )
+
     def _read_output(self, port: Port) -> Array:
-        assert port.tensor is not None
-        data = np.empty(port.shape, device_dtype(port))
-        self._engine.read(data, port.tensor)
+        data = np.empty(port.shape, np.dtype(port_dtype(port)))
+        if port.tensor is not None:
+            self._engine.read(data, port.tensor)
         return from_device(port, data)
 
     @contextmanager

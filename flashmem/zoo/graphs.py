@@ -17,7 +17,7 @@ import numpy as np
 from flashmem.errors import UserError
 from flashmem.graph.builder import constant
 from flashmem.graph.ir import Graph, GraphPort, Node, Placeholder, Value
-from flashmem.program import DeviceDType
+from flashmem.program import DType
 
 OPSET = 18
 
@@ -37,7 +37,7 @@ class GptNeo:
         net = _Net(name)
         x = net.embed(self.vocabulary, self.hidden, tokens)
         x = net.op("Add", [x, net.weight("wpe", (1, tokens, self.hidden))], x.shape)
-        masks = [net.weight(f"mask.{kind}", (1, 1, tokens, tokens), "int32") for kind in ("global", "local")]
+        masks = [net.weight(f"mask.{kind}", (1, 1, tokens, tokens), "bool") for kind in ("global", "local")]
         if tokens <= self.window:
             masks[1] = masks[0]
         causal = net.weight("mask", (1, 1, tokens, tokens))
@@ -220,15 +220,16 @@ class _Net:
 
     # -- values
 
-    def input(self, name: str, shape: tuple[int, ...], dtype: DeviceDType) -> Value:
+    def input(self, name: str, shape: tuple[int, ...], dtype: DType) -> Value:
         value = Value(name, shape, dtype)
-        self.inputs.append(GraphPort(name, "int64" if dtype == "int32" else dtype, value))
+        self.inputs.append(GraphPort(name, dtype, value))
         return value
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: DeviceDType = "float32") -> Value:
+    def weight(self, name: str, shape: tuple[int, ...], dtype: DType = "float32") -> Value:
         """A placeholder. Each is filled with a number of its own, so that two of one shape are not taken for one."""
         self.weights += 1
-        return Value(name, shape, dtype, Placeholder(shape, self.weights, np.dtype(dtype)))
+        fill = self.weights % 2 if dtype == "bool" else self.weights
+        return Value(name, shape, dtype, Placeholder(shape, fill, np.dtype(dtype)))
 
     def number(self, value: float) -> Value:
         if value not in self.numbers:
@@ -265,7 +266,7 @@ class _Net:
     # -- layers with weights
 
     def embed(self, vocabulary: int, hidden: int, tokens: int) -> Value:
-        ids = self.input("input_ids", (1, tokens), "int32")
+        ids = self.input("input_ids", (1, tokens), "int64")
         return self.op("Gather", [self.weight("embedding", (vocabulary, hidden)), ids], (1, tokens, hidden), axis=0)
 
     def linear(self, x: Value, name: str, columns: int, *, bias: bool = False) -> Value:

@@ -34,7 +34,7 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
     args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), rows, height, width, columns, *y.shape[1:3], *window]
     taps = math.prod(node.attributes["kernel"])
     shape = KernelShape(rows=rows, columns=columns, depth=taps, run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, "elemental", shape)
+    emitter.launch(layer, kernel, args, items, local, shape)
 
 
 def emit_resize(emitter: Emitter, layer: Layer) -> None:
@@ -47,7 +47,8 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
     down = resize_taps(height, y.shape[1], scales[0], node.attributes)
     across = resize_taps(width, y.shape[2], scales[1], node.attributes)
     tables = [
-        emitter.data(f"{node.name}.taps{i}", table.size, partial(np.asarray, table)) for i, table in enumerate([*down, *across])
+        emitter.data(f"{node.name}.taps{i}", table.nbytes, partial(np.asarray, table))
+        for i, table in enumerate([*down, *across])
     ]
     vector = emitter.vector_for(columns)
     items = (-(-columns // vector), rows)
@@ -57,7 +58,7 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
     )
     args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]
     shape = KernelShape(rows=rows, columns=columns, depth=across[0].shape[1] ** 2, run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, "elemental", shape)
+    emitter.launch(layer, kernel, args, items, local, shape)
 
 
 def resize_taps(

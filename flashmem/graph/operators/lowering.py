@@ -1,4 +1,4 @@
-"""What the rewrites share: settled integers, reshapes that move no data, chains of nodes."""
+"""What rewrites share: integers that constants give, reshapes that move no data, chains of nodes, attributes channels-last."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import numpy as np
 
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.registry import Remap
+
+TO_LAST = (0, 2, 3, 1)
+"""N, C, H, W -> N, H, W, C: physical axis i holds logical axis TO_LAST[i]."""
+
+TO_FIRST = (0, 3, 1, 2)
 
 
-def settled_integers(node: Node, index: int, attribute: str) -> list[int] | None:
-    """Integers given by the constant input `index` (newer opsets) or by `attribute` (older ones)."""
+def constant_integers(node: Node, index: int, attribute: str) -> list[int] | None:
+    """Integers given by the constant input `index` (newer operator sets) or by `attribute` (older ones)."""
     value = node.optional(index)
     if value is not None and value.constant is not None:
         return [int(i) for i in value.constant.array().reshape(-1)]
@@ -23,6 +29,16 @@ def settled_integers(node: Node, index: int, attribute: str) -> list[int] | None
 def from_front(axis: int, rank: int) -> int:
     """`axis` counted from the front."""
     return axis + rank if axis < 0 else axis
+
+
+def bad_axis(node: Node, axes: Sequence[int], rank: int) -> str | None:
+    """Why `axes` cannot be axes of a tensor of `rank` dimensions, each named once."""
+    outside = [axis for axis in axes if not -rank <= axis < rank]
+    if outside:
+        return f"{node.op} along axis {outside[0]} of a tensor of {rank} dimensions"
+    if len({from_front(axis, rank) for axis in axes}) < len(axes):
+        return f"{node.op} names an axis twice"
+    return None
 
 
 def transpose(rewriter: Rewriter, source: Value, perm: Sequence[int], output: Value) -> Value:
@@ -66,3 +82,18 @@ def elementwise_chain(rewriter: Rewriter, node: Node, value: Value, steps: Seque
     for i, (op, operand) in enumerate(steps, start=1):
         result = output if i == len(steps) else Value(f"{output.name}.{i}", output.shape, output.dtype)
         value = rewriter.add(op, [value, operand], result, f"{node.name}.{op}")
+
+
+def axes_last(node: Node) -> dict[str, Any]:
+    """Attribute `axes` channels-last."""
+    return {"axes": tuple(sorted(TO_FIRST[axis] for axis in node.attributes["axes"]))}
+
+
+def axis_last(node: Node) -> dict[str, Any]:
+    """Attribute `axis` channels-last."""
+    return {"axis": TO_FIRST[node.attributes["axis"]]}
+
+
+def per_dimension_last(*names: str) -> Remap:
+    """Attributes with one entry for each dimension, channels-last."""
+    return lambda node: {name: tuple(node.attributes[name][axis] for axis in TO_LAST) for name in names}
