@@ -6,15 +6,15 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.codegen.program import Generated, generate
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
-from flashmem.errors import MissingFileError, NoDeviceError, UserError
+from flashmem.device import TransferMode
+from flashmem.errors import MissingFileError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
@@ -24,32 +24,20 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.paths import cache_folder
+from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
-from flashmem.planning.planner import Limits, make_plan, plan_problem, planning_problem
+from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import find_device
+from flashmem.request import Options, resolve
 from flashmem.unfusion import Cuts, Pipeline, refine
-from flashmem.units import parse_size
 
 Progress = Callable[[str, float], None]
 Watch = Callable[[str], AbstractContextManager[None]]
 
 SLICE_BYTES = 4 << 20
 """Largest slice: a few of them in flight keep a disk busy, and the smallest budget is not much more than two."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for, resolved: sizes in bytes, the device as data."""
-
-    descriptor: DeviceDescriptor
-    mode: TransferMode
-    limits: Limits
-    precision: Literal["fp32", "fp16"] = "fp32"
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def compile(
@@ -102,29 +90,19 @@ def compile(
     model = Path(model)
     if not model.is_file():
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
-    if strategy not in get_args(Strategy):
-        raise UserError(f"strategy {strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
-    descriptor = find_descriptor(device)
-    if memory_path != "auto":
-        descriptor = descriptor.on_path(memory_path)
-    options = Options(
-        descriptor,
-        choose_mode(descriptor, mode),
-        Limits(
-            budget=None if budget is None else parse_size(budget, what="budget"),
-            m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
-            chunk=parse_size(chunk, what="chunk"),
-            lambda_=lambda_,
-            objective=objective,
-            preload=tuple(preload),
-            strategy=strategy,
-            unfusion=unfusion,
-            mu=mu,
-            alpha=alpha,
-        ),
-        precision,
-        dict(shapes or {}),
+    limits = read_limits(
+        budget=budget,
+        m_peak=m_peak,
+        chunk=chunk,
+        lambda_=lambda_,
+        objective=objective,
+        preload=preload,
+        strategy=strategy,
+        unfusion=unfusion,
+        mu=mu,
+        alpha=alpha,
     )
+    options = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes)
     if output is not None:
         return _compile(model, Path(output), options, progress)
     cached = cache_folder("bundles") / f"{model.stem}-{_key(model, options)}.flashmem"
@@ -196,30 +174,6 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
 def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
     """`plan` with the layouts of `modes`."""
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
-
-
-def find_descriptor(device: str) -> DeviceDescriptor:
-    """The descriptor of a device that is here, or one that was written down."""
-    if device.endswith(".toml"):
-        return load_descriptor(device)
-    try:
-        return descriptor_for(find_device(device))
-    except NoDeviceError:
-        if device not in descriptor_names():
-            raise
-        return load_descriptor(device)
-
-
-def choose_mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
-    """`mode`, or with "auto" the device's first, on its default memory path. Raises UserError for one it lacks."""
-    path = descriptor.memory_paths[0]
-    modes = descriptor.modes[path]
-    if mode == "auto":
-        return modes[0]
-    for known in TRANSFER_MODES:
-        if known == mode and known in modes:
-            return known
-    raise UserError(f"device {descriptor.name} has no transfer mode {mode!r} on the {path} path; it has {', '.join(modes)}")
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:

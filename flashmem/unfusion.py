@@ -16,9 +16,9 @@ from flashmem.device import TransferMode
 from flashmem.errors import BudgetError
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
+from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties, chunks_above_capacity
 from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.planner import Limits
 from flashmem.planning.problem import Problem
 from flashmem.program import Program
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashmem.commands.extras import offline_half
 from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
-from flashmem.units import parse_shape, parse_size
+from flashmem.units import parse_shape
 
 if TYPE_CHECKING:
     from flashmem.bundle import Bundle
+    from flashmem.planning.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,26 @@ class CompileOptions:
 
     def check(self) -> None:
         """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
-        for what in ("budget", "m_peak", "chunk"):
-            if (text := getattr(self, what)) is not None:
-                parse_size(text, what=f"--{what.replace('_', '-')}")
-        if self.budget is not None and self.m_peak is not None:
-            raise UserError("--budget and --m-peak cannot both be given: M_peak is derived from the budget; leave one out")
+        self.limits()
         for text in self.shape:
             parse_shape(text)
+
+    def limits(self) -> Limits:
+        """The limits among them. Raises UserError for what they refuse."""
+        from flashmem.planning.limits import read_limits
+
+        return read_limits(**self._given(_LIMITS))
+
+    def target(self) -> dict[str, Any]:
+        """What to compile for, as `flashmem.request.resolve` takes it."""
+        return self._given(_TARGET)
+
+    def keywords(self) -> dict[str, Any]:
+        """All of them but shapes, as `flashmem.compile` takes them."""
+        return self._given((*_TARGET, *_LIMITS))
+
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def given(self) -> tuple[str, ...]:
         """The flags that were given, for instance `--chunk`."""
@@ -72,7 +86,6 @@ class CompileOptions:
 def compile_here(model: Path, output: Path | None, options: CompileOptions) -> Bundle:
     """Compiles in this process, with a progress bar; without `output`, into the user's cache."""
     options.check()
-    keywords = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
     with progress(f"compiling {model.name}") as report:
@@ -80,9 +93,8 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
             model,
             output,
             shapes=dict(parse_shape(text) for text in options.shape),
-            preload=options.preload,
             progress=report,
-            **keywords,
+            **options.keywords(),
         )
 
 
@@ -120,10 +132,8 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     return model
 
 
-_PASSED_ON = (
-    "device", "budget", "m_peak", "lambda_", "chunk", "precision", "memory_path", "mode", "objective", "strategy", "unfusion",
-    "mu", "alpha",
-)  # fmt: skip
+_TARGET = ("device", "memory_path", "mode", "precision")
+_LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha")
 RUN_TIME = ("--device", "--budget", "--mode")
 """Flags that also say how a bundle is played, which a session or a simulation chooses again."""
 

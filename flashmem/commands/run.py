@@ -105,7 +105,7 @@ def _run(
         waiting("preparing kernels and running", quiet=options.json),
         Session(
             bundle,
-            device=_device(compiling),
+            device=compiling.device or "auto",
             mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses what it does not know
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
@@ -135,12 +135,6 @@ def _learn(outcome: Outcome) -> None:
     after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
     moved = sum(a.load_layer != b.load_layer for a, b in zip(before.weights, after.weights, strict=True))
     say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
-
-
-def _device(compiling: CompileOptions) -> str:
-    """The device to run on; a descriptor in a file says what to compile for, and the bundle asks for such a device itself."""
-    named = compiling.device or "auto"
-    return "auto" if named.endswith(".toml") else named
 
 
 def report_json(outcome: Outcome, options: RunOptions, verification: Verification | None) -> dict[str, Any]:

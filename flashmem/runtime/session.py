@@ -14,18 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
-from flashmem.device import TRANSFER_MODES, TransferMode
-from flashmem.errors import RunError, UserError
+from flashmem.device import TransferMode
+from flashmem.errors import RunError
 from flashmem.program import Port, fixed_bytes, port_dtype
+from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
 from flashmem.runtime.loader import planned_loads, read_while_opening
-from flashmem.runtime.opencl import find_device
 from flashmem.runtime.ports import check_inputs, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
-from flashmem.runtime.residence import Strategy, choose_strategy, preloaded, preloaded_layout, require_budget, streamed_layout
+from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.weight_file import WeightFile
-from flashmem.units import parse_size
 
 Array = NDArray[Any]
 
@@ -53,7 +52,7 @@ class Session:
 
         Args:
             bundle: a bundle or its path.
-            device: "auto", or what `runtime.devices.choose` understands.
+            device: "auto", or what `flashmem.request.device_here` understands.
             mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first.
             strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
                 do; any other name must be the strategy that the bundle was compiled with.
@@ -68,15 +67,22 @@ class Session:
         """
         begun = perf_counter()
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        self.device = find_device(device, prefer=self.bundle.descriptor.name)
-        self.strategy: Strategy = choose_strategy(self.bundle.plan, strategy)
-        self.mode = self._choose_mode(mode)
         program, plan = self.bundle.program, self.bundle.plan
+        self.device = device_here(device, prefer=self.bundle.descriptor.name)
+        self.strategy: Strategy = choose_strategy(plan, strategy)
+        self.mode = choose_mode(
+            descriptor_for(self.device),
+            mode,
+            path=program.memory_path,
+            planned=self.bundle.meta.get("mode"),
+            strategy=self.strategy,
+        )
         if self.strategy == "preload":
             plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
         else:
             layout = streamed_layout(plan, self.mode)
-        self.budget = self._settle_budget(budget, fixed_bytes(program) + layout.total_bytes)
+        needed = fixed_bytes(program) + layout.total_bytes
+        self.budget = choose_budget(budget, self.bundle.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._runs = 0
         self._lock = threading.Lock()
@@ -101,33 +107,6 @@ class Session:
                 self.close()
                 raise
         self._init_seconds = perf_counter() - begun
-
-    def _choose_mode(self, mode: TransferMode | Literal["auto"]) -> TransferMode:
-        path = self.bundle.program.memory_path
-        descriptor = descriptor_for(self.device)
-        if path not in descriptor.memory_paths:
-            raise UserError(f"device {self.device.name} has no memory path {path!r}, which the bundle uses; compile for it")
-        modes = descriptor.modes[path]
-        if mode == "auto":
-            if self.strategy == "preload":
-                return "dma"
-            planned = self.bundle.meta.get("mode")
-            return next((m for m in modes if m == planned), modes[0])
-        if mode not in TRANSFER_MODES:
-            raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(TRANSFER_MODES)}")
-        if mode not in modes:
-            raise UserError(
-                f"device {self.device.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}"
-            )
-        return mode
-
-    def _settle_budget(self, budget: int | str | None, needed: int) -> int | None:
-        """The budget in bytes, which covers what is needed."""
-        limit = None if self.strategy == "preload" else self.bundle.budget_bytes
-        if budget is not None:
-            limit = parse_size(budget, what="budget")
-        require_budget(limit, needed, self.mode)
-        return limit
 
     def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
         """Run the model once.
