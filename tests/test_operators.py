@@ -40,6 +40,10 @@ DEFINED = {"MeanVarianceNormalization", "ThresholdedRelu", "HardSwish", "Celu", 
 """Some of the operators that ONNX defines by others, with and without attributes left to their defaults."""
 
 
+DISPUTED = {"test_resize_downsample_scales_cubic_align_corners", "test_resize_downsample_scales_linear_align_corners"}
+"""ONNX's reference divides by the fractional size there; ONNX's text (`length_resized`) and ONNX Runtime by the whole one."""
+
+
 def _usable(case: Any) -> bool:
     """One node that flashmem claims, an operator set it reads, float32 and integers it has."""
     model = case.model
@@ -53,7 +57,7 @@ def _usable(case: Any) -> bool:
     return all(isinstance(a, np.ndarray) and a.dtype.name in kinds and a.size > 0 for a in arrays)
 
 
-NAMES = sorted(name for name, case in CASES.items() if _usable(case))
+NAMES = sorted(name for name, case in CASES.items() if _usable(case) and name not in DISPUTED)
 
 
 def _with_constants(case: Any) -> tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]]]:

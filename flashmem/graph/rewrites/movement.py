@@ -9,6 +9,7 @@ import numpy as np
 from flashmem.graph.builder import Rewriter, constant, derived
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.rewrites.common import from_front, settled_integers, transpose
+from flashmem.graph.rewrites.resize import rewrite_resize as rewrite_resize
 
 
 def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -133,22 +134,3 @@ def rewrite_concat(rewriter: Rewriter, node: Node, opset: int) -> None:
     axis = from_front(int(node.attributes["axis"]), len(node.outputs[0].shape))
     inputs = [v for v in node.inputs if v is not None and v.size]
     rewriter.add("Concat", inputs, node.outputs[0], node.name, axis=axis)
-
-
-def rewrite_resize(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Scales as ONNX defines them: given ones are kept (they need not equal the ratio of the sizes)."""
-    x, output = node.input(0), node.outputs[0]
-    attributes = dict(node.attributes)
-    index = 1 if node.op == "Upsample" or opset < 11 else 2
-    given = node.optional(index)
-    scales = (
-        [float(s) for s in given.constant.array().reshape(-1)] if given is not None and given.constant and given.size else None
-    )
-    if scales is not None and len(scales) != len(x.shape):
-        axes = [from_front(int(a), len(x.shape)) for a in attributes.get("axes", ())]
-        scales = [scales[axes.index(a)] if a in axes else 1.0 for a in range(len(x.shape))]
-    if node.op == "Upsample" or opset < 11:
-        attributes["coordinate_transformation_mode"] = "asymmetric"
-        attributes["nearest_mode"] = "floor"
-    attributes["scales"] = tuple(scales or (o / i for o, i in zip(output.shape, x.shape, strict=True)))
-    rewriter.add("Resize", [x], output, node.name, **attributes)
