@@ -16,10 +16,12 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnxscript import optimizer, rewriter
+from onnxscript import rewriter
+from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules import common as rules
 
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
+from flashmem.graph.onnx_sizes import settle_size
 
 DERIVED_LIMIT = 16 << 20
 """What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
@@ -84,15 +86,24 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
 def _simplify(model: ir.Model) -> None:
     for _ in range(_ROUNDS):
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        changed = optimizer.fold_constants_ir(
-            model, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=COMPUTED_LIMIT
-        ).modified
+        changed = _Folding()(model).modified
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
         changed |= passes.IdentityEliminationPass()(model).modified
         passes.RemoveUnusedNodesPass()(model)
         if not changed:
             return
+
+
+class _Folding(FoldConstantsPass):
+    """Shape inference and folding, node by node; the sizes that the inference would get wrong are set before it."""
+
+    def __init__(self) -> None:
+        super().__init__(shape_inference=True, input_size_limit=0, output_size_limit=COMPUTED_LIMIT, should_fold=_should_fold)
+
+    def visit_node(self, node: ir.Node, root: ir.Graph | ir.Function) -> None:
+        settle_size(node)
+        super().visit_node(node, root)
 
 
 def _should_fold(node: ir.Node) -> bool:
