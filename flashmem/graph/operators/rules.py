@@ -47,17 +47,17 @@ def _pool(node: Node) -> str | None:
 
 
 def _resize(node: Node) -> str | None:
-    shape, out = node.input(0).shape, node.outputs[0].shape
-    mode = node.attributes.get("mode", "nearest")
-    if mode not in ("nearest", "linear", "cubic"):
+    mode, coordinates = (node.attributes.get(name) for name in ("mode", "coordinate_transformation_mode"))
+    if mode not in (None, "nearest", "linear", "cubic"):
         return f"{node.op} with mode {mode!r} is not implemented"
-    if node.attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-        return f"{node.op} with tf_crop_and_resize is not implemented"
-    if node.attributes.get("antialias", 0):
-        return f"{node.op} with antialias is not implemented"
-    if len(shape) != 4 or shape[:2] != out[:2]:
-        return f"{node.op} of other than the last two of four dimensions is not implemented"
-    return None
+    if mode in ("linear", "cubic") and node.input(0).dtype != "float32":
+        return f"{node.op} of integers with mode {mode!r} is not implemented"
+    if node.attributes.get("antialias", 0) and mode not in ("linear", "cubic"):
+        return f"{node.op} with antialias and mode 'nearest' is not defined"
+    if coordinates == "tf_crop_and_resize" and node.optional(1) is None:
+        return f"{node.op} with tf_crop_and_resize lacks the region to crop"
+    crops = coordinates == "tf_crop_and_resize" or node.op == "Upsample"
+    return _constant_inputs(*([1] if crops else []), 2, 3)(node)
 
 
 def _gather(node: Node) -> str | None:
