@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import flashmem
@@ -151,6 +151,23 @@ def test_a_region_counts_where_the_size_stays(tmp_path: Path) -> None:
     x = drawn((1, 1, 4, 6))
     (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
     np.testing.assert_allclose(evaluated(imported(model, tmp_path), x), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_constant_is_resized_by_the_same_rule(tmp_path: Path) -> None:
+    """Constants are folded by ONNX's reference, which has 6 elements here instead of 7."""
+    model = model_of((10,), mode="nearest", scales=[0.7])
+    x = drawn((10,))
+    expected = expected_of(model, x)
+    model.graph.initializer.append(numpy_helper.from_array(x, "c"))
+    model.graph.node[0].input[0] = "c"
+    model.graph.node.append(helper.make_node("Add", ["y", "x"], ["z"]))
+    model.graph.output[0].name = "z"
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 7
+    onnx.save(model, tmp_path / "resize.onnx")
+    bundle = flashmem.compile(tmp_path / "resize.onnx", tmp_path / "b.flashmem")
+    with flashmem.Session(bundle) as session:
+        (answer,) = session.run(None, {"x": np.ones(7, np.float32)})
+    np.testing.assert_array_equal(answer, expected + 1)
 
 
 ON_DEVICES: dict[str, dict[str, Any]] = {

@@ -63,13 +63,13 @@ def resize_taps(axis: Axis, rule: Rule) -> Taps:
     at = _coordinates(axis, rule)
     if rule.mode == "nearest":
         rounded = _ROUNDINGS[rule.nearest_mode](at.astype(np.float64), axis.scale)
-        taps, weights = rounded[:, None], np.ones((axis.out_size, 1))
+        taps, weights = rounded.astype(np.int64)[:, None], np.ones((axis.out_size, 1))
     elif rule.antialias:
         taps, weights = _antialiased(at, axis.scale, rule)
     else:
         base = np.floor(at).astype(np.int64)
-        taps = base[:, None] + (np.arange(2) if rule.mode == "linear" else np.arange(-1, 3))
-        weights = _weight(at[:, None] - taps, rule)
+        taps = base[:, None] + np.arange(*((0, 2) if rule.mode == "linear" else (-1, 3)))
+        weights = _weight(at[:, None].astype(np.float64) - taps, rule)
     if rule.exclude_outside:
         weights = np.where((taps < 0) | (taps >= axis.size), 0.0, weights)
         total = weights.sum(1, keepdims=True)
