@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from flashmem.graph.operators import REGISTRY
 from onnx import numpy_helper
 
 import flashmem
 from flashmem.errors import UnsupportedModelError
+from flashmem.graph.operators import REGISTRY
 from flashmem.runtime.opencl import list_devices
 
 with warnings.catch_warnings():
@@ -39,6 +39,10 @@ DEFINED = {"MeanVarianceNormalization", "ThresholdedRelu", "HardSwish", "Celu", 
 """Some of the operators that ONNX defines by others, with and without attributes left to their defaults."""
 
 
+DISPUTED = {"test_resize_downsample_scales_cubic_align_corners", "test_resize_downsample_scales_linear_align_corners"}
+"""ONNX's reference divides by the fractional size there; ONNX's text (`length_resized`) and ONNX Runtime by the whole one."""
+
+
 def _usable(case: Any) -> bool:
     """One node that flashmem claims, an operator set it reads, float32 and integers it has."""
     model = case.model
@@ -48,11 +52,25 @@ def _usable(case: Any) -> bool:
     if node.domain not in ("", "ai.onnx") or node.op_type not in {*REGISTRY, *DEFINED}:
         return False
     arrays = [*case.data_sets[0][0], *case.data_sets[0][1]]
-    kinds = {"float32", "int32", "int64", "bool", "int8", "uint8", "int16", "uint16", "uint32", "uint64", "float16", "float64", "bfloat16"}
+    kinds = {
+        "float32",
+        "int32",
+        "int64",
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float64",
+        "bfloat16",
+    }
     return all(isinstance(a, np.ndarray) and a.dtype.name in kinds and a.size > 0 for a in arrays)
 
 
-NAMES = sorted(name for name, case in CASES.items() if _usable(case))
+NAMES = sorted(name for name, case in CASES.items() if _usable(case) and name not in DISPUTED)
 
 
 def _with_constants(case: Any) -> tuple[onnx.ModelProto, dict[str, np.ndarray[Any, Any]]]:

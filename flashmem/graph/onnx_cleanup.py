@@ -16,10 +16,12 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnxscript import optimizer, rewriter
+from onnxscript import rewriter
+from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter.rules import common as rules
 
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
+from flashmem.graph.onnx_sizes import set_size
 
 DERIVED_LIMIT = 16 << 20
 """What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
@@ -84,9 +86,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
 def _simplify(model: ir.Model) -> None:
     for _ in range(_ROUNDS):
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        changed = optimizer.fold_constants_ir(
-            model, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=COMPUTED_LIMIT
-        ).modified
+        changed = _Folding()(model).modified
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
         changed |= passes.IdentityEliminationPass()(model).modified
@@ -95,10 +95,21 @@ def _simplify(model: ir.Model) -> None:
             return
 
 
+class _Folding(FoldConstantsPass):
+    """Shape inference and folding, node by node; the sizes that the inference would get wrong are set before it."""
+
+    def __init__(self) -> None:
+        super().__init__(shape_inference=True, input_size_limit=0, output_size_limit=COMPUTED_LIMIT, should_fold=_should_fold)
+
+    def visit_node(self, node: ir.Node, root: ir.Graph | ir.Function) -> None:
+        set_size(node)
+        super().visit_node(node, root)
+
+
 def _should_fold(node: ir.Node) -> bool:
     """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
-    if node.op_type.startswith(("Quantize", "Dequantize")):
-        return False
+    if node.op_type.startswith(("Quantize", "Dequantize", "Resize", "Upsample")):
+        return False  # the reference that folds has other sizes and ties than runtimes have
     made = sum(_nbytes(value) for value in node.outputs)
     largest = max((_nbytes(value) for value in node.inputs if value is not None and _is_weight(value)), default=0)
     if largest == 0:

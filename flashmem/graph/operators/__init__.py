@@ -10,12 +10,13 @@ from flashmem.graph.operators import (
     logic,
     movement,
     normalization,
+    pooling,
     reduction,
-    spatial,
+    resize,
 )
 from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
-FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, spatial, movement)
+FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, movement)
 """The modules that declare operators, in the order of docs/operators.md."""
 
 __all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]

@@ -62,30 +62,29 @@ def _rewrite_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def window(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Strides, dilations and pads of a 2D window; `auto_pad` resolved against the shapes."""
+    """Strides, dilations and pads of a 1D or 2D window; pads that ONNX leaves open follow from the shapes."""
     rank = len(kernel)
     strides = tuple(int(i) for i in node.attributes.get("strides") or [1] * rank)
     dilations = tuple(int(i) for i in node.attributes.get("dilations") or [1] * rank)
-    pads = [int(i) for i in node.attributes.get("pads") or [0] * (2 * rank)]
-    auto = node.attributes.get("auto_pad", "NOTSET")
-    if auto in ("SAME_UPPER", "SAME_LOWER"):
-        small, large = node.input(0).shape[2:], node.outputs[0].shape[2:]
-        if node.op == "ConvTranspose":
-            small, large = large, small
-        for axis in range(rank):
-            reach = dilations[axis] * (kernel[axis] - 1) + 1
-            total = max(0, (large[axis] - 1) * strides[axis] + reach - small[axis])
-            first = total // 2 if auto == "SAME_UPPER" else total - total // 2
-            pads[axis], pads[axis + rank] = first, total - first
-    elif node.op == "ConvTranspose" and node.attributes.get("output_shape"):
-        extra = node.attributes.get("output_padding") or [0] * rank
-        for axis in range(rank):
-            reach = dilations[axis] * (kernel[axis] - 1) + 1
-            size = (node.input(0).shape[axis + 2] - 1) * strides[axis] + reach + extra[axis]
-            total = size - node.outputs[0].shape[axis + 2]
-            first = total // 2 if auto == "SAME_UPPER" else total - total // 2
-            pads[axis], pads[axis + rank] = first, total - first
+    automatic = node.attributes.get("auto_pad", "NOTSET")
+    if automatic in ("SAME_UPPER", "SAME_LOWER") or node.attributes.get("output_shape"):
+        extra = [int(i) for i in node.attributes.get("output_padding") or [0] * rank]
+        sizes = zip(node.input(0).shape[2:], node.outputs[0].shape[2:], kernel, strides, dilations, extra, strict=True)
+        totals = [_total_pad(node.op == "ConvTranspose", *each) for each in sizes]
+        smaller, larger = [total // 2 for total in totals], [total - total // 2 for total in totals]
+        pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
+    else:
+        given = node.attributes.get("pads") if automatic == "NOTSET" else None
+        pads = [int(i) for i in given or [0] * (2 * rank)]
     return {"strides": strides, "dilations": dilations, "pads": tuple(pads)}
+
+
+def _total_pad(transposed: bool, size: int, out_size: int, kernel: int, stride: int, dilation: int, extra: int) -> int:
+    """The elements that pads add before and after, or that a transposed convolution leaves out of what it makes."""
+    reach = dilation * (kernel - 1) + 1
+    if transposed:
+        return max(0, (size - 1) * stride + reach + extra - out_size)
+    return max(0, (out_size - 1) * stride + reach - size)
 
 
 def lift(sliding: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
