@@ -53,6 +53,7 @@ def _softplus(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 register(
+    __name__,
     elementwise("Elu", FLOAT, _elu, special=True),
     elementwise("Gelu", FLOAT, _gelu, special=True),
     elementwise("HardSigmoid", FLOAT, _hard_sigmoid),

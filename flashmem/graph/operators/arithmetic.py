@@ -191,6 +191,7 @@ def _rewrite_mean(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 register(
+    __name__,
     elementwise("Abs", NUMBERS, _abs),
     elementwise("Add", NUMBERS, infix("+")),
     elementwise("Ceil", FLOAT, call("ceil")),

@@ -47,6 +47,7 @@ def _rewrite_cast(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 register(
+    __name__,
     elementwise("Cast", ANY, _cast, rewrite=_rewrite_cast),
     # What a layer does that only copies: an output of the model that is one of its inputs, or a constant.
     Operator("Copy", (ANY,), expression=lambda node, x, v: x[0], layout="either", onnx=False),

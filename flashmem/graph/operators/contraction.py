@@ -180,6 +180,7 @@ def bad_window(node: Node, kernel: Sequence[int]) -> str | None:
 
 
 register(
+    __name__,
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
         columns=_last_columns, operator_class="reusable",

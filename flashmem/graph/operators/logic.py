@@ -25,6 +25,7 @@ def _is_infinite(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 register(
+    __name__,
     elementwise("And", BOOL, infix("&")),
     elementwise("Equal", ANY, _compare("==")),
     elementwise("Greater", NUMBERS, _compare(">")),

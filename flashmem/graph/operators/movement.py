@@ -287,6 +287,7 @@ def _rewrite_shape(rewriter: Rewriter, node: Node, opset: int) -> None:
 _RENAMING: dict[str, Any] = {"inputs": (ANY, INTEGERS), "rewrite": rewrite_reshape, "check": _check_reshape}
 
 register(
+    __name__,
     Operator(
         "Concat", (ANY,), check=_check_concat, rewrite=_rewrite_concat, kernel="concat", layout="either", remap=axis_last,
         empty=True,

@@ -150,6 +150,7 @@ def _check_group_normalization(node: Node) -> str | None:
 
 
 register(
+    __name__,
     Operator(
         "BatchNormalization", (FLOAT,),
         check=all_of(_check_batch_normalization, constant_inputs(1, 2, 3, 4), _one_a_channel(1, 2, 3, 4)),

@@ -38,6 +38,7 @@ def _check_pool(node: Node) -> str | None:
 
 
 register(
+    __name__,
     *each(
         ("AveragePool", "MaxPool"), inputs=(FLOAT,), check=_check_pool, rewrite=_rewrite_pool, kernel="pool",
         layout="channels_last",

@@ -104,6 +104,7 @@ def _reduction(name: str, types: Types) -> Operator:
 
 
 register(
+    __name__,
     # The square root and the logarithm of an integer are none: ONNX does not say how they are rounded.
     *(_reduction(f"Reduce{kind}", FLOAT) for kind in ("L2", "LogSum", "LogSumExp")),
     *(_reduction(f"Reduce{kind}", WIDE) for kind in ("L1", "Mean", "Prod", "Sum", "SumSquare")),

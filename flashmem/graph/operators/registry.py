@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flashmem.graph.builder import Rewriter
@@ -72,8 +72,8 @@ class Operator:
         special: whether an element costs a function call or more, rather than an instruction or two.
         operator_class: how much it may stream while it computes (FlashMem Table 5).
         empty: whether it can run on an input without elements when its output has some.
-        since: the first operator set that has it in a form known here.
         onnx: whether ONNX has it; if not, only rewrites make it.
+        family: the module that declares it.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Operator:
     special: bool = False
     operator_class: OperatorClass = "elemental"
     empty: bool = False
-    since: int = 1
     onnx: bool = True
+    family: str = ""
 
     def why_not(self, node: Node) -> str | None:
         """The reason why `node` cannot run, or None if it can."""
@@ -106,12 +106,12 @@ REGISTRY: dict[str, Operator] = {}
 """All operators by name. The modules of this package fill it when they are imported."""
 
 
-def register(*operators: Operator) -> None:
-    """Add declarations; each name once."""
+def register(family: str, *operators: Operator) -> None:
+    """Add the declarations of a module, which names itself; each operator once."""
     for operator in operators:
         assert operator.name not in REGISTRY, f"{operator.name} is declared twice"
         assert operator.rewrite or operator.expression or operator.kernel, f"{operator.name} does nothing"
-        REGISTRY[operator.name] = operator
+        REGISTRY[operator.name] = replace(operator, family=family)
 
 
 def elementwise(name: str, inputs: Types | tuple[Types, ...], expression: Emit, **fields: Any) -> Operator:

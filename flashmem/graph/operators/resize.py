@@ -119,6 +119,7 @@ def _check_resize(node: Node) -> str | None:
 
 
 register(
+    __name__,
     *each(
         ("Resize", "Upsample"), inputs=(ANY, FLOAT, FLOAT, INDEX), check=_check_resize, rewrite=_rewrite_resize,
         kernel="resize", layout="channels_last",
