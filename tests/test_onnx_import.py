@@ -492,7 +492,7 @@ def test_truncated_files(name: str, path: Path) -> None:
     [
         (
             lambda graph: graph.node[0].input.__setitem__(0, "nowhere"),
-            "Mul node 'Mul_y' reads 'nowhere', which nothing computes",
+            "Mul node 'Mul_y' reads 'nowhere', which nothing computes before it",
         ),
         (lambda graph: graph.initializer[0].float_data.append(1), "weight 'c' needs 2 elements, but has 3"),
         (lambda graph: graph.initializer[0].dims.append(-1), "weight 'c' has a negative dimension"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import onnx
@@ -13,7 +13,7 @@ import onnx_ir.passes.common as passes
 from onnxscript import rewriter
 from onnxscript.rewriter.rules import common as rules
 
-from flashmem.graph.onnx_folding import FoldPass
+from flashmem.graph.onnx_folding import FoldPass, write_out_defaults
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 
@@ -56,7 +56,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
         if defined:
             proto = ir.to_proto(model)
-            _write_out_defaults(proto, defined)
+            write_out_defaults(proto, defined)
             proto = onnx.inliner.inline_selected_functions(proto, [("", op) for op in defined], inline_schema_functions=True)
             model = ir.from_proto(proto)
             _simplify(model, is_native)
@@ -86,7 +86,7 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
 
 
 def _separate_outputs(graph: ir.Graph) -> None:
-    """Make every output of `graph` a value of its own, which a node computes: also one that is an input, a constant, or twice."""
+    """Make every output of `graph` a value of its own, which a node computes: inputs, constants and repeated ones too."""
     seen: set[ir.Value] = set()
     for index, value in enumerate(graph.outputs):
         if value.const_value is not None:
@@ -117,18 +117,6 @@ def _has_definition(op: str, opset: int) -> bool:
     except onnx.defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
-
-
-def _write_out_defaults(proto: onnx.ModelProto, ops: Collection[str]) -> None:
-    """Give nodes of `ops` the attributes they leave to their schema: ONNX's inliner drops what a definition says of those."""
-    opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    for node in proto.graph.node:
-        if node.op_type in ops and node.domain in ("", "ai.onnx"):
-            given = {attribute.name for attribute in node.attribute}
-            schema = onnx.defs.get_schema(node.op_type, opset)
-            for name, attribute in schema.attributes.items():
-                if name not in given and attribute.default_value.type:
-                    node.attribute.append(attribute.default_value)
 
 
 @contextmanager

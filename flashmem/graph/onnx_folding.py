@@ -1,8 +1,8 @@
 """Types and shapes inferred strictly, and constants folded within limits, in one walk over the model.
 
-The walk is onnxscript's, which meets every node after what it reads. Before a node is folded its types and shape are inferred by
-ONNX's own rules, from what is known by then, small constants among it: what contradicts those rules is refused, and so is a
-tensor beyond the limits, before anything of that size is made.
+The walk is onnxscript's, which meets every node after what it reads. Before a node is folded its types and shape are inferred
+by ONNX's own rules, from what is known by then, small constants among it: what contradicts those rules is refused, and so is
+a tensor beyond the limits, before anything of that size is made.
 
 What is folded is decided by one rule: a result is computed now if keeping it is cheap. Masks and shape arithmetic disappear, a
 slice of a large table shrinks to the part that is used; but no transposed, converted or otherwise plain copy of a weight is
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 from onnx.checker import ValidationError
-from onnx.shape_inference import InferenceError, infer_function_output_types, infer_node_outputs
-from onnxscript.optimizer._constant_folding import FoldConstantsPass, Replacement
+from onnx.shape_inference import InferenceError, infer_node_outputs
+from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.errors import UserError
 from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, RESIZED
@@ -47,14 +48,15 @@ _NEVER = {"Bernoulli", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLin
 # Lengths that depend on data, never larger than the input.
 _SELECTIONS = {"Compress", "NonZero", "Unique"}
 
+# What onnxscript follows the numbers of shapes through, and the most numbers it may have to follow.
+_FOLLOWED = {"Abs", "Add", "Cast", "Gather", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+_JOINED = 1 << 20
+
 # Which input is a shape: its length is the rank of the output.
 _SHAPE_INPUT = {"AffineGrid": 1, "CenterCropPad": 1, "ConstantOfShape": 0, "Expand": 1, "MaxUnpool": 2, "Reshape": 1}
 _SHAPE_INPUT |= {"Resize": 3, "Tile": 1}
 
 _KNOWN_INTEGERS, _KNOWN_OTHERS = 1024, 20  # elements of constants that inference is told
-
-_JOINED = 1 << 20
-_FOLLOWED = {"Abs", "Add", "Cast", "Gather", "Identity", "Reshape", "Squeeze", "Unsqueeze"}  # what onnxscript follows shapes through
 
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
@@ -72,7 +74,7 @@ class FoldPass(FoldConstantsPass):
         self.made = 0
         self.counted = 0
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
+    def call(self, model: ir.Model) -> FoldConstantsResult:
         """One walk."""
         self.model = model
         self.opset_imports = dict(model.opset_imports)
@@ -101,7 +103,7 @@ class FoldPass(FoldConstantsPass):
         largest = max((_nbytes(value) for value in node.inputs if value is not None and _is_weight(value)), default=0)
         if largest == 0:
             if made > COMPUTED_LIMIT and not self.is_native(node.op_type):
-                raise UserError(f"{describe(node)} computes a constant of {made} bytes, but at most {COMPUTED_LIMIT} are folded")
+                raise UserError(f"{describe(node)} makes a constant of {made} bytes, but at most {COMPUTED_LIMIT} are folded")
             folds = made <= COMPUTED_LIMIT
         else:
             is_copy = node.op_type in _COPIES and 2 * made > largest
@@ -185,19 +187,38 @@ def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.Ty
     schema = onnx.defs.get_schema(node.op_type, opset_imports[node.domain], node.domain)
     proto = ir.serde.serialize_node(node)
     types = {str(value.name): _type_proto(value) for value in node.inputs if value is not None}
+    imports = [onnx.helper.make_opsetid(*entry) for entry in opset_imports.items()]
     if schema.has_type_and_shape_inference_function:
-        data = {str(value.name): tensor for value in node.inputs if (tensor := _known_data(value)) is not None}
-        imports = [onnx.helper.make_opsetid(*entry) for entry in opset_imports.items()]
+        known = [value for value in node.inputs if value is not None]
+        data = {str(value.name): tensor for value in known if (tensor := _known_data(value)) is not None}
         return infer_node_outputs(schema, proto, types, data, opset_imports=imports)
-    ordered = [types[name] if name else onnx.TypeProto() for name in proto.input]
-    if schema.has_context_dependent_function:  # type: ignore[attr-defined]
-        body = schema.get_context_dependent_function(proto.SerializeToString(), [t.SerializeToString() for t in ordered])
-    elif schema.has_function:  # type: ignore[attr-defined]
-        body = schema.function_body.SerializeToString()  # type: ignore[attr-defined]
-    else:
-        return {}
-    function = onnx.FunctionProto.FromString(body)
-    return dict(zip(proto.output, infer_function_output_types(function, ordered, proto.attribute), strict=False))
+    defined = schema.has_function or schema.has_context_dependent_function  # type: ignore[attr-defined]
+    return _by_definition(proto, types, imports) if defined else {}
+
+
+def _by_definition(
+    node: onnx.NodeProto, types: dict[str, onnx.TypeProto], imports: list[onnx.OperatorSetIdProto]
+) -> dict[str, onnx.TypeProto]:
+    """The same for an operator that ONNX says all about by other operators (GroupNormalization, MeanVarianceNormalization)."""
+    inputs = [onnx.helper.make_value_info(name, kind) for name, kind in types.items()]
+    outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name]
+    proto = onnx.helper.make_model(onnx.helper.make_graph([node], "g", inputs, outputs), opset_imports=imports)
+    write_out_defaults(proto, [node.op_type])
+    proto = onnx.inliner.inline_selected_functions(proto, [(node.domain, node.op_type)], inline_schema_functions=True)
+    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    return {value.name: value.type for value in inferred.graph.output}
+
+
+def write_out_defaults(proto: onnx.ModelProto, ops: Collection[str]) -> None:
+    """Give nodes of `ops` the attributes they leave to their schema: ONNX's inliner drops what a definition says of those."""
+    opset = next(entry.version for entry in proto.opset_import if entry.domain == "")
+    for node in proto.graph.node:
+        if node.op_type in ops and node.domain == "":
+            given = {attribute.name for attribute in node.attribute}
+            schema = onnx.defs.get_schema(node.op_type, opset)
+            for name, attribute in schema.attributes.items():
+                if name not in given and attribute.default_value.type:
+                    node.attribute.append(attribute.default_value)
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
@@ -208,9 +229,9 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
     return proto
 
 
-def _known_data(value: ir.Value | None) -> onnx.TensorProto | None:
+def _known_data(value: ir.Value) -> onnx.TensorProto | None:
     """The data of a constant that may say what a shape is."""
-    tensor = None if value is None else value.const_value
+    tensor = value.const_value
     if tensor is None or tensor.dtype == ir.DataType.STRING:
         return None
     limit = _KNOWN_INTEGERS if tensor.dtype.is_integer() else _KNOWN_OTHERS
@@ -284,4 +305,4 @@ def _nbytes(value: ir.Value) -> int:
 
 def _reason(error: Exception) -> str:
     """What onnx found wrong, in one line."""
-    return re.sub(r"\[(Type|Shape)InferenceError\] ", "", " ".join(str(error).split()))
+    return re.sub(r"\[(Type|Shape)InferenceError\] |Inference error\(s\): ", "", " ".join(str(error).split()))

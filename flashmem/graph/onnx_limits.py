@@ -45,12 +45,12 @@ def check_size(model: onnx.ModelProto, path: Path) -> None:
         if key in callers:
             raise UserError(f"{path}: function {key[1]!r} calls itself, which no ONNX model may")
         if len(callers) >= DEPTH:
-            raise UserError(f"{path}: functions call each other more than {DEPTH} deep, the most that is read (at {key[1]!r})")
+            raise UserError(f"{path}: functions call each other more than {DEPTH} deep, the most that is read ({key[1]!r})")
         if key not in counted:
             counted[key] = total(nodes_of(functions[key].node, path), (*callers, key))
         nodes, depth = counted[key]
         if len(callers) + depth > DEPTH:
-            raise UserError(f"{path}: functions call each other more than {DEPTH} deep, the most that is read (at {key[1]!r})")
+            raise UserError(f"{path}: functions call each other more than {DEPTH} deep, the most that is read ({key[1]!r})")
         return nodes, depth
 
     def total(nodes: Iterable[onnx.NodeProto], callers: tuple[tuple[str, str, str], ...]) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def nodes_of(nodes: Iterable[onnx.NodeProto], path: Path, depth: int = 0) -> Ite
         yield node
         for graph in subgraphs(node):
             if depth == DEPTH:
-                raise UserError(f"{path}: subgraphs are nested more than {DEPTH} deep, the most that is read (at {node.name!r})")
+                raise UserError(f"{path}: subgraphs are nested more than {DEPTH} deep, the most that is read ({node.name!r})")
             yield from nodes_of(graph.node, path, depth + 1)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 from onnx import checker
-from onnx_ir.passes.common import TopologicalSortPass
 
 from flashmem.errors import UserError
 from flashmem.graph.onnx_external import tensors
@@ -113,9 +112,7 @@ def _sentence(error: Exception) -> str:
     """What onnx's checker found, in one line, the node first."""
     text = " ".join(str(error).split())
     if found := _UNSORTED.search(text):
-        return (
-            f"{found['op']} node {found['name']!r} reads {found['input']!r}, which nothing computes, or only what comes after it"
-        )
+        return f"{found['op']} node {found['name']!r} reads {found['input']!r}, which nothing computes before it"
     if found := _CONTEXT.search(text):
         return printable(f"{found['op']} node {found['name']!r}: {text[: found.start()].rstrip('. ')}")
     return printable(text)
