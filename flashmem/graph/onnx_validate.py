@@ -95,13 +95,13 @@ def _context(model: onnx.ModelProto, owner: onnx.ModelProto | onnx.FunctionProto
 
 def _sort(graph: onnx.GraphProto) -> None:
     """Put the nodes of `graph` in order, if they have one; those of subgraphs stay as they are."""
-    model = ir.serde.deserialize_graph(graph)
-    for index, node in enumerate(model):
-        node.metadata_props["index"] = str(index)
     try:
+        model = ir.serde.deserialize_graph(graph)
+        for index, node in enumerate(model):
+            node.metadata_props["index"] = str(index)
         model.sort()
-    except ValueError:
-        return  # a cycle: the checker names a node of it
+    except (ValueError, ir.serde.SerdeError):
+        return  # a cycle, or something else that is wrong: the checker names a node of it
     order = [graph.node[int(node.metadata_props["index"])] for node in model]
     nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in order]
     del graph.node[:]
