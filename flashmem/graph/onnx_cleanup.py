@@ -49,8 +49,7 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
     """
     with _quiet():
         names = [output.name for output in proto.graph.output]
-        model = ir.from_proto(proto)
-        passes.InlinePass()(model)
+        model = ir.from_proto(onnx.inliner.inline_local_functions(proto, convert_version=True))
         _simplify(model, is_native)
         wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
         defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))

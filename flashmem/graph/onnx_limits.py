@@ -13,7 +13,7 @@ import onnx
 
 from flashmem.errors import UserError
 
-NODES = 100_000
+NODES = 50_000
 """Nodes of a model, those of its functions counted wherever they are called."""
 
 DEPTH = 16
@@ -28,7 +28,7 @@ ELEMENTS = 2**31 - 1
 RESIZED = 1 << 20
 """Size of an axis that Resize makes: each position is looked up in a table."""
 
-FOLDED = 16 << 30
+FOLDED = 4 << 30
 """Bytes of all constants that are computed at import, those that others are computed from included."""
 
 CONSTANTS = 1 << 30
