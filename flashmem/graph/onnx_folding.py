@@ -135,6 +135,7 @@ def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
     if any(value.type is None for value in inputs) or not onnx.defs.has(node.op_type, node.domain):
         return
     _check_shape_input(node)
+    _check_split(node)
     try:
         types = _inferred(node, opset_imports)
     except (InferenceError, ValidationError) as error:
@@ -268,6 +269,13 @@ def _check_shape_input(node: ir.Node) -> None:
     length = value.shape[0] if value is not None and value.shape is not None and len(value.shape) == 1 else 0
     if isinstance(length, int) and length > RANK:
         raise UserError(f"{describe(node)} makes a tensor of {length} dimensions, but at most {RANK} are supported")
+
+
+def _check_split(node: ir.Node) -> None:
+    """Inference believes `num_outputs`, and makes as many."""
+    parts = node.attributes.get("num_outputs")
+    if node.op_type == "Split" and parts is not None and parts.value != len(node.outputs):
+        raise UserError(f"{describe(node)} has {len(node.outputs)} outputs, but its num_outputs is {parts.value}")
 
 
 def _check_resized(node: ir.Node) -> None:
