@@ -66,9 +66,9 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         _name_outputs(model.graph, names)
         passes.TopologicalSortPass()(model)
         passes.NameFixPass()(model)
-        _name_outputs(model.graph, names)  # an output may have the name of an input
         if any(value.shape is None or not value.shape.is_static() for node in model.graph for value in node.outputs):
             passes.ShapeInferencePass(strict_mode=False, data_prop=False)(model)
+        _name_outputs(model.graph, names)  # once more: an output may have the name of an input
     return model
 
 

@@ -79,7 +79,11 @@ class FoldPass(FoldConstantsPass):
         self.model = model
         self.opset_imports = dict(model.opset_imports)
         self.made = self.counted = 0
-        for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+            if value.const_value is not None:  # its declaration as an output may have said something else
+                value.shape, value.type = ir.Shape(value.const_value.shape), ir.TensorType(value.const_value.dtype)
+                check_rank(value)
+        for value in model.graph.inputs:
             check_rank(value)
         check_concatenations(model.graph)
         return super().call(model)

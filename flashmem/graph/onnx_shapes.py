@@ -40,6 +40,9 @@ def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], p
         _bind(by_name[name], shape, symbols, path)
     _bind_symbols(graph, symbols, path)
     _forget(graph, path)
+    for output in graph.output:
+        if output.name in by_name:
+            output.type.CopyFrom(by_name[output.name].type)
     for function in model.functions:
         del function.value_info[:]
         for node in nodes_of(function.node, path):
