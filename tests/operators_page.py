@@ -25,14 +25,14 @@ _NAMES: dict[Types, str] = {
 _HEAD = f"""\
 # Operators
 
-Made by `python -m tests.operators_page` of the declarations in `flashmem/graph/operators/`, ONNX operator sets 11 to {NEWEST_OPSET}.
+Made by `python -m tests.operators_page` of the declarations in `flashmem/graph/operators/`. ONNX operator sets 11 to {NEWEST_OPSET}.
 Operators that are not listed and that ONNX defines by others run as their definition.
 
-- *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and float64, all
-  computed in float32. Integers have 8 to 64 bits, signed or not, and keep them.
+- *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and
+  float64, all computed in float32. Integers have 8 to 64 bits, signed or not, and keep them.
 - *Runs as*: an expression fused into its neighbours, a kernel, or a rewrite into other operators.
 - *Streams*: its class in the FlashMem paper's Table 5, which says how much may be streamed beside it.
-- *Tests*: the onnx package's node tests that pass, of those it has (`tests/onnx_nodes.txt` says why each other one does not run).
+- *Tests*: the onnx package's node tests that pass, of those it has; `tests/onnx_nodes.txt` says why the others do not run.
 """
 
 

@@ -16,12 +16,15 @@ from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
+from flashmem.graph.onnx_limits import check_size
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
+from flashmem.graph.onnx_validate import check_structure, printable, tidy
 from flashmem.graph.operators import is_native
+from flashmem.graph.operators.registry import NEWEST_OPSET
 from flashmem.program import DType
 
-OPSETS = range(11, 24)
+OPSETS = range(11, NEWEST_OPSET + 1)
 """Versions of the ONNX operator set that are understood."""
 
 Supported = Callable[[Node], str | None]
@@ -56,14 +59,19 @@ def import_model(
     """
     path = Path(path)
     proto = load_mapped(path)
+    tidy(proto, path)
     _check_opset(proto, path)
+    check_size(proto, path)
     if proto.graph.sparse_initializer:
         raise UserError(f"{path} has sparse weights, which are not supported: export it with dense ones")
     resolve_external_data(proto, path)
     check_embedded_data(proto, path)
+    check_structure(proto, path)
     bind_shapes(proto, shapes or {}, path)
     try:
         model = clean_up(proto, is_native)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except Exception as error:  # the libraries raise whatever an invalid model makes them trip over
         raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
     return _Importer(model, path, supported).graph()
@@ -86,7 +94,7 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
-    versions = {opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")}
+    versions = {opset.version for opset in model.opset_import if opset.domain == ""}
     if not versions:
         raise UserError(f"{path} does not say which version of the ONNX operator set it uses")
     for version in versions:
@@ -98,10 +106,11 @@ def _check_opset(model: onnx.ModelProto, path: Path) -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """The first line of the error that started it all."""
+    """The error that started it all, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    text = printable(" ".join(str(error).split()))
+    return text if " " in text else f"{type(error).__name__} {text}"
 
 
 class _Importer:

@@ -1,8 +1,8 @@
-"""Output sizes that onnx's shape inference gets wrong; what runtimes compute is set before it runs, and it keeps what it finds.
+"""Output sizes that onnx's shape inference gets wrong; what runtimes compute is set instead.
 
 - Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
 - Pooling with `ceil_mode`: the last window is left out where it would start in the padding after the input.
-- ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride. With `output_shape`: that, however small.
+- ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is taken as it is.
 """
 
 from __future__ import annotations
