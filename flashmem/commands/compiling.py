@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashmem import bundle_cache
 from flashmem.commands.extras import offline_half
-from flashmem.console import progress
+from flashmem.console import progress, say
 from flashmem.errors import MissingFileError, UserError
 from flashmem.units import parse_shape, parse_size
 
@@ -70,8 +71,14 @@ class CompileOptions:
 
 
 def compile_here(model: Path, output: Path | None, options: CompileOptions) -> Bundle:
-    """Compiles in this process, with a progress bar; without `output`, into the user's cache."""
+    """Compiles in this process, with a progress bar; without `output`, into the user's cache.
+
+    Raises:
+        UserError: there is no output and no cache, among what `flashmem.compile` raises.
+    """
     options.check()
+    if output is None and (reason := bundle_cache.refusal()) is not None:
+        raise UserError(f"{reason}; name a bundle with -o, or set FLASHMEM_CACHE_DIR to a folder that can")
     keywords = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
@@ -89,7 +96,8 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
 def compile_apart(model: Path, options: CompileOptions) -> Path:
     """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path.
 
-    The child shows its progress and its errors on the same stderr.
+    The child shows its progress and its errors on the same stderr. Where the cache cannot be written, the bundle is kept until
+    this process ends.
 
     Raises:
         SystemExit: the child failed and has said why; with its exit code.
@@ -98,6 +106,9 @@ def compile_apart(model: Path, options: CompileOptions) -> Path:
     if not model.is_file():
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
     command = [sys.executable, "-m", "flashmem", "compile", str(model), *options.arguments()]
+    if (reason := bundle_cache.refusal()) is not None:
+        say(f"{reason}, so the bundle is removed after this run; set FLASHMEM_CACHE_DIR to a folder that can")
+        command += ["-o", str(bundle_cache.temporary_folder() / f"{model.stem}.flashmem")]
     child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 1)  # negative: ended by a signal
