@@ -54,7 +54,7 @@ def digest(data: bytes | memoryview, before: Digest = 0) -> Digest:
 
 def pieces(program: Program) -> Iterator[Piece]:
     """Everything that has a digest, in the order of `digests.bin`."""
-    yield Piece("the constants", program.constants_offset, program.constants_bytes)
+    yield Piece("the part with the constants", program.constants_offset, program.constants_bytes)
     for part in program.slices:
         yield Piece(f"slice {part.name!r}", part.offset, part.file_bytes)
     for gather in program.row_gathers:

@@ -118,7 +118,7 @@ class Engine:
         constants = self.ledger.buffer("constants", program.constants_bytes, "the constants", host_visible=True)
         view = self._queue.map(constants, program.constants_bytes, invalidate=True)
         self._file.read_into(view, program.constants_offset)
-        self._file.check_digest("the constants", digest(view.data), self._bundle.digests.constants)
+        self._file.check_digest("the part with the constants", digest(view.data), self._bundle.digests.constants)
         self._queue.unmap(view)
         return constants
 

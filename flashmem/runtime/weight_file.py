@@ -165,16 +165,12 @@ class WeightFile:
             yield
         finally:
             self._guards -= 1
-            if self._guards == 0 and self._leased:
-                self._leased = False
-                assert _F_SETLEASE is not None
-                with suppress(OSError):
-                    fcntl.fcntl(self._descriptor, _F_SETLEASE, fcntl.F_UNLCK)
+            if self._guards == 0:
+                self._let_go()
 
     def check(self) -> None:
         """Raise RunError if somebody is about to change the file, or has cut it."""
-        if self._leased:
-            assert _F_GETLEASE is not None
+        if self._leased and _F_GETLEASE is not None:
             if fcntl.fcntl(self._descriptor, _F_GETLEASE) != fcntl.F_RDLCK:
                 raise RunError(f"another process wants to write to {self.path}, which is in use; run again when it is done")
         else:
@@ -183,6 +179,12 @@ class WeightFile:
     def _check_size(self) -> None:
         if os.fstat(self._descriptor).st_size < self.nbytes:
             raise RunError(f"short read: {self.path} ends before byte {self.nbytes}; it was changed while in use")
+
+    def _let_go(self) -> None:
+        if self._leased and _F_SETLEASE is not None:
+            self._leased = False
+            with suppress(OSError):
+                fcntl.fcntl(self._descriptor, _F_SETLEASE, fcntl.F_UNLCK)
 
     def _take_lease(self) -> bool:
         if _F_SETLEASE is None:
