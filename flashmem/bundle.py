@@ -39,6 +39,7 @@ from flashmem.device import DeviceDescriptor
 from flashmem.digests import Digests, Piece, digest
 from flashmem.errors import BundleError, MissingFileError, UserError
 from flashmem.generations import MANIFEST, Draft, is_generation, named_generation
+from flashmem.kernel_bounds import check_reach
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source
 
@@ -110,6 +111,7 @@ class Bundle:
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again") from error
         check_bundle(program, plan)
+        check_reach(program, texts["kernels.cl"])
         if program.weights_bytes != manifest["weights"]["nbytes"]:
             raise BundleError(f"bundle {path} is damaged: its program is for another {WEIGHTS}; compile the model again")
         source = Source(texts["kernels.cl"], texts["kernels_lane.cl"], tuple(sorted({x.kernel for x in program.launches})))
@@ -274,6 +276,7 @@ class BundleWriter:
                 raise BundleError(f"the program is for {program.weights_bytes} bytes of weights, {self._size} were written")
             # What Bundle.open will check, checked before anything is kept.
             check_bundle(program, plan)
+            check_reach(program, source.plain)
             contents = {
                 "program.json": _compact(program.to_json()),
                 "plan.json": _compact(plan.to_json()),
