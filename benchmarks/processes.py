@@ -13,6 +13,7 @@ from typing import Any
 
 import flashmem
 from benchmarks.disk import warm
+from flashmem.bundle import Bundle
 
 Row = dict[str, Any]
 
@@ -22,7 +23,7 @@ def run_bundle(bundle: Path, device: str, *extra: str, cold: bool = False) -> Ro
 
     Other runs, and large models that were preloaded, may have pushed them out.
     """
-    weights = bundle / "weights.bin"
+    weights = Bundle.open(bundle).weights_path
     dropped = ("--cold", str(weights)) if cold else ()
     if not cold:
         warm(weights)

@@ -91,7 +91,7 @@ class Case:
 
     def measure(self, device: str, pace: Pace) -> Row:
         """One fresh process; with the machine's pace right after it and, where it matters, the disk's bytes per second."""
-        weights = self.bundle.path / "weights.bin"
+        weights = self.bundle.weights_path
         row = run_bundle(self.bundle.path, device, "--mode", self.bundle.meta["mode"], cold=self.disk == "cold")
         row["pace"] = pace.now()
         return row | {"disk_rate": cold_rate(weights)} if self.disk == "cold" else row

@@ -28,6 +28,7 @@ import onnx
 import flashmem
 from benchmarks.disk import cold_rate
 from benchmarks.hard_limit import HardLimit, why_no_limit
+from flashmem.bundle import Bundle
 from flashmem.units import parse_size
 
 BUDGETS = {"resnet50": "64MB", "vit-b16": "96MB", "gptneo-125m": "128MB"}
@@ -63,7 +64,7 @@ class Bench:
 
     def flashmem(self, *extra: str, cold: bool = False, limit: int | None = None) -> dict[str, Any]:
         """One run of ours."""
-        files = [self.bundle / "weights.bin"] if cold else []
+        files = [Bundle.open(self.bundle).weights_path] if cold else []
         command = ["flashmem", "--bundle", str(self.bundle), "--device", self.device, *extra]
         return self._worker([*command, *(["--cold", *map(str, files)] if cold else [])], limit)
 
@@ -105,10 +106,10 @@ class Bench:
         for _ in range(self.runs):
             for key, variant in variants.items():
                 rows[key].append(variant())
-            disk.append(cold_rate(self.bundle / "weights.bin"))
+            disk.append(cold_rate(Bundle.open(self.bundle).weights_path))
             gemm.append(gemm_rate())
         macs = sum(launch.macs for launch in flashmem.Bundle.open(self.bundle).program.launches)
-        weights = (self.bundle / "weights.bin").stat().st_size
+        weights = Bundle.open(self.bundle).weights_path.stat().st_size
         floor = max(weights / statistics.median(disk), 2 * macs / statistics.median(gemm))
         table = {key: _median(values) for key, values in rows.items()}
         table["warm"] = {

@@ -1,16 +1,19 @@
 """The bundle: everything a device needs to run a model, and nothing it does not. Where the offline and online halves meet.
 
-A bundle is a folder, NAME.flashmem:
+A bundle is a folder, NAME.flashmem, with a manifest and the folder that it names (flashmem.generations says why):
 
-    manifest.json    format version, sizes and hashes of the other files, device, origin
-    program.json     what the device executes (flashmem.program)
-    plan.json        when weights are loaded (flashmem.planning.plan)
-    kernels.cl       OpenCL C of the program
-    kernels_lane.cl  the same kernels, each with a stream lane
-    weights.bin      weights, packed as the kernels read them, and constants
+    manifest.json        format version, sizes and hashes of the other files, device, origin; a digest of itself
+    3f2a90c1d5e7b846/
+        program.json     what the device executes (flashmem.program)
+        plan.json        when weights are loaded (flashmem.planning.plan)
+        kernels.cl       OpenCL C of the program
+        kernels_lane.cl  the same kernels, each with a stream lane
+        digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.digests)
+        weights.bin      weights, packed as the kernels read them, and constants
 
-It is written beside its destination and renamed when whole. Opening it checks everything but the content of weights.bin, whose
-hash takes as long as reading it: `verify_weights` does that.
+It is written beside its destination and put in place by one rename. Opening it checks everything but the content of
+weights.bin: a session checks the constants, and the weights as they come in where it is asked to; `verify_weights` reads all
+of it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,36 +33,44 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem import __version__
+from flashmem import __version__, digests
 from flashmem.bundle_check import check_bundle
 from flashmem.device import DeviceDescriptor
+from flashmem.digests import Digests, Piece, digest
 from flashmem.errors import BundleError, MissingFileError, UserError
+from flashmem.generations import MANIFEST, Draft, is_generation, named_generation
+from flashmem.kernel_bounds import check_reach
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source
 
-FORMAT_VERSION = 1
-SMALL_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
+FORMAT_VERSION = 2
+TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
+DIGESTS = "digests.bin"
 WEIGHTS = "weights.bin"
-MANIFEST = "manifest.json"
 _READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that has been checked. `meta` is what the compiler said of its origin (model, budget_bytes, ...)."""
+    """A bundle that has been checked. `meta` is what the compiler said of its origin (model, budget_bytes, ...).
+
+    `files` is the folder that its manifest named when it was opened.
+    """
 
     path: Path
+    files: Path
     program: Program
     plan: OverlapPlan
     source: Source
     descriptor: DeviceDescriptor
     meta: Mapping[str, Any]
     weights_sha256: str
+    digests: Digests
 
     @property
     def weights_path(self) -> Path:
         """The weight file."""
-        return self.path / WEIGHTS
+        return self.files / WEIGHTS
 
     @property
     def budget_bytes(self) -> int | None:
@@ -79,29 +89,62 @@ class Bundle:
         path = Path(path)
         if not path.exists():
             raise MissingFileError(f"bundle {path} does not exist; make it with: flashmem compile model.onnx -o {path.name}")
-        manifest = _read_manifest(path)
-        texts = {name: _read_checked(path, name, manifest) for name in SMALL_FILES}
+        while True:
+            manifest = _read_manifest(path)
+            try:
+                return cls._open(path, manifest)
+            except BundleError:
+                if named_generation(path) in (None, manifest["generation"]):
+                    raise
+                # It was replaced while it was read, and the files of the old one are gone.
+
+    @classmethod
+    def _open(cls, path: Path, manifest: Mapping[str, Any]) -> Bundle:
+        files = path / manifest["generation"]
+        contents = {name: _read_checked(path, name, manifest) for name in (*TEXT_FILES, DIGESTS)}
         _check_weights_size(path, manifest)
         try:
+            texts = {name: contents[name].decode() for name in TEXT_FILES}
             program = Program.from_json(json.loads(texts["program.json"]))
             plan = OverlapPlan.from_json(json.loads(texts["plan.json"]))
             descriptor = DeviceDescriptor.from_dict(manifest["device"], where=f"{path}/{MANIFEST}")
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again") from error
         check_bundle(program, plan)
+        check_reach(program, texts["kernels.cl"])
         if program.weights_bytes != manifest["weights"]["nbytes"]:
             raise BundleError(f"bundle {path} is damaged: its program is for another {WEIGHTS}; compile the model again")
         source = Source(texts["kernels.cl"], texts["kernels_lane.cl"], tuple(sorted({x.kernel for x in program.launches})))
-        return cls(path, program, plan, source, descriptor, manifest["meta"], manifest["weights"]["sha256"])
+        stored = digests.read(contents[DIGESTS], program)
+        return cls(path, files, program, plan, source, descriptor, manifest["meta"], manifest["weights"]["sha256"], stored)
 
     def verify_weights(self) -> None:
-        """Read all of weights.bin and compare its hash. Raises BundleError if it is not what was written."""
-        digest = hashlib.sha256()
-        with self.weights_path.open("rb", buffering=0) as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-        if digest.hexdigest() != self.weights_sha256:
-            raise BundleError(f"{self.weights_path} is damaged: its hash differs; compile the model again")
+        """Read all of weights.bin and compare its hash.
+
+        Raises:
+            BundleError: it is not what was written; the first part that is damaged is named.
+        """
+        whole = hashlib.sha256()
+        try:
+            with self.weights_path.open("rb", buffering=0) as file:
+                while block := file.read(_READ_BYTES):
+                    whole.update(block)
+                if whole.hexdigest() == self.weights_sha256:
+                    return
+                parts = zip(digests.pieces(self.program), self.digests.all(), strict=True)
+                wrong = (part.name for part, stored in parts if _digest_of_file(file.fileno(), part) != stored)
+                what = next(wrong, "what lies between its slices")
+        except OSError as error:
+            raise BundleError(f"{self.weights_path} cannot be read ({error.strerror}); compile the model again") from error
+        raise BundleError(f"{self.weights_path} is damaged: {what} is not what was written; compile the model again")
+
+
+def _digest_of_file(descriptor: int, part: Piece) -> int:
+    """The digest of a part of an open file, as far as the file goes."""
+    value, end = digest(b""), part.offset + part.nbytes
+    for offset in range(part.offset, end, _READ_BYTES):
+        value = digest(os.pread(descriptor, min(_READ_BYTES, end - offset), offset), value)
+    return value
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -114,34 +157,47 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise BundleError(
             f"bundle {path} has format version {version!r}, this flashmem reads {FORMAT_VERSION}; compile the model again"
         )
-    shape = {"device": dict, "files": dict, "weights": dict, "meta": dict}
+    if manifest.get("digest") != _manifest_digest(manifest):
+        raise BundleError(f"bundle {path} is damaged: {MANIFEST} is not what was written; compile the model again")
+    shape = {"generation": str, "device": dict, "files": dict, "weights": dict, "meta": dict}
     for key, kind in shape.items():
         if not isinstance(manifest.get(key), kind):
             raise BundleError(f"bundle {path} is damaged: its manifest lacks {key!r}; compile the model again")
     weights = manifest["weights"]
     if type(weights.get("nbytes")) is not int or weights["nbytes"] < 0 or not isinstance(weights.get("sha256"), str):
         raise BundleError(f"bundle {path} is damaged: its manifest does not describe {WEIGHTS}; compile the model again")
+    if not is_generation(manifest["generation"]):
+        raise BundleError(f"bundle {path} is damaged: its manifest names no folder; compile the model again")
     checked: dict[str, Any] = manifest
     return checked
 
 
-def _read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> str:
-    """The text of a small file whose size and hash are as the manifest says."""
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its own digest, however it is laid out."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _manifest_text(manifest: Mapping[str, Any]) -> bytes:
+    """The content of manifest.json."""
+    plain = json.loads(json.dumps(manifest))  # as it will be read, so that the digests agree
+    return json.dumps({**plain, "digest": _manifest_digest(plain)}, indent=2).encode()
+
+
+def _read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
+    """The content of a small file whose size and hash are as the manifest says."""
     try:
-        content = (path / name).read_bytes()
+        content: bytes = (path / manifest["generation"] / name).read_bytes()
     except OSError as error:
         raise BundleError(f"bundle {path} lacks {name} ({error.strerror}); compile the model again") from error
     if manifest["files"].get(name) != _fingerprint(content):
         raise BundleError(f"bundle {path} is damaged: {name} is not what was written; compile the model again")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BundleError(f"bundle {path} is damaged: {name} is not text; compile the model again") from error
+    return content
 
 
 def _check_weights_size(path: Path, manifest: Mapping[str, Any]) -> None:
     try:
-        size = (path / WEIGHTS).stat().st_size
+        size = (path / manifest["generation"] / WEIGHTS).stat().st_size
     except OSError as error:
         raise BundleError(f"bundle {path} lacks {WEIGHTS} ({error.strerror}); compile the model again") from error
     expected = manifest["weights"]["nbytes"]
@@ -166,12 +222,12 @@ class BundleWriter:
         if self.path.exists() and not (self.path / MANIFEST).is_file():
             raise UserError(f"{self.path} exists and is not a bundle; remove it or name another output")
         with _disk_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
+            self._draft = Draft(self.path)
         self._size = 0
-        self._digest = hashlib.sha256()
+        self._sha256 = hashlib.sha256()
+        self._appended: dict[tuple[int, int], int] = {}  # digests of what was appended, by offset and bytes
         with self._cleaned_up():
-            self._weights = (self._folder / WEIGHTS).open("wb", buffering=0)
+            self._weights = (self._draft.folder / WEIGHTS).open("w+b", buffering=0)
 
     @property
     def size(self) -> int:
@@ -189,12 +245,13 @@ class BundleWriter:
             offset = self._size
             flat = data if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
             self._write(memoryview(flat))
+            self._appended[offset, self._size - offset] = digest(flat)
             return offset
 
     def _write(self, data: memoryview) -> None:
         while len(data):
             written = self._weights.write(data[:_READ_BYTES])
-            self._digest.update(data[:written])
+            self._sha256.update(data[:written])
             self._size += written
             data = data[written:]
 
@@ -219,28 +276,33 @@ class BundleWriter:
                 raise BundleError(f"the program is for {program.weights_bytes} bytes of weights, {self._size} were written")
             # What Bundle.open will check, checked before anything is kept.
             check_bundle(program, plan)
-            texts = {
-                "program.json": json.dumps(program.to_json(), separators=(",", ":")),
-                "plan.json": json.dumps(plan.to_json(), separators=(",", ":")),
-                "kernels.cl": source.plain,
-                "kernels_lane.cl": source.lane,
+            check_reach(program, source.plain)
+            contents = {
+                "program.json": _compact(program.to_json()),
+                "plan.json": _compact(plan.to_json()),
+                "kernels.cl": source.plain.encode(),
+                "kernels_lane.cl": source.lane.encode(),
+                DIGESTS: digests.make(program, self._digest),
             }
-            contents = {name: text.encode() for name, text in texts.items()}
-            manifest = {
-                "format_version": FORMAT_VERSION,
-                "flashmem_version": __version__,
-                "files": {name: _fingerprint(content) for name, content in contents.items()},
-                "weights": {"nbytes": self._size, "sha256": self._digest.hexdigest()},
-                "device": descriptor.to_dict(),
-                "meta": dict(meta),
-            }
-            contents[MANIFEST] = json.dumps(manifest, indent=2).encode()
             os.fsync(self._weights.fileno())
             self._weights.close()
             for name, content in contents.items():
-                _write_file(self._folder / name, content)
-            self._folder.chmod(0o755)  # mkdtemp made it private
-            _put_in_place(self._folder, self.path)
+                self._draft.write(name, content)
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "flashmem_version": __version__,
+                "generation": self._draft.generation,
+                "files": {name: _fingerprint(content) for name, content in contents.items()},
+                "weights": {"nbytes": self._size, "sha256": self._sha256.hexdigest()},
+                "device": descriptor.to_dict(),
+                "meta": dict(meta),
+            }
+            self._draft.publish(_manifest_text(manifest))
+
+    def _digest(self, part: Piece) -> int:
+        """The digest of a part as it was appended; of what is only a part of that, as it was written."""
+        known = self._appended.get((part.offset, part.nbytes))
+        return _digest_of_file(self._weights.fileno(), part) if known is None else known
 
     @contextmanager
     def _cleaned_up(self) -> Iterator[None]:
@@ -255,7 +317,7 @@ class BundleWriter:
     def _discard(self) -> None:
         if hasattr(self, "_weights"):
             self._weights.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._draft.discard()
 
     def __enter__(self) -> Self:
         return self
@@ -267,34 +329,29 @@ class BundleWriter:
 def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], path: Path | None = None) -> Bundle:
     """The same bundle, opened anew, with another plan of its program and other `meta`; all other files stay as they are.
 
-    A second folder is made in which only plan and manifest are new, and takes the bundle's place when it is whole; or that of
-    `path`, where the two then share one file of weights if the file system can.
+    It takes the bundle's place when it is whole; or that of `path`. The two share one file of weights if the file system can.
 
     Raises:
         UserError: the disk is full or fails; the bundle stays as it was.
-        BundleError: the plan is not one of the bundle's program.
+        BundleError: the plan is not one of the bundle's program, or the bundle was replaced by another one meanwhile.
     """
     check_bundle(bundle.program, plan)
     manifest = _read_manifest(bundle.path)
-    content = json.dumps(plan.to_json(), separators=(",", ":")).encode()
-    manifest["files"]["plan.json"] = _fingerprint(content)
-    manifest["meta"] = dict(meta)
-    new = {"plan.json": content, MANIFEST: json.dumps(manifest, indent=2).encode()}
+    if bundle.path / manifest["generation"] != bundle.files:
+        raise BundleError(f"bundle {bundle.path} was replaced since it was opened; open it again")
+    content = _compact(plan.to_json())
     path = path or bundle.path
     with _disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        draft = Draft(path)
         try:
-            for name in (*SMALL_FILES, WEIGHTS):
-                if name not in new:
-                    _link_or_copy(bundle.path / name, folder / name)
-            for name, text in new.items():
-                _write_file(folder / name, text)
-            folder.chmod(0o755)
-            _put_in_place(folder, path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            for name in (*TEXT_FILES, DIGESTS, WEIGHTS):
+                if name != "plan.json":
+                    _link_or_copy(bundle.files / name, draft.folder / name)
+            draft.write("plan.json", content)
+            files = {**manifest["files"], "plan.json": _fingerprint(content)}
+            draft.publish(_manifest_text({**manifest, "generation": draft.generation, "files": files, "meta": dict(meta)}))
+        finally:
+            draft.discard()
     return Bundle.open(path)
 
 
@@ -306,22 +363,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _put_in_place(folder: Path, path: Path) -> None:
-    """`folder` becomes `path`; what was there stays whole until then."""
-    if path.exists():
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
-        path.replace(aside / "bundle")
-        folder.replace(path)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        folder.replace(path)
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _compact(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import numpy as np
 
+from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
-from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program, RowGather, port_dtype
+from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program, port_dtype
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _TEXEL_BYTES = {"float": 16, "half": 8}
@@ -203,16 +204,9 @@ def _check_gathers(program: Program) -> None:
         port, tensor = inputs[gather.indices], tensors[gather.tensor]
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
         _require(min(gather.rows, gather.columns, gather.panel) > 0, f"{name} is empty")
-        _require(_last_byte(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
+        _require(table_end(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
         size = 4 * math.prod(port.shape) * gather.columns
         _require(tensor.dtype == "float32" and size <= tensor.nbytes, f"{name} does not fit its tensor")
-
-
-def _last_byte(gather: RowGather) -> int:
-    panels = -(-gather.rows // gather.panel)
-    itemsize = np.dtype(gather.dtype).itemsize
-    span = (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
-    return gather.offset + (panels - 1) * gather.row_stride + span
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | profile | simulate | sweep | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | check | cache | profile | simulate | sweep | zoo | demo`.
 
 Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
@@ -48,6 +48,8 @@ app = typer.Typer(
 )
 zoo = typer.Typer(help="Known models with random weights, exported to ONNX.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(zoo, name="zoo")
+cache = typer.Typer(help="List the bundles in the user's cache, or clear it.", rich_markup_mode=None)
+app.add_typer(cache, name="cache")
 
 
 def _print_version(wanted: bool) -> None:
@@ -107,12 +109,17 @@ def run(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
     trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
+    check_weights: Annotated[
+        bool, typer.Option("--check-weights/--no-check-weights", help="Compare weights with their digests as they come in.")
+    ] = False,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
     chosen = strategy and strategy.value
-    run_model(model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn))
+    run_model(
+        model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights)
+    )
 
 
 @app.command()
@@ -127,6 +134,33 @@ def plan(
     from flashmem.commands.plan import show_plan
 
     show_plan(model, options, as_json=json, show_all=show_all)
+
+
+@app.command()
+def check(
+    bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)], json: Json = False
+) -> None:
+    """Read all of a bundle, weights too, and say whether it is what was written."""
+    from flashmem.commands.bundles import check_bundle
+
+    check_bundle(bundle, as_json=json)
+
+
+@cache.callback(invoke_without_command=True)
+def cache_list(context: typer.Context, json: Json = False) -> None:
+    """List the bundles in the user's cache: model, size, when they were last used."""
+    from flashmem.commands.bundles import list_cache
+
+    if context.invoked_subcommand is None:
+        list_cache(as_json=json)
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Remove all of them but those that a session has open."""
+    from flashmem.commands.bundles import clear_cache
+
+    clear_cache()
 
 
 @app.command()

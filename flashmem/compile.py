@@ -12,6 +12,7 @@ from typing import Literal
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
+from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.program import Generated, generate
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError
@@ -23,7 +24,6 @@ from flashmem.graph.onnx_external import model_files
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
-from flashmem.paths import cache_folder
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
@@ -65,7 +65,8 @@ def compile(
 
     Args:
         model: an ONNX file.
-        output: the bundle's folder (`model.flashmem`); None keeps it in the user's cache, where an equal call finds it again.
+        output: the bundle's folder (`model.flashmem`); None keeps it in the user's cache, where an equal call finds it again
+            (where that cannot be written: until the process ends, with a warning).
         device: "auto", part of the name of a device that is here, or the name or file of a descriptor.
         budget: most bytes flashmem may hold on the device and in host staging together; None for no limit.
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
@@ -105,8 +106,7 @@ def compile(
     options = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes)
     if output is not None:
         return _compile(model, Path(output), options, progress)
-    cached = cache_folder("bundles") / f"{model.stem}-{_key(model, options)}.flashmem"
-    return Bundle.open(cached) if cached.is_dir() else _compile(model, cached, options, progress)
+    return find_or_make(f"{model.stem}-{_key(model, options)}", lambda place: _compile(model, place, options, progress))
 
 
 def _compile(model: Path, output: Path, options: Options, progress: Progress) -> Bundle:

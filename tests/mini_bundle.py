@@ -56,13 +56,18 @@ def _source(path: str, channel: str) -> Source:
         if path == "texture":
             weight = "__read_only image2d_t w"
             fetch = "read_imagef(w, sampler, (int2)(k, row))"
-            half = ""
+            reached = "w(width / 4 - 1, row)"
         else:
             weight = f"__global const {channel}* w"
             fetch = f"{'vload_half4' if channel == 'half' else 'vload4'}(row * (width / 4) + k, w)"
-            half = ""
-        return f"""{half}
+            reached = "w[row * width + width - 1]"
+        return f"""
             __constant sampler_t sampler = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_CLAMP_TO_EDGE | CLK_FILTER_NEAREST;
+            //@ items global_0
+            //@ i < global_0
+            //@ rows[(count - 1) * global_0 + i]
+            //@ x[i]
+            //@ out[i]
             __kernel void blend(__global const float* rows, __global const float* x, __global float* out, int count,
                               float share{extra}) {{
                 {body}
@@ -71,6 +76,13 @@ def _source(path: str, channel: str) -> Source:
                 for (int r = 0; r < count; ++r) sum += rows[r * get_global_size(0) + i];
                 out[i] = x[i] + share * sum;
             }}
+            //@ items global_0
+            //@ zero first
+            //@ row < global_0
+            //@ x[width - 1]
+            //@ y[first + row]
+            //@ {reached}
+            //@ bias[first + row]
             __kernel void matvec(__global const float* x, __global float* y, {weight}, __global const float* bias,
                                  int width, int first{extra}) {{
                 {body}
@@ -79,6 +91,9 @@ def _source(path: str, channel: str) -> Source:
                 for (int k = 0; k < width / 4; ++k) sum += {fetch} * vload4(k, x);
                 y[first + row] = tanh(sum.x + sum.y + sum.z + sum.w + bias[first + row]);
             }}
+            //@ items 1
+            //@ y[width - 1]
+            //@ count[0]
             __kernel void positive(__global const float* y, __global int* count, int width{extra}) {{
                 {body}
                 int n = 0;

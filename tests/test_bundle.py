@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bundle_changes import files_of, fit, rewrite
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mini_bundle import MiniModel, write_mini_bundle
 
 import flashmem.bundle
+import flashmem.generations
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.errors import BundleError, MissingFileError, UserError
 
@@ -41,17 +43,6 @@ def model(written: MiniModel, tmp_path: Path) -> MiniModel:
     return MiniModel(tmp_path / "m.flashmem", written.table, written.weights, written.biases)
 
 
-def rewrite(folder: Path, name: str, change: Callable[[Any], None]) -> None:
-    """Change a JSON file of a bundle, hash and all, as someone would who wants to be believed."""
-    data = json.loads((folder / name).read_text())
-    change(data)
-    content = json.dumps(data).encode()
-    (folder / name).write_bytes(content)
-    if name != "manifest.json":
-        entry = {"nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        rewrite(folder, "manifest.json", lambda manifest: manifest["files"].update({name: entry}))
-
-
 def test_what_was_written_is_read(model: MiniModel) -> None:
     bundle = Bundle.open(model.path)
     assert bundle.budget_bytes == 1_000_000
@@ -61,9 +52,10 @@ def test_what_was_written_is_read(model: MiniModel) -> None:
     assert "matvec" in bundle.source.plain and "lane_first" in bundle.source.lane
     assert bundle.weights_path.stat().st_size == bundle.program.weights_bytes
     bundle.verify_weights()
-    assert sorted(path.name for path in model.path.iterdir()) == [
-        "kernels.cl", "kernels_lane.cl", "manifest.json", "plan.json", "program.json", "weights.bin",
+    assert sorted(path.name for path in bundle.files.iterdir()) == [
+        "digests.bin", "kernels.cl", "kernels_lane.cl", "plan.json", "program.json", "weights.bin",
     ]  # fmt: skip
+    assert sorted(path.name for path in model.path.iterdir()) == sorted(["manifest.json", bundle.files.name])
 
 
 def test_weights_that_changed_are_found_when_asked(model: MiniModel) -> None:
@@ -74,7 +66,7 @@ def test_weights_that_changed_are_found_when_asked(model: MiniModel) -> None:
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
     Bundle.open(model.path)
-    with pytest.raises(BundleError, match="its hash differs"):
+    with pytest.raises(BundleError, match=r"weights\.bin is damaged: the table read by 'tokens' is not what was written"):
         bundle.verify_weights()
 
 
@@ -85,7 +77,7 @@ def test_appended_data_is_aligned_and_whole(tmp_path: Path) -> None:
         assert writer.append(b"", 128) == 128
         assert writer.append(np.array(7, np.int16)) == 128
         assert writer.size == 130
-        (part,) = tmp_path.glob(".w.flashmem-*/weights.bin")
+        (part,) = tmp_path.glob(".w.flashmem-*/*/weights.bin")
         content = part.read_bytes()
     assert content[:64] == b"abc" + bytes(61)
     assert content[64:88] == np.array([0, 3, 1, 4, 2, 5], np.float32).tobytes()
@@ -112,16 +104,16 @@ def test_a_full_disk_while_appending_is_reported_and_leaves_nothing(tmp_path: Pa
 
 
 def test_a_full_disk_at_the_end_keeps_the_older_bundle(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {path.name: path.read_bytes() for path in model.path.iterdir()}
+    before = {path.name: path.read_bytes() for path in model.path.rglob("*.*")}
 
     def full(path: Path, content: bytes) -> None:
         with Path("/dev/full").open("wb") as file:
             file.write(content)
 
-    monkeypatch.setattr(flashmem.bundle, "_write_file", full)
+    monkeypatch.setattr(flashmem.generations, "_write", full)
     with pytest.raises(UserError, match="the disk is full"):
         write_mini_bundle(model.path)
-    assert {path.name: path.read_bytes() for path in model.path.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in model.path.rglob("*.*")} == before
     assert list(model.path.parent.iterdir()) == [model.path]
 
 
@@ -155,10 +147,10 @@ def test_no_bundle_and_no_folder_are_reported(tmp_path: Path) -> None:
             Bundle.open(path)
 
 
-@pytest.mark.parametrize("name", ["program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "weights.bin"])
+@pytest.mark.parametrize("name", ["program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "digests.bin", "weights.bin"])
 @pytest.mark.parametrize("how", ["missing", "truncated", "longer"])
 def test_a_damaged_file_is_found(name: str, how: str, model: MiniModel) -> None:
-    path = model.path / name
+    path = files_of(model.path) / name
     if how == "missing":
         path.unlink()
     else:
@@ -171,6 +163,60 @@ def test_another_format_version_is_reported(model: MiniModel) -> None:
     rewrite(model.path, "manifest.json", lambda manifest: manifest.update(format_version=99))
     with pytest.raises(BundleError, match="format version 99"):
         Bundle.open(model.path)
+
+
+def test_a_bundle_of_format_1_is_told_and_replaced(tmp_path: Path) -> None:
+    old = tmp_path / "old.flashmem"
+    old.mkdir()
+    files = {name: b"{}" for name in ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")}
+    entries = {name: {"nbytes": 2, "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()}
+    manifest = {
+        "format_version": 1, "flashmem_version": "0.1.0", "files": entries, "weights": {"nbytes": 3, "sha256": ""},
+        "device": {}, "meta": {},
+    }  # fmt: skip
+    for name, content in {**files, "weights.bin": b"abc", "manifest.json": json.dumps(manifest).encode()}.items():
+        (old / name).write_bytes(content)
+    with pytest.raises(BundleError, match=r"has format version 1, this flashmem reads 2; compile the model again$"):
+        Bundle.open(old)
+    write_mini_bundle(old)
+    assert sorted(path.name for path in old.iterdir()) == sorted(["manifest.json", Bundle.open(old).files.name])
+
+
+@pytest.mark.parametrize("key", ["generation", "files", "weights", "device", "meta", "flashmem_version", "digest"])
+def test_a_manifest_that_changed_is_found(key: str, model: MiniModel) -> None:
+    path = model.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest[key] = {"changed": 1} if isinstance(manifest[key], dict) else "0" * 16
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=r"manifest\.json is not what was written"):
+        Bundle.open(model.path)
+
+
+@pytest.mark.parametrize("generation", ["", "..", "/etc", "0123456789abcdeg", 7])
+def test_a_manifest_names_nothing_outside(generation: object, model: MiniModel) -> None:
+    rewrite(model.path, "manifest.json", lambda manifest: manifest.update(generation=generation))
+    with pytest.raises(BundleError, match=r"lacks 'generation'|names no folder"):
+        Bundle.open(model.path)
+
+
+def test_digests_of_another_program_are_refused(model: MiniModel) -> None:
+    with (files_of(model.path) / "digests.bin").open("ab") as file:
+        file.write(bytes(4))
+    fit(model.path, "digests.bin")
+    with pytest.raises(BundleError, match=r"digests\.bin is for another program"):
+        Bundle.open(model.path)
+
+
+def test_a_bundle_replaced_while_it_is_read_is_read_anew(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = flashmem.bundle._read_checked
+
+    def replaced_first(*arguments: Any) -> bytes:
+        monkeypatch.setattr(flashmem.bundle, "_read_checked", read)
+        write_mini_bundle(model.path, budget=5)
+        return read(*arguments)
+
+    monkeypatch.setattr(flashmem.bundle, "_read_checked", replaced_first)
+    assert Bundle.open(model.path).budget_bytes == 5
 
 
 def _set(*keys: Any) -> Callable[[Any], None]:
@@ -321,18 +367,19 @@ def _leaves(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def test_whatever_is_put_anywhere_is_refused_or_harmless(
     name: str, value: Any, data: st.DataObject, model: MiniModel, written: MiniModel
 ) -> None:
-    original = json.loads((written.path / name).read_text())
+    original = json.loads((files_of(written.path) / name).read_text())
     path = data.draw(st.sampled_from(_leaves(original)))
     changed = copy.deepcopy(original)
     _put(changed, path, value)
-    for file in ("program.json", "plan.json", "manifest.json"):
-        shutil.copy(written.path / file, model.path / file)
+    for file in ("program.json", "plan.json"):
+        shutil.copy(files_of(written.path) / file, files_of(model.path) / file)
+    shutil.copy(written.path / "manifest.json", model.path / "manifest.json")
     rewrite(model.path, name, lambda content: (content.clear(), content.update(changed)))
     try:
         bundle = Bundle.open(model.path)
     except BundleError:
         return
-    program, size = bundle.program, (model.path / "weights.bin").stat().st_size
+    program, size = bundle.program, (bundle.weights_path).stat().st_size
     for part in program.slices:
         assert 0 <= part.offset <= part.offset + part.nbytes <= size
     for tensor in program.tensors:

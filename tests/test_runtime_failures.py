@@ -34,7 +34,7 @@ def loader_threads() -> list[str]:
 def test_a_file_truncated_while_open_is_one_clear_error(mode: str, device: int, model: MiniModel) -> None:
     session = Session(model.path, device=str(device), mode=mode)
     cut = model.open().program.slices[-3].offset + 100
-    os.truncate(model.path / "weights.bin", cut)
+    os.truncate(model.open().weights_path, cut)
     with pytest.raises(RunError, match=r"short read: .*weights\.bin ends before byte \d+"):
         session.run(None, model.inputs())
     assert loader_threads() == []
@@ -50,7 +50,7 @@ def test_a_file_truncated_while_open_fails_preloading_too(mode: str, model: Mini
     preload = Engine.preload
 
     def truncate_first(engine: Engine) -> None:
-        os.truncate(model.path / "weights.bin", model.open().program.slices[5].offset + 8)
+        os.truncate(model.open().weights_path, model.open().program.slices[5].offset + 8)
         preload(engine)
 
     monkeypatch.setattr(Engine, "preload", truncate_first)
@@ -61,7 +61,7 @@ def test_a_file_truncated_while_open_fails_preloading_too(mode: str, model: Mini
 
 def test_a_file_truncated_before_is_a_damaged_bundle(model: MiniModel) -> None:
     bundle = model.open()
-    os.truncate(model.path / "weights.bin", 1000)
+    os.truncate(model.open().weights_path, 1000)
     with pytest.raises(BundleError, match=r"is not .* bytes long"):
         Session(bundle)
 

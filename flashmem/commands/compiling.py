@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashmem import bundle_cache
 from flashmem.commands.extras import offline_half
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import progress
@@ -88,8 +89,14 @@ class CompileOptions:
 
 
 def compile_here(model: Path, output: Path | None, options: CompileOptions) -> Bundle:
-    """Compiles in this process, with a progress bar; without `output`, into the user's cache."""
+    """Compiles in this process, with a progress bar; without `output`, into the user's cache.
+
+    Raises:
+        UserError: there is no output and no cache, among what `flashmem.compile` raises.
+    """
     options.check()
+    if output is None and (reason := bundle_cache.refusal()) is not None:
+        raise UserError(f"{reason}; name a bundle with -o, or set FLASHMEM_CACHE_DIR to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
     with progress(f"compiling {model.name}") as report:
@@ -105,7 +112,8 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
 def compile_apart(model: Path, options: CompileOptions) -> Path:
     """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path.
 
-    The child shows its progress and its errors on the same stderr.
+    The child shows its progress and its errors on the same stderr. Where the cache cannot be written, the bundle is kept until
+    this process ends.
 
     Raises:
         SystemExit: the child failed or was interrupted, and has said so; with its exit code.

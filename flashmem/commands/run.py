@@ -40,6 +40,7 @@ class RunOptions:
     seed: int = 0
     trace: Path | None = None
     learn: bool = False
+    check_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def _run(
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
             trace=options.trace is not None or options.learn,
+            verify_weights=options.check_weights,
         ) as session,
     ):
         for _ in range(options.repeat):

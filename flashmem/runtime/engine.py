@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
+from flashmem.digests import Digest, digest
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import Launch, output_bytes, scratch_bytes
@@ -51,6 +52,7 @@ class Engine:
         *,
         lanes: bool,
         trace: bool,
+        verify_weights: bool,
     ) -> None:
         """Allocate, compile or load the kernels, set their arguments. Reads the constants, no weights.
 
@@ -62,12 +64,12 @@ class Engine:
         self._queue = self._context.queue(profiling=trace)
         self.ledger = Ledger(self._context, budget)
         try:
-            self._set_up(mode, layout, lanes)
+            self._set_up(mode, layout, lanes, bundle.digests.slices if verify_weights else None)
         except BaseException:
             self.ledger.close()
             raise
 
-    def _set_up(self, mode: TransferMode, layout: PoolLayout, lanes: bool) -> None:
+    def _set_up(self, mode: TransferMode, layout: PoolLayout, lanes: bool, digests: Mapping[str, Digest] | None) -> None:
         program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
         texture = program.memory_path == "texture"
@@ -77,7 +79,7 @@ class Engine:
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that are handed back")
         self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
-        self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, LOADER_THREADS)
+        self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, LOADER_THREADS, digests)
         staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
         lane = self._lane.program if self._lane is not None else None
@@ -120,6 +122,7 @@ class Engine:
         constants = self.ledger.buffer("constants", program.constants_bytes, "the constants", host_visible=True)
         view = self._queue.map(constants, program.constants_bytes, invalidate=True)
         self._file.read_into(view, program.constants_offset)
+        self._file.check_digest("the part with the constants", digest(view.data), self._bundle.digests.constants)
         self._queue.unmap(view)
         return constants
 
@@ -127,6 +130,10 @@ class Engine:
         """Make W resident. Raises RunError when a load fails."""
         if self._w_is_resident:
             return
+        with self._guarded():
+            self._preload()
+
+    def _preload(self) -> None:
         threads = self._transfer.preload_threads or LOADER_THREADS
         loader = LoaderRun(self._transfer, self._w_loads, {}, threads=threads)
         try:
@@ -142,13 +149,22 @@ class Engine:
         Raises:
             RunError: a load or a launch failed; the engine can only be closed then.
         """
+        with self._guarded():
+            return self._run()
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Held while kernels or checks read the mapped file, if they do."""
+        return self._file.guarded() if self._transfer.in_place else nullcontext()
+
+    def _run(self) -> Played:
         if not self._w_is_resident and self._transfer.preload_threads is not None:
             self.preload()
         loads = self._loads if self._w_is_resident else self._all_loads
         layers: list[Span] = []
         loader = LoaderRun(self._transfer, loads, self._frees, threads=LOADER_THREADS) if loads else None
         try:
-            self._executor.run(loader, layers if self._trace else None)
+            check = self._file.check if self._transfer.in_place else None
+            self._executor.run(loader, layers if self._trace else None, check)
         except BaseException:
             self._executor.drain()  # nothing may be freed while the device still reads it
             if loader is not None:

@@ -6,7 +6,7 @@ Everything is set up when the session is made: one kernel object a launch with i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -134,10 +134,11 @@ class Executor:
         self._queue = queue
         self._steps = steps
 
-    def run(self, loader: LoaderRun | None, trace: list[Span] | None = None) -> None:
-        """Run all layers; `loader` brings in what they need (None: everything is resident).
+    def run(self, loader: LoaderRun | None, trace: list[Span] | None = None, check: Callable[[], None] | None = None) -> None:
+        """Run all layers; `loader` brings in what they need (None: everything is resident); `check` is called before each.
 
-        Returns when the last layer is done. Raises RunError when a load or a launch fails; layers may then still be running.
+        Returns when the last layer is done. Raises RunError when a load or a launch fails, and what `check` raises; layers may
+        then still be running.
         """
         launch = self._queue.launch
         flying: deque[tuple[int, Event]] = deque()
@@ -150,6 +151,8 @@ class Executor:
                 loader.layer_done(layer)
 
         for layer, step in enumerate(self._steps, start=1):
+            if check is not None:
+                check()
             if loader is not None and step.needs:
                 loaded = loader.loaded
                 for name in step.needs:

@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from flashmem.program import Port, RowGather, port_dtype
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.weight_file import Reader
 
 Array = NDArray[Any]
 
@@ -64,7 +64,7 @@ def from_device(port: Port, array: Array) -> Array:
         return array.astype(numpy_dtype(port.dtype), copy=False)
 
 
-def gather_rows(file: WeightFile, gather: RowGather, indices: Array) -> NDArray[np.float32]:
+def gather_rows(file: Reader, gather: RowGather, indices: Array) -> NDArray[np.float32]:
     """Rows of a table in the weight file, read from disk: shape `indices.shape` + (columns,), float32.
 
     Each row (each panel, where the table is packed in panels) is read once however often it is asked for. Negative indices

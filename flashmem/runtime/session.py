@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
+from flashmem.digests import table_blocks
 from flashmem.errors import RunError, UserError
 from flashmem.program import Port, fixed_bytes, port_dtype
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
@@ -25,7 +26,7 @@ from flashmem.runtime.loader import planned_loads, read_while_opening
 from flashmem.runtime.ports import check_inputs, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
 
 Array = NDArray[Any]
 
@@ -49,6 +50,7 @@ class Session:
         budget: int | str | None = None,
         lanes: bool = True,
         trace: bool = False,
+        verify_weights: bool = False,
     ) -> None:
         """Make everything ready that is not weights (`strategy` "preload": weights too).
 
@@ -61,7 +63,9 @@ class Session:
             budget: most bytes to hold; the bundle's by default, and none with "preload".
             lanes: in mode "interleave", whether kernels move weights while they compute; if not, every move is a launch of its
                 own between them, to compare with.
-            trace: record when each layer ran on the device.
+            trace: record when each layer ran on the device. verify_weights: compare every slice and table row that is read
+            with its digest; a damaged one fails the run. Constants
+                are compared always.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
@@ -97,6 +101,11 @@ class Session:
         self._busy = False  # seen by the thread that holds the lock
         self._closed: str | None = None  # why
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
+        stored = zip(program.row_gathers, self.bundle.digests.tables, strict=True)
+        self._tables: list[Reader] = [
+            CheckedTable(self._file, table_blocks(gather), values) if verify_weights else self._file
+            for gather, values in stored
+        ]
         # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
         loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True)
         first = read_while_opening(loads, program, self.bundle.descriptor.rates)
@@ -104,8 +113,9 @@ class Session:
         self._file.announce([constants, *((load.part.offset, load.part.nbytes) for load in first)])
         try:
             self._engine = Engine(
-                self.bundle, self._file, self.device, self.mode, plan, layout, self.budget, lanes=lanes, trace=trace
-            )
+                self.bundle, self._file, self.device, self.mode, plan, layout, self.budget,
+                lanes=lanes, trace=trace, verify_weights=verify_weights,
+            )  # fmt: skip
         except BaseException:
             self._file.close()
             raise
@@ -176,8 +186,8 @@ class Session:
                 self._engine.write(port.tensor, to_device(port, inputs[port.name]))
         if program.status is not None:
             self._engine.write(program.status, np.zeros(1, np.int32))
-        for gather in program.row_gathers:
-            self._engine.write(gather.tensor, gather_rows(self._file, gather, inputs[gather.indices]))
+        for gather, table in zip(program.row_gathers, self._tables, strict=True):
+            self._engine.write(gather.tensor, gather_rows(table, gather, inputs[gather.indices]))
 
     def _check_status(self) -> None:
         """Raise ValueError if a layer read an index that is out of range. The session stays usable."""

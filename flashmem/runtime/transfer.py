@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from flashmem.device import TransferMode
+from flashmem.digests import Digest, digest
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
 from flashmem.runtime.ledger import Ledger
@@ -36,6 +37,12 @@ class Transfer(ABC):
 
     preload_threads: int | None = None
     """How many threads may load W at once; None: all of them, and W may come in while layers run."""
+
+    in_place = False
+    """Whether kernels read the mapped file."""
+
+    digests: Mapping[str, Digest] | None = None
+    """What each slice must have when it comes in; None: that is not checked."""
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
@@ -61,6 +68,28 @@ class Transfer(ABC):
         """`part` will be loaded soon."""
         self.file.expect(part.offset, part.file_bytes)
 
+    def _read(self, part: Slice, place: Bytes) -> None:
+        """Read the slice into `place`. Raises RunError where it is damaged, or cannot be read."""
+        self.file.read_into(place, part.offset)
+        self._check(part, place)
+
+    def _check(self, part: Slice, place: Bytes) -> None:
+        if self.digests is not None:
+            self.file.check_digest(f"slice {part.name!r}", digest(place.data), self.digests[part.name])
+
+    def _pieces(self, part: Slice, ring: Bytes) -> Iterator[tuple[Bytes, int]]:
+        """The slice, read into `ring` a piece after the other, each with its first byte in it. Images come in whole rows."""
+        step = ring.nbytes // part.row_pitch * part.row_pitch if part.is_image else ring.nbytes
+        total, value = part.file_bytes, digest(b"")
+        for first in range(0, total, step):
+            piece = ring[: min(step, total - first)]
+            self.file.read_into(piece, part.offset + first)
+            if self.digests is not None:
+                value = digest(piece.data, value)
+            yield piece, first
+        if self.digests is not None:
+            self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
+
     def close(self) -> None:
         """Give back what the ledger does not."""
         self.memories.clear()
@@ -68,6 +97,8 @@ class Transfer(ABC):
 
 class MapTransfer(Transfer):
     """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them."""
+
+    in_place = True
 
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice]) -> None:
         super().__init__(file)
@@ -80,6 +111,7 @@ class MapTransfer(Transfer):
         """Bring the pages in."""
         self._ledger.reserve("weights", _pages(part), f"slice {part.name}")
         self.file.populate(part.offset, part.file_bytes)
+        self._check(part, self.file.mapped[part.offset : part.offset + part.file_bytes])
 
     def free(self, part: Slice) -> None:
         """Drop the pages."""
@@ -103,7 +135,7 @@ class AliasTransfer(Transfer):
     def load(self, part: Slice, thread: int) -> None:
         """Read straight into the pool."""
         start = self._offsets[part.name]
-        self.file.read_into(self._pool[start : start + part.file_bytes], part.offset)
+        self._read(part, self._pool[start : start + part.file_bytes])
 
     def close(self) -> None:
         """Unmap the pool."""
@@ -169,7 +201,7 @@ class DmaTransfer(Transfer):
         """Read and copy, a staging part at a time."""
         assert self._staging is not None
         start = thread * self._part_bytes
-        for piece, first in _pieces(self.file, part, self._staging[start : start + self._part_bytes]):
+        for piece, first in self._pieces(part, self._staging[start : start + self._part_bytes]):
             self._homes.write(self._queues[thread], part, piece, first)
 
     def close(self) -> None:
@@ -222,15 +254,15 @@ class InterleaveTransfer(Transfer):
     def load(self, part: Slice, thread: int) -> None:
         """Read into staging."""
         if self._mapped is not None:
-            self.file.read_into(self._place(part), part.offset)
+            self._read(part, self._place(part))
             return
-        for piece, first in _pieces(self.file, part, self._host[thread]):
+        for piece, first in self._pieces(part, self._host[thread]):
             self._queues[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
 
     def preload(self, part: Slice, thread: int) -> None:
         """Read, and copy home."""
         ring = self._host[thread] if self._mapped is None else self._place(part)
-        for piece, first in _pieces(self.file, part, ring):
+        for piece, first in self._pieces(part, ring):
             self._homes.write(self._queues[thread], part, piece, first)
 
     def _place(self, part: Slice) -> Bytes:
@@ -255,25 +287,20 @@ def make_transfer(
     slices: Sequence[Slice],
     layout: PoolLayout,
     threads: int,
+    digests: Mapping[str, Digest] | None = None,
 ) -> Transfer:
-    """The transfer of `mode`. Raises RunError where the device or the budget refuses the memory."""
+    """The transfer of `mode`, which checks slices against `digests`. Raises RunError where device or budget refuse."""
+    made: Transfer
     if mode == "map":
-        return MapTransfer(context, ledger, file, slices)
-    if mode == "alias":
-        return AliasTransfer(context, ledger, file, slices, layout)
-    if mode == "dma":
-        return DmaTransfer(context, ledger, file, slices, layout, threads)
-    return InterleaveTransfer(context, ledger, file, slices, layout, threads)
-
-
-def _pieces(file: WeightFile, part: Slice, ring: Bytes) -> Iterator[tuple[Bytes, int]]:
-    """The slice, read into `ring` a piece after the other, each with its first byte in the slice. Images come in whole rows."""
-    step = ring.nbytes // part.row_pitch * part.row_pitch if part.is_image else ring.nbytes
-    total = part.file_bytes
-    for first in range(0, total, step):
-        piece = ring[: min(step, total - first)]
-        file.read_into(piece, part.offset + first)
-        yield piece, first
+        made = MapTransfer(context, ledger, file, slices)
+    elif mode == "alias":
+        made = AliasTransfer(context, ledger, file, slices, layout)
+    elif mode == "dma":
+        made = DmaTransfer(context, ledger, file, slices, layout, threads)
+    else:
+        made = InterleaveTransfer(context, ledger, file, slices, layout, threads)
+    made.digests = digests
+    return made
 
 
 def _view(context: Context, buffer: Memory, part: Slice) -> Memory:

@@ -1,28 +1,56 @@
 """The weight file of a bundle: read by `pread`, or mapped and brought in and dropped page by page.
 
 All calls that touch the disk release the GIL.
+
+A mapped page that is cut off the file is gone for whoever reads it: the process ends with SIGBUS. So while kernels read the
+mapping (`guarded`) a lease is held on the file: Linux lets nobody open it for writing or truncate it before it is given back,
+at the next layer, where the run ends with a sentence. What remains: a system or a file system without leases, a file of
+another user, or one that somebody had open for writing before. There its size is checked before each layer, and a cut in the
+middle of one can still end the process; so can a layer that takes longer than the 45 s that Linux waits (/proc/sys/fs/lease-
+break-time).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.bundle_cache import forget
+from flashmem.digests import Digest, Piece, digest
 from flashmem.errors import BundleError, RunError
+from flashmem.generations import hold_shared
 
 Bytes = NDArray[np.uint8]
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _TOUCH_STRIDE = mmap.PAGESIZE
+_F_SETLEASE, _F_GETLEASE = (getattr(fcntl, name, None) for name in ("F_SETLEASE", "F_GETLEASE"))
+_F_SETSIG = 10  # Linux; the module has no name for it
+
+
+class Reader(Protocol):
+    """What table rows are read from."""
+
+    def expect(self, offset: int, nbytes: int) -> None:
+        """These bytes will be wanted soon."""
+        ...
+
+    def read_into(self, data: Bytes, offset: int) -> None:
+        """Fill `data` with the bytes at `offset`."""
+        ...
 
 
 class WeightFile:
@@ -44,8 +72,11 @@ class WeightFile:
         if os.fstat(self._descriptor).st_size != nbytes:
             self._file.close()
             raise BundleError(f"{path} is not {nbytes} bytes long as its bundle says; compile the model again")
+        hold_shared(self._descriptor)  # the bundle cache keeps it
         self._mapped: Bytes | None = None
         self._address = 0
+        self._guards = 0
+        self._leased = False
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._can_populate = True
@@ -119,6 +150,58 @@ class WeightFile:
             code = ctypes.get_errno()
             raise RunError(f"dropping {nbytes} bytes at {offset} of {self.path} failed: {os.strerror(code)}")
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """While it lasts the file keeps its size, as far as the system can promise that; `check` says when it cannot.
+
+        Raises:
+            RunError: the file is shorter than it was.
+        """
+        if self._guards == 0:
+            self._leased = self._take_lease()
+        self._guards += 1
+        try:
+            self._check_size()
+            yield
+        finally:
+            self._guards -= 1
+            if self._guards == 0:
+                self._let_go()
+
+    def check(self) -> None:
+        """Raise RunError if somebody is about to change the file, or has cut it."""
+        if self._leased and _F_GETLEASE is not None:
+            if fcntl.fcntl(self._descriptor, _F_GETLEASE) != fcntl.F_RDLCK:
+                raise RunError(f"another process wants to write to {self.path}, which is in use; run again when it is done")
+        else:
+            self._check_size()
+
+    def _check_size(self) -> None:
+        if os.fstat(self._descriptor).st_size < self.nbytes:
+            raise RunError(f"short read: {self.path} ends before byte {self.nbytes}; it was changed while in use")
+
+    def _let_go(self) -> None:
+        if self._leased and _F_SETLEASE is not None:
+            self._leased = False
+            with suppress(OSError):
+                fcntl.fcntl(self._descriptor, _F_SETLEASE, fcntl.F_UNLCK)
+
+    def _take_lease(self) -> bool:
+        if _F_SETLEASE is None:
+            return False
+        try:
+            fcntl.fcntl(self._descriptor, _F_SETSIG, signal.SIGURG)  # SIGIO, the usual one, would end the process
+            fcntl.fcntl(self._descriptor, _F_SETLEASE, fcntl.F_RDLCK)
+        except OSError:
+            return False
+        return True
+
+    def check_digest(self, what: str, value: Digest, expected: Digest) -> None:
+        """Raise RunError if `what` has another digest than it was written with; the bundle cache then forgets the bundle."""
+        if value != expected:
+            forget(self.path.parent)
+            raise RunError(f"{self.path} is damaged: {what} is not what was written; compile the model again")
+
     def cached_bytes(self) -> int | None:
         """Bytes of the file in the page cache, whoever put them there; None where the system does not say."""
         pages = -(-self.nbytes // mmap.PAGESIZE)
@@ -135,3 +218,40 @@ class WeightFile:
             self._announcer.join()  # it must not meet another file under the same descriptor
         self._mapped = None
         self._file.close()
+
+
+class CheckedTable:
+    """The table of one row gather, read by blocks whose digests are compared."""
+
+    def __init__(self, file: WeightFile, blocks: list[Piece], digests: tuple[Digest, ...]) -> None:
+        self._file, self._blocks, self._digests = file, blocks, digests
+        self._size = blocks[0].nbytes  # of all but the last one
+        self._held: int | None = None  # the block in `_scratch`
+        self._scratch = np.empty(self._size, np.uint8)
+
+    def expect(self, offset: int, nbytes: int) -> None:
+        """These bytes will be wanted soon."""
+        self._file.expect(offset, nbytes)
+
+    def read_into(self, data: Bytes, offset: int) -> None:
+        """Fill `data` with the bytes at `offset`.
+
+        Raises:
+            RunError: the file is damaged there, or shorter by now, or the disk fails.
+        """
+        done, start = 0, self._blocks[0].offset
+        while done < data.nbytes:
+            number, within = divmod(offset + done - start, self._size)
+            block = self._block(number)[within:][: data.nbytes - done]
+            data[done : done + block.nbytes] = block
+            done += block.nbytes
+
+    def _block(self, number: int) -> Bytes:
+        part = self._blocks[number]
+        content = self._scratch[: part.nbytes]
+        if self._held != number:
+            self._held = None
+            self._file.read_into(content, part.offset)
+            self._file.check_digest(part.name, digest(content.data), self._digests[number])
+            self._held = number
+        return content

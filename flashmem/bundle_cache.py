@@ -1,0 +1,189 @@
+"""The bundles that flashmem keeps for itself, `bundles/` in the user's cache (flashmem.paths): found again, bounded, repaired.
+
+An entry is a bundle, MODEL-KEY.flashmem; its manifest's time is when it was last asked for. The cache may hold
+FLASHMEM_CACHE_LIMIT bytes; without that variable 10 GB, or a tenth of what would be free on the disk without the cache,
+whichever is less. When a bundle is added, those asked for longest ago go until the rest fits; never the one that was added,
+never one that a session has open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmem.bundle import Bundle
+from flashmem.errors import UserError
+from flashmem.generations import MANIFEST, held, named_generation, remove_leftovers
+from flashmem.paths import cache_folder, can_be_written, folder_until_exit
+from flashmem.units import parse_size
+
+LIMIT_BYTES = 10 * 1000**3
+LIMIT_SHARE = 10
+LIMIT_VARIABLE = "FLASHMEM_CACHE_LIMIT"
+_SUFFIX = ".flashmem"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A bundle in the cache. `used` is when it was last asked for, in seconds of `time.time()`."""
+
+    path: Path
+    model: str
+    nbytes: int
+    used: float
+    is_open: bool
+
+
+def folder() -> Path:
+    """Where they are. It need not exist."""
+    return cache_folder("bundles")
+
+
+def refusal() -> str | None:
+    """Why nothing can be kept in the cache; None if it can."""
+    return None if can_be_written(folder()) else f"the bundle cache {folder()} cannot be written"
+
+
+def place(name: str) -> Path:
+    """Where a bundle of this name goes: into the cache; where that cannot be written, with a warning, for this process only."""
+    reason = refusal()
+    if reason is None:
+        return folder() / (name + _SUFFIX)
+    warnings.warn(
+        f"{reason}, so the bundle is removed when this process ends; set FLASHMEM_CACHE_DIR to a folder that can", stacklevel=4
+    )
+    return folder_until_exit("flashmem-bundles-") / (name + _SUFFIX)
+
+
+def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
+    """The bundle `name` of the cache. Where it is missing, damaged or of another format, what `make` puts there.
+
+    Raises:
+        UserError: FLASHMEM_CACHE_LIMIT is not a size; and what `make` raises.
+    """
+    if os.environ.get(LIMIT_VARIABLE):
+        limit()  # better refused before the work than after it
+    path = place(name)
+    try:
+        bundle = Bundle.open(path)
+    except UserError:
+        if path.exists() and not (path / MANIFEST).is_file():
+            shutil.rmtree(path, ignore_errors=True)  # what is no bundle at all cannot be replaced by one
+        bundle = make(path)
+        if _is_kept(path):
+            trim(keep=path)
+        return bundle
+    with suppress(OSError):
+        os.utime(path / MANIFEST)
+    return bundle
+
+
+def forget(files: Path) -> None:
+    """The bundle whose files lie in `files` is damaged: if it is one of the cache, the next call makes it again."""
+    path = files.parent
+    if _is_kept(path) and named_generation(path) == files.name:
+        with suppress(OSError):
+            os.truncate(path / MANIFEST, 0)
+
+
+def _is_kept(path: Path) -> bool:
+    return path.absolute().parent == folder().absolute()
+
+
+def entries() -> list[Entry]:
+    """What is in the cache, used last first."""
+    try:
+        paths = [path for path in folder().iterdir() if path.name.endswith(_SUFFIX) and not path.name.startswith(".")]
+    except OSError:
+        return []
+    return sorted((_entry(path) for path in paths if path.is_dir()), key=lambda entry: entry.used, reverse=True)
+
+
+def limit() -> int:
+    """Most bytes that the cache may hold.
+
+    Raises:
+        UserError: FLASHMEM_CACHE_LIMIT is not a size.
+    """
+    asked = os.environ.get(LIMIT_VARIABLE)
+    if asked:
+        return 0 if asked.strip() == "0" else parse_size(asked, what=LIMIT_VARIABLE)
+    try:
+        free = shutil.disk_usage(folder()).free
+    except OSError:
+        return LIMIT_BYTES
+    return min(LIMIT_BYTES, (free + sum(entry.nbytes for entry in entries())) // LIMIT_SHARE)
+
+
+def trim(keep: Path) -> None:
+    """Hold the cache to its limit, `keep` being there whatever it takes; and remove what killed processes left.
+
+    Raises:
+        UserError: FLASHMEM_CACHE_LIMIT is not a size.
+    """
+    remove_leftovers(folder())
+    known, most = entries(), limit()
+    total = sum(entry.nbytes for entry in known)
+    for entry in reversed(known):
+        if total <= most:
+            return
+        if entry.path != keep and remove(entry.path):
+            total -= entry.nbytes
+
+
+def clear() -> tuple[list[Entry], list[Entry]]:
+    """Remove every bundle that no session has open; returns those removed and those kept."""
+    remove_leftovers(folder())
+    removed: list[Entry] = []
+    kept: list[Entry] = []
+    for entry in entries():
+        (removed if remove(entry.path) else kept).append(entry)
+    return removed, kept
+
+
+def remove(path: Path) -> bool:
+    """Remove one bundle of the cache, unless a session has it open; returns whether it is gone."""
+    weights = _weights(path)
+    if weights is not None and weights.exists():
+        with held(weights) as unused:
+            if not unused:
+                return False
+            shutil.rmtree(path, ignore_errors=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+    return not path.exists()
+
+
+def _weights(path: Path) -> Path | None:
+    generation = named_generation(path)
+    return None if generation is None else path / generation / "weights.bin"
+
+
+def _entry(path: Path) -> Entry:
+    manifest = path / MANIFEST
+    try:
+        model = str(json.loads(manifest.read_bytes())["meta"]["model_path"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        model = ""
+    try:
+        used = manifest.stat().st_mtime
+    except OSError:
+        used = 0.0  # nothing that can be used
+    weights = _weights(path)
+    with held(weights) if weights is not None else held(path / MANIFEST) as unused:
+        is_open = weights is not None and weights.exists() and not unused
+    return Entry(path, model, _size(path), used, is_open)
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for file in path.rglob("*"):
+        with suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total

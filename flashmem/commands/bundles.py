@@ -1,0 +1,71 @@
+"""`flashmem check` and `flashmem cache`: whether a bundle is what was written, and what the cache of bundles holds."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from pathlib import Path
+
+from flashmem import bundle_cache
+from flashmem.bundle import Bundle
+from flashmem.bundle_cache import Entry
+from flashmem.console import emit_json, print_table, say
+from flashmem.errors import BundleError
+from flashmem.units import format_size
+
+
+def check_bundle(path: Path, *, as_json: bool) -> None:
+    """Reads all of a bundle and compares every digest.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    begun = time.perf_counter()
+    bundle = Bundle.open(path)
+    try:
+        bundle.verify_weights()
+    except BundleError:
+        bundle_cache.forget(bundle.files)
+        raise
+    nbytes, seconds = bundle.program.weights_bytes, time.perf_counter() - begun
+    if as_json:
+        emit_json({"ok": True, "slices": len(bundle.program.slices), "weights_bytes": nbytes, "seconds": seconds})
+    else:
+        print(f"{path} is what was written: {len(bundle.program.slices)} slices, {format_size(nbytes)} of weights")
+
+
+def list_cache(*, as_json: bool) -> None:
+    """Prints the bundles of the cache, used last first."""
+    known = bundle_cache.entries()
+    total, limit = sum(entry.nbytes for entry in known), bundle_cache.limit()
+    if as_json:
+        folder = str(bundle_cache.folder())
+        emit_json({"folder": folder, "bytes": total, "limit_bytes": limit, "bundles": [_as_json(entry) for entry in known]})
+        return
+    if known:
+        rows = [(entry.path.name, entry.model, format_size(entry.nbytes), _used(entry)) for entry in known]
+        print_table(("bundle", "model", "size", "last used"), rows)
+    print(f"{len(known)} bundles, {format_size(total)} of at most {format_size(limit)}, in {bundle_cache.folder()}")
+
+
+def clear_cache() -> None:
+    """Removes every bundle of the cache that no session has open."""
+    removed, kept = bundle_cache.clear()
+    say(f"removed {len(removed)} bundles, {format_size(sum(entry.nbytes for entry in removed))}")
+    for entry in kept:
+        say(f"kept {entry.path.name}, which a session has open")
+
+
+def _used(entry: Entry) -> str:
+    when = datetime.fromtimestamp(entry.used).isoformat(" ", "minutes") if entry.used else "damaged"
+    return f"{when}, open now" if entry.is_open else when
+
+
+def _as_json(entry: Entry) -> dict[str, object]:
+    return {
+        "path": str(entry.path),
+        "model": entry.model,
+        "bytes": entry.nbytes,
+        "last_used": datetime.fromtimestamp(entry.used).astimezone().isoformat(),
+        "open": entry.is_open,
+    }

@@ -1,0 +1,95 @@
+"""Digests of what is read from the weight file: one of every slice, one of the constants, one of every block of a table.
+
+They are CRC-32: an accident changes one of them by chance once in 2^32, and they are made faster than any disk reads, so that
+a session can check what it streams (docs/architecture.md has the measurement). The file as a whole has a SHA-256 in the
+manifest. A bundle keeps them in `digests.bin`, four bytes each, little endian: the constants, the slices in the program's
+order, the blocks of each row gather.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+
+from flashmem.errors import BundleError
+from flashmem.program import Program, RowGather
+
+Digest = int
+TABLE_BLOCK = 64 << 10
+"""Bytes of a table that are checked together: a row costs reading one or two of these."""
+
+_DTYPE = np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of the weight file with a digest of their own; `name` for a sentence."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of a bundle: of slices by name, of tables by the order of the program's row gathers."""
+
+    constants: Digest
+    slices: Mapping[str, Digest]
+    tables: tuple[tuple[Digest, ...], ...]
+
+    def all(self) -> Iterator[Digest]:
+        """In the order of `pieces`."""
+        return chain([self.constants], self.slices.values(), *self.tables)
+
+
+def digest(data: bytes | memoryview, before: Digest = 0) -> Digest:
+    """The digest of contiguous bytes; of what `before` is the digest of, followed by them."""
+    return zlib.crc32(data, before)
+
+
+def pieces(program: Program) -> Iterator[Piece]:
+    """Everything that has a digest, in the order of `digests.bin`."""
+    yield Piece("the part with the constants", program.constants_offset, program.constants_bytes)
+    for part in program.slices:
+        yield Piece(f"slice {part.name!r}", part.offset, part.file_bytes)
+    for gather in program.row_gathers:
+        yield from table_blocks(gather)
+
+
+def table_blocks(gather: RowGather) -> list[Piece]:
+    """The table of `gather`, cut into blocks."""
+    name, end = f"the table read by {gather.indices!r}", table_end(gather)
+    starts = range(gather.offset, end, TABLE_BLOCK)
+    return [Piece(name, start, min(TABLE_BLOCK, end - start)) for start in starts]
+
+
+def table_end(gather: RowGather) -> int:
+    """The first byte of the weight file behind a table."""
+    panels = -(-gather.rows // gather.panel)
+    span = (gather.columns - 1) * gather.column_stride + gather.panel * np.dtype(gather.dtype).itemsize
+    return gather.offset + (panels - 1) * gather.row_stride + span
+
+
+def make(program: Program, of: Callable[[Piece], Digest]) -> bytes:
+    """The content of `digests.bin`."""
+    return np.fromiter(map(of, pieces(program)), _DTYPE).tobytes()
+
+
+def read(content: bytes, program: Program) -> Digests:
+    """The digests in `digests.bin`.
+
+    Raises:
+        BundleError: there are more or fewer than the program has pieces.
+    """
+    blocks = [len(range(gather.offset, table_end(gather), TABLE_BLOCK)) for gather in program.row_gathers]
+    if len(content) != _DTYPE.itemsize * (1 + len(program.slices) + sum(blocks)):
+        raise BundleError("the bundle is damaged: digests.bin is for another program; compile the model again")
+    values = iter(np.frombuffer(content, _DTYPE).tolist())
+    constants = next(values)
+    slices = dict(zip((part.name for part in program.slices), islice(values, len(program.slices)), strict=True))
+    return Digests(constants, slices, tuple(tuple(islice(values, count)) for count in blocks))

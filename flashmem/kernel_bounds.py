@@ -1,0 +1,314 @@
+"""What each kernel reaches with the numbers it is given, as its own text says, held against the memory that a launch gives it.
+
+A kernel is preceded by comments that start with `//@`:
+
+    //@ items (rows + 3) / 4, panels      work-items in each direction; a launch has them rounded up to whole work-groups
+    //@ zero first_panel, pad_top         numbers that may be 0; all others are at least 1
+    //@ row < rows                        a name for a number from 0 up to, not including
+    //@ a[row * depth + depth - 1]        the elements that are touched of a pointer
+    //@ w(panels * 4 - 1, depth - 1)      the texels that are touched of a texture
+    //@ require kernel_h * kernel_w <= 1048576
+
+Expressions are C's on integers, with + - * / % and min; they are worked out on ranges. `global_0` is the launch's own size.
+What the kernel's function `NAME_tail` reads of its operands e0, e1 ... at `row` and `col` is taken from the function itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import cast
+
+from flashmem.errors import BundleError
+from flashmem.program import Launch, Program
+
+_ITEMSIZE = {"char": 1, "uchar": 1, "half": 2, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}
+_VECTOR = re.compile(r"([a-z]+?)(\d*)")
+_KERNEL = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(([^)]*)\)")
+_LOAD = re.compile(r"vload(?:_half)?(\d+)\(0, (e\d+) \+ ")
+_SUBSCRIPT = re.compile(r"\b(e\d+)\[")
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Whole numbers from `low` to `high`."""
+
+    low: int
+    high: int
+
+
+_Expression = Callable[[Mapping[str, _Range]], _Range]
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """`itemsize` is 0 for a number, and for a texture. `written` if it is a pointer that is not const."""
+
+    name: str
+    kind: str  # "pointer", "texture", "int", "float"
+    itemsize: int = 0
+    written: bool = False
+
+
+@dataclass
+class _Kernel:
+    """A kernel's parameters, and what it states."""
+
+    name: str
+    parameters: list[_Parameter]
+    items: list[_Expression] = field(default_factory=list)
+    zero: set[str] = field(default_factory=set)
+    ranges: list[tuple[str, _Expression]] = field(default_factory=list)
+    touched: list[tuple[str, tuple[_Expression, ...], int]] = field(default_factory=list)  # the last: elements from there on
+    requirements: list[tuple[_Expression, _Expression, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """What a launch with certain numbers needs: work-items, and of each parameter the elements (or texels across and down)."""
+
+    items: tuple[int, ...]
+    touched: Mapping[str, tuple[int, ...]]
+
+
+def check_reach(program: Program, source: str) -> None:
+    """Raise BundleError unless every launch gives its kernel arguments of its kinds, and memory that it does not leave."""
+    kernels = _kernels(source)
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Reach] = {}
+    tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
+    slices = {part.name: part for part in program.slices}
+    for launch in program.launches:
+        name = f"layer {launch.name!r}"
+        kernel = kernels.get(launch.kernel)
+        _require(kernel is not None, f"{name} runs the kernel {launch.kernel}, which its kernels lack")
+        assert kernel is not None
+        _check_kinds(name, kernel, launch)
+        numbers = tuple(cast(int, arg.value) for arg in launch.args if arg.kind == "int")
+        key = (launch.kernel, numbers, launch.global_size)
+        if key not in known:
+            known[key] = _reach(name, kernel, numbers, launch.global_size)
+        reach = known[key]
+        group = launch.local_size or (1,) * len(launch.global_size)
+        _require(
+            len(reach.items) == len(launch.global_size)
+            and all(size == -(-n // g) * g for n, size, g in zip(reach.items, launch.global_size, group, strict=True)),
+            f"{name} has {launch.global_size} work-items, not those of its kernel",
+        )
+        for parameter, arg in zip(kernel.parameters, launch.args, strict=True):
+            if parameter.kind == "texture":
+                part = slices[str(arg.value)]
+                across, down = reach.touched[parameter.name]
+                _require(
+                    part.is_image and across < part.width and down < part.height, f"{name} leaves the texture {arg.value!r}"
+                )
+            elif parameter.kind == "pointer":
+                room = arg.nbytes
+                if arg.kind != "constant":
+                    room = tensors[str(arg.value)] if arg.kind == "tensor" else slices[str(arg.value)].nbytes
+                _require(
+                    reach.touched[parameter.name][0] * parameter.itemsize <= room,
+                    f"{name} leaves the memory of {parameter.name!r}",
+                )
+
+
+def _check_kinds(name: str, kernel: _Kernel, launch: Launch) -> None:
+    """The launch has an argument of the right kind for each parameter, and writes to tensors only."""
+    _require(len(kernel.parameters) == len(launch.args), f"{name} has another number of arguments than its kernel")
+    for parameter, arg in zip(kernel.parameters, launch.args, strict=True):
+        allowed = {
+            "int": ("int",), "float": ("float",), "texture": ("slice",),
+            "pointer": ("tensor",) if parameter.written else ("tensor", "slice", "constant"),
+        }[parameter.kind]  # fmt: skip
+        _require(arg.kind in allowed, f"{name} gives a {arg.kind} for {parameter.name!r}")
+
+
+def _reach(name: str, kernel: _Kernel, numbers: tuple[int, ...], size: tuple[int, ...]) -> _Reach:
+    """What the kernel needs with these numbers."""
+    names = [parameter.name for parameter in kernel.parameters if parameter.kind == "int"]
+    values = dict(zip(names, numbers, strict=True))
+    for number, value in values.items():
+        _require(value >= (0 if number in kernel.zero else 1), f"{name} gives {value} for {number!r}")
+    values |= {f"global_{direction}": items for direction, items in enumerate(size)}
+    known = {number: _Range(value, value) for number, value in values.items()}
+    try:
+        for variable, end in kernel.ranges:
+            known[variable] = _Range(0, max(end(known).high - 1, 0))
+        for small, large, text in kernel.requirements:
+            _require(small(known).high <= large(known).low, f"{name} needs {text}")
+        touched: dict[str, tuple[int, ...]] = {}
+        for pointer, places, width in kernel.touched:
+            at = [place(known) for place in places]
+            _require(all(place.low >= 0 for place in at), f"{name} leaves the memory of {pointer!r}")
+            ends = (at[0].high + width,) if len(at) == 1 else tuple(place.high for place in at)
+            touched[pointer] = tuple(map(max, ends, touched.get(pointer, ends)))
+        items = tuple(item(known).high for item in kernel.items)
+    except (KeyError, ZeroDivisionError) as error:
+        raise BundleError(
+            f"the bundle is damaged: the kernel of {name} states no bounds ({error}); compile the model again"
+        ) from error
+    _require(bool(items), f"the kernel of {name} states no work-items")
+    for parameter in kernel.parameters:
+        stated = parameter.kind in ("int", "float") or parameter.name in touched
+        _require(stated, f"the kernel of {name} does not state what it touches of {parameter.name!r}")
+    return _Reach(items, touched)
+
+
+def _kernels(source: str) -> dict[str, _Kernel]:
+    """The kernels of an OpenCL C text, by name."""
+    found, behind = {}, 0
+    for match in _KERNEL.finditer(source):
+        name = match[1]
+        kernel = _Kernel(name, [_parameter(text) for text in match[2].split(",")])
+        for line in _stated(source[behind : match.start()]):
+            _state(kernel, line)
+        behind = match.end()
+        start = source.find(f"{name}_tail(")
+        body = source[start : source.find("\n}", start)] if start >= 0 else ""
+        for pointer, index, width in _loads(body[body.find("{") :]):
+            kernel.touched.append((pointer, (_parsed(index),), width))
+        found[name] = kernel
+    return found
+
+
+def _stated(before: str) -> list[str]:
+    """What the `//@` lines at the end of a text say."""
+    lines = (line.strip() for line in reversed(before.splitlines()))
+    stated = [line.removeprefix("//@").strip() for line in takewhile(lambda line: not line or line.startswith("//@"), lines)]
+    return [line for line in reversed(stated) if line]
+
+
+def _parameter(text: str) -> _Parameter:
+    """One parameter of a kernel."""
+    words = text.replace("*", " * ").split()
+    name, declared = words[-1], set(words[:-1])
+    if "image2d_t" in declared:
+        return _Parameter(name, "texture")
+    kind = next((word for word in words if (match := _VECTOR.fullmatch(word)) and match[1] in _ITEMSIZE), "")
+    _require(bool(kind), f"a kernel takes {text.strip()!r}")
+    if "*" not in declared:
+        _require(kind in ("int", "float"), f"a kernel takes {text.strip()!r}")
+        return _Parameter(name, kind)
+    match = _VECTOR.fullmatch(kind)
+    assert match is not None
+    return _Parameter(name, "pointer", _ITEMSIZE[match[1]] * int(match[2] or 1), "const" not in declared)
+
+
+def _state(kernel: _Kernel, line: str) -> None:
+    """Take in one `//@` line."""
+    word, _, rest = line.partition(" ")
+    if word == "items":
+        kernel.items = [_parsed(text) for text in _arguments(rest)]
+    elif word == "zero":
+        kernel.zero |= {name.strip() for name in rest.split(",")}
+    elif word == "require":
+        small, _, large = rest.partition("<=")
+        kernel.requirements.append((_parsed(small), _parsed(large), rest))
+    elif (match := re.fullmatch(r"(\w+) < (.+)", line)) is not None:
+        kernel.ranges.append((match[1], _parsed(match[2])))
+    elif (match := re.fullmatch(r"(\w+)\[(.+)\]", line)) is not None:
+        kernel.touched.append((match[1], (_parsed(match[2]),), 1))
+    elif (match := re.fullmatch(r"(\w+)\((.+)\)", line)) is not None:
+        kernel.touched.append((match[1], tuple(_parsed(text) for text in _arguments(match[2])), 1))
+    else:
+        _require(False, f"a kernel states {line!r}")
+
+
+def _loads(body: str) -> list[tuple[str, str, int]]:
+    """What a tail reads: (operand, index, elements from there on)."""
+    vectors = [(match[2], _until(body, match.end(), ")"), int(match[1])) for match in _LOAD.finditer(body)]
+    return vectors + [(match[1], _until(body, match.end(), "]"), 1) for match in _SUBSCRIPT.finditer(body)]
+
+
+def _until(text: str, start: int, closing: str) -> str:
+    """The text up to the bracket that closes what was opened before `start`."""
+    depth = 0
+    for at in range(start, len(text)):
+        if depth == 0 and text[at] == closing:
+            return text[start:at]
+        depth += (text[at] in "([") - (text[at] in ")]")
+    return text[start:]
+
+
+def _arguments(text: str) -> list[str]:
+    """`text` cut at the commas outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+@functools.cache
+def _parsed(text: str) -> _Expression:
+    """An integer expression of C as a function on ranges."""
+    try:
+        return _built(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, KeyError, RecursionError) as error:
+        raise BundleError(f"the bundle is damaged: a kernel states {text.strip()!r}; compile the model again") from error
+
+
+def _built(node: ast.expr) -> _Expression:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        number = _Range(node.value, node.value)
+        return lambda known: number
+    if isinstance(node, ast.Name):
+        name = node.id
+        return lambda known: known[name]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _built(node.operand)
+        return lambda known: _negated(inner(known))
+    if isinstance(node, ast.BinOp):
+        left, right, combine = _built(node.left), _built(node.right), _COMBINE[type(node.op)]
+        return lambda known: combine(left(known), right(known))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min" and len(node.args) == 2:
+        first, second = map(_built, node.args)
+        return lambda known: _smaller(first(known), second(known))
+    raise ValueError("not an expression of whole numbers")
+
+
+def _negated(a: _Range) -> _Range:
+    return _Range(-a.high, -a.low)
+
+
+def _smaller(a: _Range, b: _Range) -> _Range:
+    return _Range(min(a.low, b.low), min(a.high, b.high))
+
+
+def _product(a: _Range, b: _Range) -> _Range:
+    corners = (a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high)
+    return _Range(min(corners), max(corners))
+
+
+def _quotient(a: _Range, b: _Range) -> _Range:
+    """Of numbers that are not negative by positive ones, as in C."""
+    if a.low < 0 or b.low < 1:
+        raise ZeroDivisionError("a division of negative numbers or by zero")
+    return _Range(a.low // b.high, a.high // b.low)
+
+
+def _remainder(a: _Range, b: _Range) -> _Range:
+    """Of numbers that are not negative by positive ones, as in C."""
+    if a.low < 0 or b.low < 1:
+        raise ZeroDivisionError("a division of negative numbers or by zero")
+    return a if a.high < b.low else _Range(0, min(a.high, b.high - 1))
+
+
+_COMBINE: dict[type[ast.operator], Callable[[_Range, _Range], _Range]] = {
+    ast.Add: lambda a, b: _Range(a.low + b.low, a.high + b.high),
+    ast.Sub: lambda a, b: _Range(a.low - b.high, a.high - b.low),
+    ast.Mult: _product,
+    ast.Div: _quotient,
+    ast.Mod: _remainder,
+}
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise BundleError(f"the bundle is damaged: {what}; compile the model again")

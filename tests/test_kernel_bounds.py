@@ -1,0 +1,171 @@
+"""Kernel arguments are held against the memory they index, by what the kernels' text states."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundle_changes import files_of, rewrite
+
+import flashmem
+from flashmem.bundle import Bundle
+from flashmem.errors import BundleError
+from flashmem.kernel_bounds import check_reach
+from flashmem.program import Arg, Launch, Program, Tensor
+from flashmem.resources import read_text
+
+MODELS = ("gptneo-tiny", "mobilenet-tiny", "resnet-tiny")
+KERNEL = """
+static inline float4 k_tail(float4 v0, const int row, const int col, __global const float* e0, __global const float* e1) {
+    const float4 x0 = vload4(0, e0 + (row % 3) * 8 + col);
+    const float4 x1 = (float4)(e1[row]);
+    return v0 + x0 + x1;
+}
+//@ items (columns + 3) / 4, rows
+//@ zero first
+//@ row < rows
+//@ col < columns
+//@ require rows <= 100
+//@ y[row * columns + col]
+__kernel __attribute__((reqd_work_group_size(2, 1, 1)))
+void k(__global float* restrict y, __global const float* restrict e0, __global const float* restrict e1,
+       const int rows, const int columns, const int first) {}
+"""
+
+
+def program(rows: int, columns: int, first: int, size: tuple[int, ...], y: int, e0: int, e1: int) -> Program:
+    """One launch of KERNEL on memories of so many floats."""
+    tensors = tuple(Tensor(name, (1,), "float32", 0, 4 * n) for name, n in (("y", y), ("e0", e0), ("e1", e1)))
+    args = (*(Arg("tensor", tensor.name) for tensor in tensors), *(Arg("int", n) for n in (rows, columns, first)))
+    launch = Launch("it", "k", size, (2, 1), args, "elemental", (), 0, 0)
+    return Program("buffer", "fp32", (), (), tensors, (), (launch,), (), 0, 0, 0, 0)
+
+
+def test_what_fits_exactly_is_taken() -> None:
+    check_reach(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL)
+    check_reach(program(2, 8, 5, (2, 2), 16, 19, 2), KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((10, 8, 0, (2, 10), 79, 27, 10), "leaves the memory of 'y'"),
+        ((10, 8, 0, (2, 10), 80, 26, 10), "leaves the memory of 'e0'"),
+        ((10, 8, 0, (2, 10), 80, 27, 9), "leaves the memory of 'e1'"),
+        ((11, 8, 0, (2, 11), 80, 27, 10), "leaves the memory of"),
+        ((101, 8, 0, (2, 101), 8000, 8000, 8000), "needs rows <= 100"),
+        ((10, 8, 0, (2, 11), 80, 27, 10), "work-items, not those of its kernel"),
+        ((10, 8, 0, (4, 10), 80, 27, 10), "work-items, not those of its kernel"),
+        ((10, 8, 0, (2,), 80, 27, 10), "work-items, not those of its kernel"),
+        ((0, 8, 0, (2, 0), 80, 27, 10), "gives 0 for 'rows'"),
+        ((10, 8, -1, (2, 10), 80, 27, 10), "gives -1 for 'first'"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(numbers: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(BundleError, match=f"{message}.*; compile the model again$"):
+        check_reach(program(*numbers), KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("//@ y[row * columns + col]\n", "", "does not state what it touches of 'y'"),
+        ("//@ items (columns + 3) / 4, rows\n", "", "states no work-items"),
+        ("//@ row < rows\n", "", "states no bounds"),
+        ("y[row * columns + col]", "y[row * other]", "states no bounds"),
+        ("y[row * columns + col]", "y[row ** columns]", "a kernel states 'row \\*\\* columns'"),
+        ("y[row * columns + col]", "y[__import__(1)]", "a kernel states"),
+        ("y[row * columns + col]", "y[row / (first - 1)]", "a division of negative numbers or by zero"),
+        ("//@ zero first", "//@ hope", "a kernel states 'hope'"),
+        ("void k(", "void other(", "runs the kernel k, which its kernels lack"),
+        (", const int first", "", "another number of arguments"),
+        ("const int first", "const float first", "gives a int for 'first'"),
+    ],
+)
+def test_a_kernel_says_all_of_it(old: str, new: str, message: str) -> None:
+    assert old in KERNEL
+    with pytest.raises(BundleError, match=message):
+        check_reach(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL.replace(old, new))
+
+
+def test_only_tensors_are_written() -> None:
+    whole = program(10, 8, 0, (2, 10), 80, 27, 10)
+    (launch,) = whole.launches
+    args = (Arg("constant", 0, 320), *launch.args[1:])
+    changed = Launch("it", "k", launch.global_size, launch.local_size, args, "elemental", (), 0, 0)
+    with pytest.raises(BundleError, match="gives a constant for 'y'"):
+        check_reach(Program("buffer", "fp32", (), (), whole.tensors, (), (changed,), (), 0, 0, 0, 0), KERNEL)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    folder = tmp_path_factory.mktemp("bounds")
+    return {
+        (name, path): flashmem.compile(
+            Path(__file__).parent / "data" / f"{name}.onnx", folder / f"{name}-{path}.flashmem", memory_path=path, chunk="4KiB"
+        ).path
+        for name, path in zip(MODELS, ("buffer", "buffer", "texture"), strict=True)
+    }  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_of_real_kernels_cannot_grow(name: str, compiled: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    (source,) = (path for (model, _), path in compiled.items() if model == name)
+    bundle = Bundle.open(source)
+    grown = 0
+    for number, launch in enumerate(bundle.program.launches):
+        for at, arg in enumerate(launch.args):
+            if arg.kind != "int":
+                continue
+            value = int(arg.value)
+            for other in (value * 4096 + 4096, 2**31 - 1, -1):
+                try:
+                    check_reach(_with(bundle.program, number, at, other), bundle.source.plain)
+                except BundleError:
+                    grown += 1
+                else:  # what only says where inside the memory something is looked for
+                    assert _parameter(bundle, launch.kernel, at) in HARMLESS, (launch, at, other)
+    assert grown > 3 * len(bundle.program.launches)
+
+
+HARMLESS = {"stride_h", "stride_w", "dilation_h", "dilation_w", "pad_top", "pad_left", "pad_bottom", "pad_right"}
+"""Numbers of windows: taps outside the image are not read, wherever they fall."""
+
+
+def _parameter(bundle: Bundle, kernel: str, at: int) -> str:
+    match = re.search(rf"void {kernel}\(([^)]*)\)", bundle.source.plain)
+    assert match is not None
+    return match[1].split(",")[at].split()[-1]
+
+
+def _with(program: Program, number: int, at: int, value: int) -> Program:
+    data = program.to_json()
+    data["launches"] = list(data["launches"])
+    data["launches"][number]["args"] = list(data["launches"][number]["args"])
+    data["launches"][number]["args"][at]["value"] = value
+    return Program.from_json(json.loads(json.dumps(data)))
+
+
+def test_a_rewritten_program_is_refused_on_opening(compiled: dict[tuple[str, str], Path], tmp_path: Path) -> None:
+    for source in compiled.values():
+        shutil.copytree(source, tmp_path / source.name)
+
+        def change(data: Any) -> None:
+            last = data["launches"][-1]
+            next(arg for arg in last["args"] if arg["kind"] == "int")["value"] = 2**31 - 1
+
+        rewrite(tmp_path / source.name, "program.json", change)
+        with pytest.raises(BundleError, match="compile the model again"):
+            Bundle.open(tmp_path / source.name)
+        assert files_of(tmp_path / source.name).is_dir()
+
+
+def test_every_template_states_its_bounds() -> None:
+    templates = ("conv", "depthwise", "elementwise", "gather", "matmul", "matmul_dynamic", "movement", "pool", "reduce_columns",
+                 "reduce_rows", "resize")  # fmt: skip
+    for name in templates:
+        assert "//@ items" in read_text("kernels", f"templates/{name}.cl.j2"), name
