@@ -230,12 +230,17 @@ def evaluate(value: Value, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def test_shape_and_size_can_be_outputs(path: Path) -> None:
-    model = make([node("Shape", ["x"], ["y"]), node("Size", ["x"], ["z"])], {"x": [2, 3]}, ["y", "z"])
+    nodes = [node("Shape", ["x"], ["y"]), node("Size", ["x"], ["z"]), node("Shape", ["x"], ["again"])]
+    model = make(nodes, {"x": [2, 3]}, ["y", "z", "again"])
     for output in model.graph.output:
         output.type.tensor_type.elem_type = TensorProto.INT64
     path.write_bytes(model.SerializeToString())
     found = {port.name: port.value.constant for port in import_model(path).outputs}
-    assert {name: constant.array().tolist() for name, constant in found.items() if constant} == {"y": [2, 3], "z": 6}
+    assert {name: constant.array().tolist() for name, constant in found.items() if constant} == {
+        "y": [2, 3],
+        "z": 6,
+        "again": [2, 3],
+    }
 
 
 def test_operators_that_are_only_defined_by_others_have_shapes(path: Path) -> None:
