@@ -8,9 +8,10 @@ half only.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from flashmem import __version__
 from flashmem.commands.compiling import CompileOptions
@@ -26,9 +27,20 @@ from flashmem.commands.options import (
     Shape,
     with_bundle_options,
 )
-from flashmem.console import exit_codes
+from flashmem.console import exit_codes, prepare_streams
+from flashmem.interrupts import unwinding
+
+
+class _Commands(TyperGroup):
+    """Errors of a command are told here, because typer has words of its own for some of them."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with exit_codes(), unwinding():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -269,6 +281,7 @@ def demo(
 
 
 def main() -> None:
-    """The entry point: exits with 0, 1 (the run failed) or 2 (the user has to change something)."""
+    """The command line, as `sys.argv` has it; always ends with SystemExit."""
+    prepare_streams()
     with exit_codes():
         app()

@@ -6,6 +6,8 @@ the memory of running.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterable
@@ -14,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmem.commands.extras import offline_half
+from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
+from flashmem.interrupts import EXIT_CODE, blocked
 from flashmem.units import parse_shape
 
 if TYPE_CHECKING:
@@ -104,16 +108,36 @@ def compile_apart(model: Path, options: CompileOptions) -> Path:
     The child shows its progress and its errors on the same stderr.
 
     Raises:
-        SystemExit: the child failed and has said why; with its exit code.
+        SystemExit: the child failed or was interrupted, and has said so; with its exit code.
     """
     options.check()
     if not model.is_file():
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
+    have_cache()
     command = [sys.executable, "-m", "flashmem", "compile", str(model), *options.arguments()]
-    child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    with blocked():
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    with child:
+        try:
+            printed, _ = child.communicate()
+        except KeyboardInterrupt:
+            if _interrupt(child) == EXIT_CODE:
+                sys.exit(EXIT_CODE)
+            raise
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 1)  # negative: ended by a signal
-    return Path(child.stdout.strip())
+    return Path(os.fsdecode(printed.strip()))
+
+
+def _interrupt(child: subprocess.Popen[bytes]) -> int:
+    """Ends a child process of ours; returns its exit code. Ctrl-C in a terminal has reached it already."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+    try:
+        return child.wait(_LAST_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
 
 
 def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = ()) -> Path:
@@ -134,6 +158,7 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
 
 _TARGET = ("device", "memory_path", "mode", "precision")
 _LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha")
+_LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")
 """Flags that also say how a bundle is played, which a session or a simulation chooses again."""
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from flashmem.commands.extras import offline_half
+from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import ProgressCallback, progress, say
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.files import check_target
@@ -86,6 +87,8 @@ def sweep(options: SweepOptions) -> None:
     """
     points = options.grid().points()
     check_target(options.output, "--output")
+    if options.measured:
+        have_cache()
     if options.plot is not None:
         check_target(options.plot, "--plot")
         from flashmem.plots.figure import require_matplotlib

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.commands.compiling import CompileOptions, compile_apart
+from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import out, print_table, say, waiting
 from flashmem.demo import ocr
 from flashmem.errors import MissingFileError, RunError, UserError
@@ -120,6 +121,7 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
 
 def _drawn_and_kept() -> Image:
     page = draw_page()
+    have_cache()
     kept = cache_folder("demo") / "page.png"
     kept.parent.mkdir(parents=True, exist_ok=True)
     page.save(kept)

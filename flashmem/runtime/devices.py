@@ -47,6 +47,11 @@ class Device:
         return "\n".join((self.platform, self.platform_version, self.vendor, self.name, self.version, self.driver_version))
 
     @property
+    def survives_fork(self) -> bool:
+        """Whether a forked child can use the device though the driver was started before the fork (docs/opencl-notes.md)."""
+        return self.kind == "cpu" and "intel" in self.platform.lower()
+
+    @property
     def descriptor_name(self) -> str:
         """The shipped descriptor that fits best."""
         return fitting_descriptor(self.kind, self.platform, self.name, self.version, descriptor_names())

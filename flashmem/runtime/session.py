@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ __all__ = ["RunReport", "Session", "Strategy"]
 class Session:
     """A bundle on a device. Use it as a context manager, or call `close`.
 
-    Runs are made one at a time. A run that fails closes the session; an input that is refused does not.
+    Runs are made one at a time: threads wait for each other. A run that fails closes the session; an input that is refused
+    does not. A forked child has to open sessions of its own.
     """
 
     def __init__(
@@ -62,10 +64,15 @@ class Session:
             trace: record when each layer ran on the device.
 
         Raises:
-            UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs.
+            UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
+                another type.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
+        if not isinstance(bundle, Bundle | str | Path):
+            raise UserError(f"a session is opened with a bundle or its path, not with {_described(bundle)}")
+        if not isinstance(device, str):
+            raise UserError(f"the device is {_described(device)}; give its name as text, or 'auto'")
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         program, plan = self.bundle.program, self.bundle.plan
         self.device = device_here(device, prefer=self.bundle.descriptor.name)
@@ -85,7 +92,9 @@ class Session:
         self.budget = choose_budget(budget, self.bundle.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._runs = 0
-        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._busy = False  # seen by the thread that holds the lock
         self._closed: str | None = None  # why
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
         # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
@@ -120,17 +129,19 @@ class Session:
 
         Raises:
             ValueError: an input or an output name that does not fit; the session stays usable.
-            RunError: the run failed, and the session is closed; or it was closed before.
+            RunError: the run failed, and the session is closed; or it was closed before; or it is in a run of this very thread,
+                which a callback or a signal handler interrupted; or it was opened before this process was forked.
         """
-        with self._lock:
+        with self._alone("run"):
             if self._closed is not None:
                 raise RunError(f"the session is closed ({self._closed}); open a new one")
             begun = perf_counter()
             outputs = {port.name: port for port in self.bundle.program.outputs}
-            chosen = list(outputs) if output_names is None else list(output_names)
+            chosen = list(outputs) if output_names is None else _names(output_names)
             for name in chosen:
                 if name not in outputs:
                     raise ValueError(f"the model has no output {name!r}; it gives: {', '.join(outputs)}")
+            inputs = _arrays(inputs)
             check_inputs(self.bundle.program.inputs, inputs)
             if self._runs:
                 self._engine.ledger.restart_history()
@@ -143,6 +154,20 @@ class Session:
                 results = {name: self._read_output(outputs[name]) for name in dict.fromkeys(chosen)}
             self._report(begun, played)
             return [results[name] for name in chosen]
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """One thread at a time, and that one once."""
+        if os.getpid() != self._process:
+            raise RunError("the session was opened before this process was forked; open one in the child")
+        with self._lock:
+            if self._busy:
+                raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
     def _write_inputs(self, inputs: Mapping[str, Array]) -> None:
         program = self.bundle.program
@@ -209,9 +234,14 @@ class Session:
         return None if self._closed else self._file.cached_bytes()
 
     def close(self) -> None:
-        """Give everything back. Closing again does nothing."""
-        with self._lock:
-            self._close("close was called")
+        """Give everything back. Closing again does nothing; nor does a forked child, where all is still its parent's.
+
+        Raises:
+            RunError: called inside a run of the same thread, by a callback or a signal handler.
+        """
+        if os.getpid() == self._process:
+            with self._alone("close"):
+                self._close("close was called")
 
     def _close(self, why: str) -> None:
         if self._closed is None:
@@ -224,3 +254,35 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _names(output_names: Any) -> list[str]:
+    """The outputs asked for. Raises ValueError for anything but a sequence of names."""
+    if not isinstance(output_names, Sequence) or isinstance(output_names, str | bytes):
+        raise ValueError(f"the outputs asked for are {_described(output_names)}; give a list of names, or None for all")
+    for name in output_names:
+        if not isinstance(name, str):
+            raise ValueError(f"the outputs asked for hold {_described(name)}; give their names as text")
+    return list(output_names)
+
+
+def _arrays(inputs: Any) -> dict[str, Array]:
+    """The inputs, each asked for once: an .npz file reads it anew every time.
+
+    Raises:
+        ValueError: not a mapping from names, or an array with a mask, which the device would not see.
+    """
+    if not isinstance(inputs, Mapping):
+        raise ValueError(f"the inputs are {_described(inputs)}; give a dict of numpy arrays by name")
+    for name in inputs:
+        if not isinstance(name, str):
+            raise ValueError(f"the inputs are called by {_described(name)}; call them by their names as text")
+    arrays = {name: inputs[name] for name in inputs}
+    for name, array in arrays.items():
+        if isinstance(array, np.ma.MaskedArray):
+            raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
+    return arrays
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
