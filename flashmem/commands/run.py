@@ -20,7 +20,7 @@ from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.files import check_target
-from flashmem.inputs import complete_inputs, read_inputs, write_outputs
+from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
 from flashmem.runtime.report import RunReport
 from flashmem.runtime.session import Session, Strategy
 from flashmem.units import format_size
@@ -66,12 +66,14 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
             check_target(path, flag)
     if options.learn and options.strategy == "preload":
         raise UserError("--learn needs runs that stream; leave --strategy preload out")
-    given = read_inputs(options.input) if options.input else {}
+    if options.input is not None:
+        check_input_file(options.input)
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not model.is_dir() and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
     bundle = Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME))
+    given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
     inputs = complete_inputs(bundle.program, given, options.seed)
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
     outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None)
