@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -45,16 +45,29 @@ def unwinding() -> Iterator[None]:
 
 
 @contextmanager
-def blocked() -> Iterator[None]:
-    """Around the start of a child process that will `watch`: until then it is deaf to Ctrl-C, and would show a traceback."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
+def blocked() -> Iterator[Callable[[], None]]:
+    """Around the start of a child process that will `watch`, which until then would answer Ctrl-C with a traceback.
+
+    Yields what ends it early: inside the `try` that looks after the child, because a signal that waited is raised there.
+    """
+    if not _watching or not hasattr(signal, "pthread_sigmask"):
+        yield lambda: None
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    came: list[int] = []  # the mask is what the child inherits; here, threads of libraries take signals for this one
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(came.pop())
+
     try:
-        yield
+        yield unblock
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if signal.getsignal(signal.SIGINT) not in (before, _end_in_silence):
+            unblock()
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:

@@ -115,10 +115,9 @@ def compile_apart(model: Path, options: CompileOptions) -> Path:
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
     have_cache()
     command = [sys.executable, "-m", "flashmem", "compile", str(model), *options.arguments()]
-    with blocked():
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    with child:
+    with blocked() as unblock, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
         try:
+            unblock()
             printed, _ = child.communicate()
         except KeyboardInterrupt:
             if _interrupt(child) == EXIT_CODE:
