@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
-from flashmem.errors import RunError
+from flashmem.errors import RunError, UserError
 from flashmem.program import Port, fixed_bytes, port_dtype
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.devices import descriptor_for
