@@ -84,6 +84,10 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
 
 def _separate_outputs(graph: ir.Graph) -> None:
     """Make every output of `graph` a value of its own, which a node computes: inputs, constants and repeated ones too."""
+    for node in graph:  # what was an output could not become an initializer, and others may read it too
+        if node.op_type == "Constant" and node.outputs[0].const_value is not None:
+            node.attributes.clear()
+            node.attributes.add(ir.AttrTensor("value", node.outputs[0].const_value))
     seen: set[ir.Value] = set()
     for index, value in enumerate(graph.outputs):
         constant = _constant(value)

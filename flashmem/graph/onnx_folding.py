@@ -92,8 +92,7 @@ class FoldPass(FoldConstantsPass):
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
         """What replaces `node`, if something does."""
-        is_control_flow = any(attribute.type in _GRAPHS for attribute in node.attributes.values())
-        if node.op_type != "Constant" and not is_control_flow:
+        if not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
             infer(node, self.opset_imports)
         return super().process_node(node, is_function)
 
