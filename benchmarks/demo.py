@@ -11,14 +11,14 @@ import numpy as np
 import onnxruntime
 
 import flashmem
-from flashmem import demo, ocr
+from flashmem.demo import ocr, run
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 
 
 def main() -> None:
     """Print the table."""
-    models, page = ocr.find_models(), np.asarray(demo.draw_page())
+    models, page = ocr.find_models(), np.asarray(run.draw_page())
     detector, recogniser = (onnxruntime.InferenceSession(str(path)) for path in (models.detector, models.recogniser))
     name = detector.get_inputs()[0].name
     [corners, *_] = ocr.find_lines(page, lambda pixels: detector.run(None, {name: pixels})[0])

@@ -10,9 +10,10 @@ from typing import Any
 
 import flashmem
 from flashmem.bundle import replace_plan
-from flashmem.compile import Options, choose_mode, plan_program
+from flashmem.compile import plan_program
 from flashmem.errors import BudgetError
 from flashmem.learn import limits_of
+from flashmem.request import Options, choose_mode
 
 MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
 

@@ -22,13 +22,15 @@ from typing import Any, get_args
 
 from benchmarks.models import MODELS, models_in
 from flashmem.codegen.program import generate
-from flashmem.compile import SLICE_BYTES, Options, choose_mode, plan_program, read_graph
+from flashmem.compile import SLICE_BYTES, plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.errors import BudgetError
 from flashmem.graph.fusion import fuse
+from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan, Strategy
-from flashmem.planning.planner import Limits, planning_problem
+from flashmem.planning.planner import planning_problem
 from flashmem.program import Program
+from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
 

@@ -26,9 +26,9 @@ from benchmarks.disk import cold_rate
 from benchmarks.models import models_in, planned_again, within
 from benchmarks.pace import Pace, at_pace
 from benchmarks.processes import Row, median, run_bundle, take_turns
-from flashmem.compile import find_descriptor
 from flashmem.console import exit_codes
 from flashmem.device import DeviceDescriptor, load_descriptor
+from flashmem.request import find_descriptor
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
 from flashmem.units import parse_size
@@ -144,9 +144,7 @@ def main() -> None:
     args = parser.parse_args()
     described = load_descriptor(args.descriptor) if args.descriptor else None
     models = models_in(args.zoo, args.models, parser)
-    own = find_descriptor(args.device)
-    if args.memory_path != "auto":
-        own = own.on_path(args.memory_path)
+    own = find_descriptor(args.device, args.memory_path)
     with TemporaryDirectory(prefix="flashmem-simulation-") as folder:
         with Pace(args.device, own, Path(folder)) as pace:  # before models are compiled: it refuses a device without a profile
             cases = [case for name, model in models.items() for case in cases_of(name, model, Path(folder), args)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +29,6 @@ _HOMES = {
     "Session": "flashmem.runtime.session",
     "compile": "flashmem.compile",
 }
-
-if not (Path(__file__).parent / "devices").is_dir():
-    # In a checkout, kernels/, profiler/ and devices/ stand beside this package; in a wheel they are inside it.
-    __path__.append(str(Path(__file__).parent.parent))
 
 
 class _Package(ModuleType):

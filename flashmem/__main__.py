@@ -1,5 +1,17 @@
-"""`python -m flashmem` is the command `flashmem`."""
+"""The command `flashmem`, also as `python -m flashmem`. It imports the command line only when Ctrl-C is taken care of."""
 
-from flashmem.cli import main
+from __future__ import annotations
 
-main()
+from flashmem import interrupts
+
+
+def main() -> None:
+    """The entry point: exits with 0, 1 (the run failed), 2 (the user has to change something) or 130 (interrupted)."""
+    interrupts.watch()
+    from flashmem.cli import main as command_line
+
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

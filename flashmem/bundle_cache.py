@@ -8,11 +8,9 @@ never one that a session has open.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +20,7 @@ from pathlib import Path
 from flashmem.bundle import Bundle
 from flashmem.errors import UserError
 from flashmem.generations import MANIFEST, held, named_generation, remove_leftovers
-from flashmem.paths import cache_folder
+from flashmem.paths import VARIABLE, cache_folder, can_be_written, folder_until_exit
 from flashmem.units import parse_size
 
 LIMIT_BYTES = 10 * 1000**3
@@ -47,32 +45,20 @@ def folder() -> Path:
     return cache_folder("bundles")
 
 
-def refusal() -> str | None:
-    """Why nothing can be kept in the cache; None if it can."""
-    try:
-        folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder()):
-            return None
-    except OSError as error:
-        return f"the bundle cache {folder()} cannot be written ({error.strerror})"
-
-
 def place(name: str) -> Path:
-    """Where a bundle of this name goes: into the cache; where that cannot be written, with a warning, for this process only."""
-    reason = refusal()
-    if reason is None:
+    """Where a bundle of this name goes: into the cache; where that cannot be written, with a warning, for this process only.
+
+    Raises:
+        UserError: no temporary folder can be written either.
+    """
+    if can_be_written(folder()):
         return folder() / (name + _SUFFIX)
     warnings.warn(
-        f"{reason}, so the bundle is removed when this process ends; set FLASHMEM_CACHE_DIR to a folder that can", stacklevel=4
+        f"the bundle cache {folder()} cannot be written, so the bundle is removed when this process ends; set {VARIABLE} to a "
+        "folder that can",
+        stacklevel=4,
     )
-    return temporary_folder() / (name + _SUFFIX)
-
-
-def temporary_folder() -> Path:
-    """A new folder that is removed when the process ends."""
-    made = Path(tempfile.mkdtemp(prefix="flashmem-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    return folder_until_exit("flashmem-bundles-") / (name + _SUFFIX)
 
 
 def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:

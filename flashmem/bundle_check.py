@@ -1,6 +1,6 @@
 """Checks of a bundle before anything in it is used: types first, then every number against what it points into.
 
-The runtime reads where a bundle tells it to. After these checks nothing it is told lies outside the weight file, the arena, a
+The runtime reads where a bundle tells it to. After these checks nothing it is given lies outside the weight file, the arena, a
 pool or a texture.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
-from flashmem.program import SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program
+from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program, port_dtype
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _TEXEL_BYTES = {"float": 16, "half": 8}
@@ -138,26 +138,28 @@ def _check_arena(program: Program) -> None:
     for tensor in program.tensors:
         name = f"tensor {tensor.name!r}"
         _require(tensor.offset % TENSOR_ALIGNMENT == 0, f"{name} is not aligned")
-        _require(tensor.nbytes > 0 and 4 * math.prod(tensor.shape) <= tensor.nbytes, f"{name} is smaller than its shape")
+        _require(
+            tensor.nbytes > 0 and ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) <= tensor.nbytes,
+            f"{name} is smaller than its shape",
+        )
         _require(tensor.offset + tensor.nbytes <= program.arena_bytes, f"{name} lies outside the arena")
     _require_unique((port.name for port in program.inputs), "inputs")
     for port in (*program.inputs, *program.outputs):
-        kind = _dtype_kind(port.dtype)
-        _require(kind in ("f", "i", "u", "b"), f"port {port.name!r} has the unknown dtype {port.dtype!r}")
+        try:
+            device = port_dtype(port)
+        except ValueError as error:
+            raise BundleError(f"the bundle is damaged: {error}; compile the model again") from error
         if port.tensor is not None:
             _require(port.tensor in tensors, f"port {port.name!r} names the unknown tensor {port.tensor!r}")
-            room = tensors[port.tensor].nbytes
-            _require(4 * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
-            device = "float32" if kind == "f" else "int32"
             _require(tensors[port.tensor].dtype == device, f"port {port.name!r} and its tensor differ in type")
-    _require(all(port.tensor is not None for port in program.outputs), "an output has no tensor")
-
-
-def _dtype_kind(name: str) -> str:
-    try:
-        return np.dtype(name).kind
-    except TypeError:
-        return ""
+            room = tensors[port.tensor].nbytes
+            _require(ITEMSIZE[device] * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
+    for port in program.outputs:
+        _require(port.tensor is not None or 0 in port.shape, f"output {port.name!r} has no tensor")
+    if program.status is not None:
+        _require(program.status in tensors, f"its status is the unknown tensor {program.status!r}")
+        status = tensors[program.status]
+        _require(status.dtype == "int32" and status.nbytes >= 4, "its status is no number")
 
 
 def _check_launches(program: Program) -> None:

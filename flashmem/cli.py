@@ -8,9 +8,10 @@ half only.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from flashmem import __version__
 from flashmem.commands.compiling import CompileOptions
@@ -26,9 +27,20 @@ from flashmem.commands.options import (
     Shape,
     with_bundle_options,
 )
-from flashmem.console import exit_codes
+from flashmem.console import exit_codes, prepare_streams
+from flashmem.interrupts import unwinding
+
+
+class _Commands(TyperGroup):
+    """Errors of a command are told here, because typer has words of its own for some of them."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with exit_codes(), unwinding():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -297,12 +309,13 @@ def demo(
     device: Device = None,
 ) -> None:
     """Read the text in an image with two trained networks, inside a memory budget."""
-    from flashmem.demo import run_demo
+    from flashmem.demo.run import run_demo
 
     run_demo(image, budget=budget, device=device or "auto")
 
 
 def main() -> None:
-    """The entry point: exits with 0, 1 (the run failed) or 2 (the user has to change something)."""
+    """The command line, as `sys.argv` has it; always ends with SystemExit."""
+    prepare_streams()
     with exit_codes():
         app()

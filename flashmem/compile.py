@@ -1,4 +1,4 @@
-"""The offline road: model.onnx in, bundle out (docs/architecture.md draws it)."""
+"""The offline pipeline: model.onnx in, bundle out (docs/architecture.md draws it)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.program import Generated, generate
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
-from flashmem.errors import MissingFileError, NoDeviceError, UserError
+from flashmem.device import TransferMode
+from flashmem.errors import MissingFileError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
@@ -24,32 +24,20 @@ from flashmem.graph.onnx_external import model_files
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
+from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
-from flashmem.planning.planner import Limits, make_plan, plan_problem, planning_problem
+from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import find_device
-from flashmem.unfusion import Cuts, Road, refine
-from flashmem.units import parse_size
+from flashmem.request import Options, resolve
+from flashmem.unfusion import Cuts, Pipeline, refine
 
 Progress = Callable[[str, float], None]
 Watch = Callable[[str], AbstractContextManager[None]]
 
 SLICE_BYTES = 4 << 20
 """Largest slice: a few of them in flight keep a disk busy, and the smallest budget is not much more than two."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for, resolved: sizes in bytes, the device as data."""
-
-    descriptor: DeviceDescriptor
-    mode: TransferMode
-    limits: Limits
-    precision: Literal["fp32", "fp16"] = "fp32"
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def compile(
@@ -99,47 +87,37 @@ def compile(
     Raises:
         UserError: anything in the model or the arguments that has to be changed, a budget too small among it.
     """
-    told: Progress = progress or (lambda stage, fraction: None)
+    progress = progress or (lambda stage, fraction: None)
     model = Path(model)
     if not model.is_file():
         raise MissingFileError(f"model {model} does not exist; name an ONNX file")
-    if strategy not in get_args(Strategy):
-        raise UserError(f"strategy {strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
-    descriptor = find_descriptor(device)
-    if memory_path != "auto":
-        descriptor = descriptor.on_path(memory_path)
-    options = Options(
-        descriptor,
-        choose_mode(descriptor, mode),
-        Limits(
-            budget=None if budget is None else parse_size(budget, what="budget"),
-            m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
-            chunk=parse_size(chunk, what="chunk"),
-            lambda_=lambda_,
-            objective=objective,
-            preload=tuple(preload),
-            strategy=strategy,
-            unfusion=unfusion,
-            mu=mu,
-            alpha=alpha,
-        ),
-        precision,
-        dict(shapes or {}),
+    limits = read_limits(
+        budget=budget,
+        m_peak=m_peak,
+        chunk=chunk,
+        lambda_=lambda_,
+        objective=objective,
+        preload=preload,
+        strategy=strategy,
+        unfusion=unfusion,
+        mu=mu,
+        alpha=alpha,
     )
+    options = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes)
     if output is not None:
-        return _compile(model, Path(output), options, told)
-    return find_or_make(f"{model.stem}-{_key(model, options)}", lambda place: _compile(model, place, options, told))
+        return _compile(model, Path(output), options, progress)
+    return find_or_make(f"{model.stem}-{_key(model, options)}", lambda place: _compile(model, place, options, progress))
 
 
-def _compile(model: Path, output: Path, options: Options, told: Progress) -> Bundle:
-    told("import", 0.0)
+def _compile(model: Path, output: Path, options: Options, progress: Progress) -> Bundle:
+    progress("import", 0.0)
     graph = read_graph(model, options)
-    told("plan", 0.0)
+    progress("plan", 0.0)
     generated, plan = plan_graph(graph, options)
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
     with BundleWriter(output) as bundle:
         generated.weights.write(
-            bundle, lambda name, nbytes: told("pack weights", bundle.size / generated.program.weights_bytes)
+            bundle, lambda name, nbytes: progress("pack weights", bundle.size / generated.program.weights_bytes)
         )
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
@@ -157,8 +135,9 @@ def read_graph(model: Path, options: Options) -> Graph:
 
 
 def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
-    """The middle of the road: layers fused, the program, and its checked plan without layouts; split and planned again where
-    adaptive unfusion makes the plan better.
+    """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
+
+    Layers are split and planned again where adaptive unfusion makes the plan better.
 
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made.
 
@@ -181,9 +160,9 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         with watch("plan_and_check"):
             return plan_problem(problem, program, mode, limits)
 
-    road = Road(program, problem, plan)
+    pipeline = Pipeline(program, problem, plan)
     chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    return refine(graph, road, limits, mode, chunk_seconds)
+    return refine(graph, pipeline, limits, mode, chunk_seconds)
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:
@@ -195,30 +174,6 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
 def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
     """`plan` with the layouts of `modes`."""
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
-
-
-def find_descriptor(device: str) -> DeviceDescriptor:
-    """The descriptor of a device that is here, or one that was written down."""
-    if device.endswith(".toml"):
-        return load_descriptor(device)
-    try:
-        return descriptor_for(find_device(device))
-    except NoDeviceError:
-        if device not in descriptor_names():
-            raise
-        return load_descriptor(device)
-
-
-def choose_mode(descriptor: DeviceDescriptor, mode: str) -> TransferMode:
-    """`mode`, or with "auto" the device's first, on its default memory path. Raises UserError for one it lacks."""
-    path = descriptor.memory_paths[0]
-    modes = descriptor.modes[path]
-    if mode == "auto":
-        return modes[0]
-    for known in TRANSFER_MODES:
-        if known == mode and known in modes:
-            return known
-    raise UserError(f"device {descriptor.name} has no transfer mode {mode!r} on the {path} path; it has {', '.join(modes)}")
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:

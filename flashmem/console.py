@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
 import json
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -14,11 +18,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from flashmem.errors import RunError, UserError
+from flashmem import interrupts
+from flashmem.errors import FlashmemWarning, RunError, UserError
 
 EXIT_RUN_FAILED = 1
 EXIT_USER_ERROR = 2
-_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 ProgressCallback = Callable[[str, float], None]
 
@@ -89,20 +93,73 @@ def exit_codes() -> Iterator[None]:
     Anything else is a defect of flashmem and keeps its traceback.
     """
     try:
-        yield
+        try:
+            yield
+        finally:
+            _flush()  # here, where a full disk and a reader who left can still be told
     except (UserError, FileNotFoundError) as error:
         _fail(str(error), EXIT_USER_ERROR)
     except RunError as error:
         _fail(str(error), EXIT_RUN_FAILED)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of stdout left (`flashmem plan … | head`): nothing more to say to it
-        sys.exit(EXIT_RUN_FAILED)
+        sys.exit(EXIT_RUN_FAILED)  # the reader of stdout left (`flashmem plan … | head`): nothing more to say to it
     except OSError as error:
         _fail(_describe(error), EXIT_USER_ERROR)
     except MemoryError:
         _fail("the process ran out of memory", EXIT_RUN_FAILED)
     except KeyboardInterrupt:
-        _fail("interrupted", _EXIT_INTERRUPTED)
+        _fail("interrupted", interrupts.EXIT_CODE)
+
+
+def prepare_streams() -> None:
+    """Makes stdout and stderr fit for everything that is printed: file names of any bytes, and no reader at all.
+
+    A stream that was closed before Python started becomes one that nobody reads, or the next file opened would take its place.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+    codecs.register_error(_ANY_TEXT, _encode_any)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_ANY_TEXT)
+    warnings.showwarning = _show_warning
+
+
+_ANY_TEXT = "flashmem-any-text"
+
+
+def _encode_any(error: UnicodeError) -> tuple[str | bytes, int]:
+    """A file name's bytes as they are; what the terminal's encoding lacks as an escape."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+_show_any_warning = warnings.showwarning
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    if issubclass(category, FlashmemWarning):
+        say(str(message))
+    else:
+        _show_any_warning(message, category, *where, **more)
+
+
+def _flush() -> None:
+    """What cannot be written to stdout is forgotten, or Python would try again, and complain, as it shuts down."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        raise
 
 
 def _describe(error: OSError) -> str:

@@ -103,7 +103,7 @@ class DeviceDescriptor:
         descriptor: DeviceDescriptor = build(cls, values)
         return descriptor
 
-    def on_path(self, path: MemoryPath) -> DeviceDescriptor:
+    def on_path(self, path: str) -> DeviceDescriptor:
         """The same device with `path` as its default memory path.
 
         Raises:
@@ -111,7 +111,7 @@ class DeviceDescriptor:
         """
         if path not in self.memory_paths:
             raise UserError(f"device {self.name} has no memory path {path!r}; it has {', '.join(self.memory_paths)}")
-        return replace(self, memory_paths=(path, *(p for p in self.memory_paths if p != path)))
+        return replace(self, memory_paths=tuple(sorted(self.memory_paths, key=lambda known: known != path)))
 
 
 def descriptor_names() -> tuple[str, ...]:

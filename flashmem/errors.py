@@ -45,5 +45,9 @@ class NoDeviceError(UserError):
     """No OpenCL device is here, or not the one that was named."""
 
 
+class FlashmemWarning(UserWarning):
+    """Something that costs time and no result; the command line says it as one line."""
+
+
 class RunError(RuntimeError):
     """A run failed: short read, lost device, refused allocation. The session says whether it is still usable."""

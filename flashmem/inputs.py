@@ -2,39 +2,166 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
 from flashmem.errors import MissingFileError, UserError
 from flashmem.files import written_whole
 from flashmem.program import Port, Program
+from flashmem.runtime.ports import check_inputs
 
 Arrays = dict[str, NDArray[Any]]
 
 
-def read_inputs(path: Path) -> Arrays:
-    """The arrays in an .npz file, by name.
+_HOW = "write it with numpy.savez(path, name=array)"
+_PIECE = 1 << 20  # bytes decompressed at once
+_HEADER_BYTES = 1 << 14  # numpy refuses longer ones, after reading them
+_LONGEST_NUMBER = 32  # bytes: a complex number of 256 bits
+_LONGEST_NAME = 80
+_LONGEST_REASON = 200
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An array of the file as its header describes it, `offset` bytes into the member that holds it."""
+
+    member: zipfile.ZipInfo
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    column_major: bool
+
+
+def check_input_file(path: Path) -> None:
+    """Reads the headers of an .npz file, so that a file that cannot be used is told before a model is compiled for it.
 
     Raises:
         MissingFileError: no such file.
-        UserError: not an .npz file, or one that holds Python objects.
+        UserError: not an .npz file, or one that is damaged as far as its headers say, or holds other things than numbers.
     """
+    with _opened(path) as archive:
+        _headers(path, archive)
+
+
+def read_inputs(path: Path, ports: Sequence[Port]) -> Arrays:
+    """The arrays in an .npz file, by name. Nothing is decompressed before its header fits the port of its name.
+
+    Raises:
+        MissingFileError: no such file.
+        UserError: as `check_input_file`; or an array that no port takes, or of another shape or type than its port; or damage.
+    """
+    by_name = {port.name: port for port in ports}
+    with _opened(path) as archive:
+        stored = _headers(path, archive)
+        _refuse_unknown(stored, by_name, f"{path}: ")
+        for name, array in stored.items():
+            _check(path, by_name[name], array)
+        return {name: _read(path, name, archive, array) for name, array in stored.items()}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name an .npz file")
     if not path.is_file():
         raise MissingFileError(f"{path}: no such input file")
-    how = "write it with numpy.savez(path, name=array)"
+    with path.open("rb") as file:
+        if file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX:
+            raise UserError(f"{path} holds one nameless array; {_HOW}")
+        with _readable(path):
+            archive = zipfile.ZipFile(file)
+        with archive:
+            yield archive
+
+
+@contextmanager
+def _readable(path: Path, name: str | None = None) -> Iterator[None]:
+    """Around what zipfile, zlib and numpy read. What they raise for damaged bytes is an open set, so all of it is taken."""
     try:
-        stored = np.load(path, allow_pickle=False)
-        if isinstance(stored, np.lib.npyio.NpzFile):
-            with stored:
-                return {name: stored[name] for name in stored.files}
-    except (ValueError, zipfile.BadZipFile, EOFError, OSError) as error:
-        raise UserError(f"{path} is not a readable .npz file ({error}); {how}") from error
-    raise UserError(f"{path} holds one nameless array; {how}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # headers of Python 2, names that come twice: read, or refused below
+            yield
+    except UserError:
+        raise
+    except Exception as error:
+        where = f"{path}" if name is None else f"{path}: {_quoted(name)}"
+        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        raise UserError(f"{where} is not readable as .npz ({reason}); {_HOW}") from error
+
+
+def _headers(path: Path, archive: zipfile.ZipFile) -> dict[str, _Stored]:
+    stored: dict[str, _Stored] = {}
+    for member in archive.infolist():
+        name = member.filename.removesuffix(".npy")
+        if name in stored:
+            raise UserError(f"{path} holds {_quoted(name)} twice; {_HOW}")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise UserError(f"{path}: {_quoted(name)} is compressed in a way that numpy does not write; {_HOW}")
+        with _readable(path, name), archive.open(member) as file:
+            stored[name] = array = _header(member, file)
+        dtype = array.dtype
+        if dtype.hasobject or dtype.fields or dtype.subdtype or dtype.itemsize > _LONGEST_NUMBER:
+            raise UserError(f"{path}: {_quoted(name)} is not an array of numbers; {_HOW}")
+    return stored
+
+
+def _header(member: zipfile.ZipInfo, stream: IO[bytes]) -> _Stored:
+    file = io.BytesIO(stream.read(_HEADER_BYTES))
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"an array of format {version[0]}.{version[1]}, which holds fields")
+    shape, column_major, dtype = read(file)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a shape of {shape}")
+    return _Stored(member, file.tell(), shape, dtype, column_major)
+
+
+def _check(path: Path, port: Port, array: _Stored) -> None:
+    """Refuses what `Session.run` would, in its words; an array without memory of its own stands in for the stored one."""
+    with _readable(path, port.name):
+        stand_in = np.broadcast_to(np.empty((), array.dtype), array.shape)
+    try:
+        check_inputs([port], {port.name: stand_in})
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _read(path: Path, name: str, archive: zipfile.ZipFile, array: _Stored) -> NDArray[Any]:
+    """The array itself; of its port's size, whatever the file decompresses to."""
+    result = np.empty(array.shape[::-1] if array.column_major else array.shape, array.dtype)
+    flat: Any = result.reshape(-1).view(np.uint8)
+    left = memoryview(flat)
+    with _readable(path, name), archive.open(array.member) as file:
+        file.read(array.offset)
+        while left and (piece := file.read(min(len(left), _PIECE))):
+            left[: len(piece)] = piece
+            left = left[len(piece) :]
+        if left:
+            raise ValueError(f"{len(left)} bytes are missing")
+        if file.read(1):  # at its end the file is compared with its checksum
+            raise ValueError("it is longer than its shape says")
+    return result.T if array.column_major else result
+
+
+def _refuse_unknown(given: Iterable[str], known: Collection[str], where: str = "") -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise UserError(f"{where}the model has no input {_quoted(unknown[0])}; its inputs are: {', '.join(known)}")
+
+
+def _quoted(name: str) -> str:
+    return repr(name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "…")
 
 
 def write_outputs(path: Path, names: Sequence[str], arrays: Sequence[NDArray[Any]]) -> None:
@@ -59,10 +186,7 @@ def complete_inputs(program: Program, given: Mapping[str, NDArray[Any]], seed: i
     Raises:
         UserError: `given` names an input that the model does not have.
     """
-    names = [port.name for port in program.inputs]
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise UserError(f"the model has no input {unknown[0]!r}; its inputs are: {', '.join(names)}")
+    _refuse_unknown(given, [port.name for port in program.inputs])
     rows = {gather.indices: gather.rows for gather in program.row_gathers}
     drawn = {
         port.name: _draw(port, rows.get(port.name), np.random.default_rng([seed, index]))

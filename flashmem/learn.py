@@ -15,9 +15,10 @@ from typing import Any
 from flashmem.bundle import Bundle, replace_plan
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
+from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.planner import Limits, plan_problem, planning_problem
+from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.runtime.loader import Span
 from flashmem.runtime.report import RunReport

@@ -1,19 +1,25 @@
 """The program: what the device executes, as plain data.
 
 `codegen` writes it, the bundle stores it, the runtime plays it; numpy and OpenCL have no part in it. Offsets and sizes are
-bytes unless a name says otherwise. A *layer* is one kernel launch; layers are numbered 1..N in execution order, as in the
-plan (`flashmem.planning.plan`).
+bytes unless a name says otherwise. A *layer* is one kernel launch (a fused group of operators makes one,
+or one for each slice of its weight); layers are numbered 1..N in execution order, as in the plan (`flashmem.planning.plan`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 MemoryPath = Literal["buffer", "texture"]
 OperatorClass = Literal["elemental", "reusable", "hierarchical"]
-DeviceDType = Literal["float32", "int32"]
+DType = Literal["bool", "float32", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+"""Element types on the device, by numpy's names. float16, bfloat16 and float64 of a model are float32 there."""
+
+ITEMSIZE: dict[DType, int] = {
+    "bool": 1, "float32": 4, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+}  # fmt: skip
+"""Bytes of one element on the device."""
 
 TENSOR_ALIGNMENT = 512
 """Arena and constant offsets: sub-buffer alignment of every known device (CL_DEVICE_MEM_BASE_ADDR_ALIGN; NVIDIA: 4096 bits)."""
@@ -28,7 +34,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: DeviceDType
+    dtype: DType
     offset: int
     nbytes: int
 
@@ -116,7 +122,8 @@ class Launch:
 class Port:
     """An input or output of the model, as the user sees it: ONNX name, shape and dtype; `tensor` is its device twin.
 
-    `tensor` is None for an input that only selects table rows on the host (see `RowGather`).
+    `tensor` is None for an input that no kernel reads (it only selects table rows on the host, see `RowGather`), and for an
+    output without elements.
     """
 
     name: str
@@ -161,6 +168,7 @@ class Program:
     constants_offset: int  # in weights.bin, page aligned
     constants_bytes: int
     weights_bytes: int  # size of weights.bin
+    status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
     build_options: tuple[str, ...] = ()
 
     def uses(self) -> dict[str, tuple[int, int]]:
@@ -206,21 +214,37 @@ def fixed_bytes(program: Program) -> int:
     return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
 
 
+def port_dtype(port: Port) -> DType:
+    """The element type of a port on the device.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if port.dtype in _FLOATS:
+        return "float32"
+    for dtype in get_args(DType):
+        if dtype == port.dtype:
+            found: DType = dtype
+            return found
+    raise ValueError(f"port {port.name!r} has the unknown dtype {port.dtype!r}")
+
+
 def output_bytes(program: Program) -> int:
     """The arrays that a run hands back."""
-    return sum(math.prod(port.shape) * _ITEMSIZE.get(port.dtype, 8) for port in program.outputs)
+    return sum(math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)]) for port in program.outputs)
 
 
 def scratch_bytes(program: Program) -> int:
     """The largest host array a run needs beside the user's: an input or output in another dtype, or gathered table rows."""
     shapes = {tensor.name: tensor.shape for tensor in program.tensors}
-    ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype not in ("float32", "int32")]
-    converted = [4 * math.prod(port.shape) for port in ports]
+    ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != port_dtype(port)]
+    converted = [ITEMSIZE[port_dtype(port)] * math.prod(port.shape) for port in ports]
     gathered = [4 * math.prod(shapes[g.tensor]) + (g.columns - 1) * g.column_stride + 4 * g.panel for g in program.row_gathers]
     return max(converted + gathered, default=0)
 
 
-_ITEMSIZE = {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "int16": 2, "uint16": 2, "float32": 4, "int32": 4}
+_FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of one element of a model's floating point types."""
 
 
 @dataclass(frozen=True)

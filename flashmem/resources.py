@@ -1,6 +1,6 @@
 """Files that ship with flashmem but are not Python: kernel templates, device descriptors and their trained models.
 
-In a checkout they stand beside the package, in a wheel inside it; `flashmem/__init__.py` makes both look the same.
+In a checkout their folders are links to `kernels/` and `devices/` at the top of the repository.
 """
 
 from __future__ import annotations

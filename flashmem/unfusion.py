@@ -16,9 +16,9 @@ from flashmem.device import TransferMode
 from flashmem.errors import BudgetError
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
+from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties, chunks_above_capacity
 from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.planner import Limits
 from flashmem.planning.problem import Problem
 from flashmem.program import Program
 
@@ -32,8 +32,8 @@ Cuts = frozenset[Node]
 
 
 @dataclass(frozen=True)
-class Road:
-    """How a program with given cuts is made, the problem it poses, and that problem's plan: the middle of the offline road."""
+class Pipeline:
+    """How a program with given cuts is made, the problem it poses, and that problem's plan: the middle of the offline half."""
 
     generate: Callable[[Cuts], Generated]
     problem: Callable[[Program], Problem]
@@ -59,16 +59,18 @@ class Split:
     gain: int
 
 
-def refine(graph: Graph, road: Road, limits: Limits, mode: TransferMode, chunk_seconds: float) -> tuple[Generated, OverlapPlan]:
+def refine(
+    graph: Graph, pipeline: Pipeline, limits: Limits, mode: TransferMode, chunk_seconds: float
+) -> tuple[Generated, OverlapPlan]:
     """The program of `graph` and its plan, with those fused layers split that made the plan better; its notes say which.
 
     `chunk_seconds`: what moving a chunk above C_l costs.
     """
 
     def attempt(cuts: Cuts) -> Attempt:
-        generated = road.generate(cuts)
-        problem = road.problem(generated.program)
-        return Attempt(generated, problem, road.plan(problem, generated.program))
+        generated = pipeline.generate(cuts)
+        problem = pipeline.problem(generated.program)
+        return Attempt(generated, problem, pipeline.plan(problem, generated.program))
 
     def cost(tried: Attempt) -> float:
         return objective(tried, mode, chunk_seconds)
@@ -79,7 +81,7 @@ def refine(graph: Graph, road: Road, limits: Limits, mode: TransferMode, chunk_s
         return best.generated, best.plan
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
-    ranked, batch = _ranked(graph, best, cuts, road, limits), BATCH
+    ranked, batch = _ranked(graph, best, cuts, pipeline, limits), BATCH
     while ranked and batch and time.monotonic() < deadline:
         chosen = ranked[:batch]
         try:
@@ -91,7 +93,7 @@ def refine(graph: Graph, road: Road, limits: Limits, mode: TransferMode, chunk_s
         if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
             best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
-            ranked = _ranked(graph, best, cuts, road, limits)
+            ranked = _ranked(graph, best, cuts, pipeline, limits)
         else:
             batch = min(batch, len(ranked)) // 2
     if not done:
@@ -114,18 +116,18 @@ def objective(tried: Attempt, mode: TransferMode, chunk_seconds: float) -> float
     return tried.plan.objective + chunk_seconds * chunks_above_capacity(tried.problem, tried.plan)
 
 
-def _ranked(graph: Graph, best: Attempt, cuts: Cuts, road: Road, limits: Limits) -> list[Split]:
+def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
     """The splits worth trying on top of `cuts`, highest penalty first; none when nothing lacks capacity."""
     asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
     penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.lambda_, limits.mu)
     if not penalties.shortage and not limits.mu:
         return []
-    found = splits(graph, best, cuts, road, limits.alpha)
+    found = splits(graph, best, cuts, pipeline, limits.alpha)
     scored = [(penalties.of(split.layer, split.gain), split) for split in found]
     return [split for score, split in sorted(scored, key=lambda pair: (-pair[0], pair[1].layer)) if score > 0]
 
 
-def splits(graph: Graph, best: Attempt, cuts: Cuts, road: Road, alpha: float) -> list[Split]:
+def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[Split]:
     """The fused layers of a program (made with `cuts`) that can be split, and by what their capacity would grow.
 
     Capacities of the parts are those of a program in which all of them are split at once.
@@ -134,8 +136,8 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, road: Road, alpha: float) ->
     candidates = {cut: layer for layer in fuse(graph, cuts) if (cut := cut_point(layer, consumers, outputs)) is not None}
     if not candidates:
         return []
-    program, apart = best.generated.program, road.generate(cuts | candidates.keys()).program
-    whole, parts = _capacities(program, best.problem), _capacities(apart, road.problem(apart))
+    program, apart = best.generated.program, pipeline.generate(cuts | candidates.keys()).program
+    whole, parts = _capacities(program, best.problem), _capacities(apart, pipeline.problem(apart))
     first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
     found = []
     for cut, layer in candidates.items():

@@ -11,7 +11,9 @@ _FACTORS = {
     "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4,
     "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4,
 }  # fmt: skip
+_LONGEST = 100
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_DIMENSION = re.compile(r"0*[1-9][0-9]{0,17}")  # 64 bits
 
 
 def parse_size(text: str | int, *, what: str = "size") -> int:
@@ -24,9 +26,11 @@ def parse_size(text: str | int, *, what: str = "size") -> int:
         if text <= 0:
             raise UserError(f"{what} {text} is not a positive number of bytes")
         return text
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
     if match is None or match[2].upper() not in _FACTORS:
-        raise UserError(f"{what} {text!r} is not a size; write a positive number with a unit, for example 256MB or 64MiB")
+        raise UserError(
+            f"{what} {str(text)[:_LONGEST]!r} is not a size; write a positive number with a unit, for example 256MB or 64MiB"
+        )
     size = int(float(match[1]) * _FACTORS[match[2].upper()])
     if size <= 0:
         raise UserError(f"{what} {text!r} must be more than 0 bytes, for example 256MB")
@@ -51,6 +55,6 @@ def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     """
     name, equals, dims = text.rpartition("=")
     parts = dims.lower().split("x") if dims else []
-    if not equals or not name or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not equals or not name or not all(_DIMENSION.fullmatch(part) for part in parts):
         raise UserError(f"shape {text!r} is not understood; write name=1x3x224x224 with positive whole numbers")
     return name, tuple(int(part) for part in parts)

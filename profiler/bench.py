@@ -189,7 +189,7 @@ class Prepared:
             self.seconds = min(self._play(self._steps, n) for _ in range(3)) / n
         self.bursts: list[float] = []
 
-    def settled_seconds(self) -> float:
+    def alone_seconds(self) -> float:
         """Latency alone: the lower quartile of all bursts without load, or the best of the first tries."""
         return lower_quartile(self.bursts) if self.bursts else self.seconds
 
@@ -233,7 +233,7 @@ class Prepared:
         """Integer tensors that the launch reads hold zeros: they may be places in a table."""
         names = {str(arg.value) for arg in self._launch.args if arg.kind == "tensor"}
         for tensor in self._program.tensors:
-            if tensor.name in names and tensor.dtype == "int32":
+            if tensor.name in names and tensor.dtype in ("int32", "int64"):
                 self._bench.queue.write(arena, np.zeros(tensor.nbytes, np.uint8), offset=tensor.offset)
 
     def _make(self, plain: Program, lane: Program | None, moves: dict[int, LayerMoves]) -> list[Step]:
@@ -277,7 +277,7 @@ class Prepared:
         return [self._play(self._steps, count) / count for _ in range(bursts)]
 
     def measure_alone(self) -> None:
-        """Bursts with nothing beside them, for `settled_seconds`."""
+        """Bursts with nothing beside them, for `alone_seconds`."""
         self.bursts += self.burst_seconds(_ALONE if self.seconds < _SLOW_SECONDS else _ALONE // 2, _BURST_SECONDS)
 
     def delay(self, mode: TransferMode, chunks: int, count: int) -> float:

@@ -235,8 +235,8 @@ def _movement(draw: Draw) -> Graph:
     if op == "Slice":
         third = columns // 3
         bounds = (np.array([third]), np.array([2 * third]), np.array([2]))
-        settled = [constant(f"s{i}", bound) for i, bound in enumerate(bounds)]
-        return g.finish(g.node("Slice", [x, *settled], (1, rows, third)))
+        limits = [constant(f"s{i}", bound) for i, bound in enumerate(bounds)]
+        return g.finish(g.node("Slice", [x, *limits], (1, rows, third)))
     if op == "Concat":
         return g.finish(g.node("Concat", [x, g.input(1, rows, columns)], (1, rows, 2 * columns), axis=2))
     if op == "Pad":

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_type_hints
 
-from flashmem.capacity.features import Facts
+from flashmem.capacity.features import LaunchFeatures
 from flashmem.capacity.predictor import Basis
 from flashmem.errors import MissingFileError, UserError
 from flashmem.files import written_whole
@@ -38,7 +38,7 @@ class Row:
     origin: str  # `SAMPLE`, or the model that the launch is from
     case: str
     operator: str
-    facts: Facts
+    features: LaunchFeatures
     mode: str
     streamed_bytes: float
     seconds: float
@@ -49,20 +49,20 @@ class Row:
     traffic_pace: float = 1.0
 
 
-_FACTS = get_type_hints(Facts)
-_OWN = {name: kind for name, kind in get_type_hints(Row).items() if name != "facts"}
-_KINDS = {**_OWN, **_FACTS}
-_COLUMNS = (*(f.name for f in fields(Row) if f.name != "facts"), *_FACTS)
+_FEATURES = get_type_hints(LaunchFeatures)
+_OWN = {name: kind for name, kind in get_type_hints(Row).items() if name != "features"}
+_KINDS = {**_OWN, **_FEATURES}
+_COLUMNS = (*(f.name for f in fields(Row) if f.name != "features"), *_FEATURES)
 
 
 def _as_line(row: Row) -> dict[str, Any]:
-    line: dict[str, Any] = {**{name: getattr(row, name) for name in _OWN}, **asdict(row.facts)}
+    line: dict[str, Any] = {**{name: getattr(row, name) for name in _OWN}, **asdict(row.features)}
     return {name: f"{value:.6g}" if _KINDS[name] is float else value for name, value in line.items()}
 
 
 def _as_row(line: dict[str, str]) -> Row:
     values = {name: _parsed(kind, line[name]) for name, kind in _OWN.items()}
-    return Row(facts=Facts(**{name: _parsed(kind, line[name]) for name, kind in _FACTS.items()}), **values)
+    return Row(features=LaunchFeatures(**{name: _parsed(kind, line[name]) for name, kind in _FEATURES.items()}), **values)
 
 
 def _parsed(kind: Any, text: str) -> Any:
@@ -84,7 +84,7 @@ def at_usual_pace(rows: Sequence[Row], basis: Basis) -> list[Row]:
     gemm, traffic = (median(values) for values in zip(*((row.gemm_pace, row.traffic_pace) for row in alone), strict=True))
 
     def pace(row: Row) -> float:
-        by_gemm, by_traffic = _BY_ARITHMETIC if basis.limited_by_arithmetic(row.facts) else _BY_TRAFFIC
+        by_gemm, by_traffic = _BY_ARITHMETIC if basis.limited_by_arithmetic(row.features) else _BY_TRAFFIC
         return float((row.gemm_pace / gemm) ** by_gemm * (row.traffic_pace / traffic) ** by_traffic)
 
     return [replace(row, seconds=row.seconds / pace(row)) for row in rows]

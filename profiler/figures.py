@@ -45,7 +45,7 @@ def draw_figures(dataset: Path, parts: Sequence[HeldOut], folder: Path) -> list[
 def draw_response(rows: Sequence[Row], device: str, path: Path) -> None:
     """Median latency increase of each operator type over the ratio of streamed bytes to its own input; a panel a mode."""
     usual = default_path(rows)
-    chosen = [row for row in rows if row.facts.memory_path == usual]
+    chosen = [row for row in rows if row.features.memory_path == usual]
     modes = sorted({row.mode for row in chosen} - {"none"}, key=lambda mode: (mode == "interleave", mode))
     if not modes:
         raise UserError(f"nothing was streamed beside the launches on the {usual} path; profile for more minutes")
@@ -67,9 +67,9 @@ def _responses(rows: Sequence[Row], mode: str) -> dict[tuple[str, str], NDArray[
     for (_, used), points in curves(rows).items():
         if used != mode or points[0].seconds < _LEAST_SECONDS:
             continue
-        ratios = [0.0, *(row.streamed_bytes / row.facts.own_bytes for row in points)]
+        ratios = [0.0, *(row.streamed_bytes / row.features.own_bytes for row in points)]
         factors = np.interp(_GRID, ratios, [1.0, *(row.slowdown for row in points)], right=np.nan)
-        found.setdefault((operator_type(points[0]), points[0].facts.operator_class), []).append(factors - 1)
+        found.setdefault((operator_type(points[0]), points[0].features.operator_class), []).append(factors - 1)
     return {key: np.maximum(_median(values), 0) for key, values in found.items() if len(values) >= _LEAST_LAUNCHES}
 
 

@@ -41,7 +41,7 @@ class MachineRates:
         return cls(Rates(**data["rates"]), data["mode_rates"])
 
 
-def measure_rates(benches: Sequence[Bench], device: str, told: Callable[[str], None]) -> MachineRates:
+def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str], None]) -> MachineRates:
     """All rates but the contention of lanes, which the dataset gives (`lane_contention`).
 
     `benches`: one for each path, the default first. `device` is how `flashmem run` finds the device. The disk is the one that
@@ -49,22 +49,22 @@ def measure_rates(benches: Sequence[Bench], device: str, told: Callable[[str], N
     """
     bench = benches[0]
     mode = bench.descriptor.modes[bench.path][0]
-    told("arithmetic")
+    progress("arithmetic")
     shapes = _CPU_GEMMS if bench.descriptor.kind == "cpu" else _GPU_GEMMS
     flops = max(_gemm(bench, *shape) for shape in shapes)
-    told("memory")
+    progress("memory")
     traffic = elementwise_target(_TRAFFIC_BYTES // 12, bench.descriptor)
     bandwidth = traffic.launch.bytes / bench.prepare(traffic).seconds
     launch = bench.prepare(elementwise_target(64, bench.descriptor)).seconds
-    told("transfers")
+    progress("transfers")
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
     copy = _copy_rate(bench) if mode in ("dma", "interleave") else cached
     delays = _thread_contention(bench, alone)
-    told("disk")  # last: part of the benches' file is out of the page cache afterwards
+    progress("disk")  # last: part of the benches' file is out of the page cache afterwards
     disk = bench.loads.cold_rate(mode)
     load = bench.loads.slice_seconds(mode)
-    told("sessions")
+    progress("sessions")
     opening = measure_opening(bench.descriptor, device, mode)
     return MachineRates(
         Rates(
@@ -92,7 +92,7 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
     rate = mode_rates.get(f"{path} interleave")
     found = []
     for row in rows:
-        if rate and row.mode == "interleave" and row.facts.memory_path == path and row.facts.operator_class == "reusable":
+        if rate and row.mode == "interleave" and row.features.memory_path == path and row.features.operator_class == "reusable":
             alone = row.streamed_bytes / rate
             if row.seconds > 2e-4 and 0.15 * row.seconds < alone < 0.7 * row.seconds:
                 found.append((row.slowdown - 1) * row.seconds / alone)

@@ -91,14 +91,14 @@ def _judge(what: str, rows: Sequence[Row], basis: Basis, machine: MachineRates, 
 
 
 def _loaded(predictor: Predictor, row: Row) -> float:
-    seconds = predictor.facts_seconds(row.facts)
+    seconds = predictor.seconds_of(row.features)
     if row.mode == "none":
         return seconds
-    return seconds * predictor.facts_slowdown(row.facts, row.streamed_bytes, _mode(row))
+    return seconds * predictor.slowdown_of(row.features, row.streamed_bytes, _mode(row))
 
 
 def _by_roofline(basis: Basis, machine: MachineRates, row: Row) -> float:
-    return basis.roofline(row.facts) + row.streamed_bytes / machine.rates.copy_bandwidth
+    return basis.roofline(row.features) + row.streamed_bytes / machine.rates.copy_bandwidth
 
 
 def _mode(row: Row) -> Any:
@@ -116,7 +116,7 @@ def curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def measured_ratio(points: Sequence[Row], slowdown: float) -> float:
     """The streamed bytes, over the kernel's own, up to which the measured curve stays within a slowdown."""
-    ratios = np.array([0.0, *(row.streamed_bytes / row.facts.own_bytes for row in points)])
+    ratios = np.array([0.0, *(row.streamed_bytes / row.features.own_bytes for row in points)])
     factors = np.maximum.accumulate([1.0, *(row.slowdown for row in points)])
     return ratio_within(ratios, factors, slowdown)
 
@@ -124,14 +124,14 @@ def measured_ratio(points: Sequence[Row], slowdown: float) -> float:
 def _capacities(rows: Sequence[Row], predictor: Predictor, basis: Basis, machine: MachineRates) -> list[Capacity]:
     found = []
     for points in curves(rows).values():
-        facts = points[0].facts
-        threshold = THRESHOLDS[facts.operator_class]
+        features = points[0].features
+        threshold = THRESHOLDS[features.operator_class]
         if not threshold:
             continue  # 0 by its class, whoever is asked
         last = points[-1].streamed_bytes
-        predicted = predictor.facts_streamable(facts, threshold, _mode(points[0]))
-        roofline = threshold * basis.roofline(facts) * machine.rates.copy_bandwidth
-        own = facts.own_bytes
+        predicted = predictor.streamable_of(features, threshold, _mode(points[0]))
+        roofline = threshold * basis.roofline(features) * machine.rates.copy_bandwidth
+        own = features.own_bytes
         found.append(Capacity(points[0], measured_ratio(points, threshold) * own, min(predicted, last), min(roofline, last)))
     return found
 
@@ -167,8 +167,8 @@ def repeats(dataset: Path, again: Path) -> Repeats:
         UserError: not datasets, or no launch is in both.
     """
     first, second = (at_usual_pace(rows, basis_of(about)) for about, rows in (read_dataset(dataset), read_dataset(again)))
-    others = {(row.case, row.facts): row.seconds for row in second if row.mode == "none"}
-    pairs = [(row.seconds, others.get((row.case, row.facts))) for row in first if row.mode == "none"]
+    others = {(row.case, row.features): row.seconds for row in second if row.mode == "none"}
+    pairs = [(row.seconds, others.get((row.case, row.features))) for row in first if row.mode == "none"]
     ratios = [after / before for before, after in pairs if after is not None]
     if not ratios:
         raise UserError(f"{dataset} and {again} have no launch in common; profile with the same --seed and the same models")
@@ -182,8 +182,8 @@ def _measured_capacities(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     """C_l in bytes by (case, mode), where the class lets it be anything but 0."""
     found = {}
     for key, points in curves(rows).items():
-        if threshold := THRESHOLDS[points[0].facts.operator_class]:
-            found[key] = measured_ratio(points, threshold) * points[0].facts.own_bytes
+        if threshold := THRESHOLDS[points[0].features.operator_class]:
+            found[key] = measured_ratio(points, threshold) * points[0].features.own_bytes
     return found
 
 
@@ -204,7 +204,7 @@ def learned_classes(rows: Sequence[Row], mode: str) -> list[Learned]:
 def operator_type(row: Row) -> str:
     """The ONNX type of a row; products of two activations, depthwise convolutions and columns apart from the others."""
     apart = {"matmul_dynamic": "MatMul of activations", "depthwise": "Conv, depthwise", "reduce_columns": "over columns"}
-    other = apart.get(row.facts.family)
+    other = apart.get(row.features.family)
     if other == "over columns":
         return f"{row.operator} {other}"
     return other or row.operator
@@ -243,13 +243,13 @@ def print_report(dataset: Path, parts: Sequence[HeldOut]) -> None:
     _print_capacities(parts, verdicts)
     modes = sorted({row.mode for row in rows} - {"none"})
     for mode in modes:
-        _print_classes(mode, learned_classes([row for row in rows if row.facts.memory_path == default_path(rows)], mode))
+        _print_classes(mode, learned_classes([row for row in rows if row.features.memory_path == default_path(rows)], mode))
     print("\n".join(verdicts) or "all bars met")
 
 
 def default_path(rows: Sequence[Row]) -> str:
     """The memory path of most rows: a profile measures the device's default one most."""
-    paths = [row.facts.memory_path for row in rows]
+    paths = [row.features.memory_path for row in rows]
     return max(sorted(set(paths)), key=paths.count)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from flashmem.capacity.features import MAX_RATIO, facts_of
+from flashmem.capacity.features import MAX_RATIO, launch_features
 from flashmem.capacity.predictor import Basis
 from flashmem.device import Rates, TransferMode
 from flashmem.errors import RunError, UserError
@@ -31,7 +31,7 @@ from .models import read_models
 from .rates import MachineRates, lane_contention, measure_rates
 from .train import save, train
 
-Told = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 
 _MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
 _SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
@@ -43,7 +43,7 @@ _LOADED = 5  # and one with load: that takes ten times as long as alone, and lat
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. `minutes` counts rates and launches over all calls; `seed` settles the sampled kernels."""
+    """What to measure. `minutes` counts rates and launches over all calls; `seed` decides the sampled kernels."""
 
     device: str
     output: Path
@@ -54,10 +54,10 @@ class Request:
     seed: int = 0
 
 
-def profile(request: Request, told: Told) -> Path:
+def profile(request: Request, progress: Progress) -> Path:
     """Profile a device and write NAME.toml, NAME.seconds.ubj, NAME.slowdown.ubj and NAME.profile.csv.gz into `output`.
 
-    Returns the descriptor's path. `told(stage, fraction)` is called as it goes on.
+    Returns the descriptor's path. `progress(stage, fraction)` is called as it goes on.
 
     Raises:
         NoDeviceError: no such device.
@@ -69,7 +69,7 @@ def profile(request: Request, told: Told) -> Path:
     descriptor = descriptor_for(device)
     name = request.name or descriptor.name
     if request.models:
-        told("models", 0.0)
+        progress("models", 0.0)
     models = read_models(request.models, descriptor.on_path(descriptor.memory_paths[0]))
     request.output.mkdir(parents=True, exist_ok=True)
     about = {"device": device.key, "seed": request.seed}
@@ -80,9 +80,9 @@ def profile(request: Request, told: Told) -> Path:
     with ExitStack() as stack:
         paths = descriptor.memory_paths
         benches = [stack.enter_context(Bench(device, descriptor.on_path(path), request.output)) for path in paths]
-        machine, spent = _kept_rates(rates_file) or _measured_rates(rates_file, benches, request.device, told)
-        _measure(request, growing, benches, models, spent, told)
-    told("train", 1.0)
+        machine, spent = _kept_rates(rates_file) or _measured_rates(rates_file, benches, request.device, progress)
+        _measure(request, growing, benches, models, spent, progress)
+    progress("train", 1.0)
     contention = dict(machine.rates.contention)
     if "interleave" in descriptor.modes[descriptor.memory_paths[0]]:
         contention["interleave"] = lane_contention(growing.rows, machine.mode_rates, descriptor.memory_paths[0])
@@ -91,8 +91,8 @@ def profile(request: Request, told: Told) -> Path:
     source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
     basis = Basis(rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds, machine.mode_rates, source)
     predictor = train(at_usual_pace(growing.rows, basis), basis)
-    facts = {"source": source, "rates": replace(machine, rates=rates).to_dict(), "basis": vars(basis), "seed": request.seed}
-    write_dataset(request.output / f"{name}{SUFFIX}", facts, growing.rows)
+    about = {"source": source, "rates": replace(machine, rates=rates).to_dict(), "basis": vars(basis), "seed": request.seed}
+    write_dataset(request.output / f"{name}{SUFFIX}", about, growing.rows)
     save(predictor, request.output / name)
     path = write_descriptor(
         request.output, replace(descriptor, name=name, rates=rates, capacity_model=name, measured=True), source, device.kind
@@ -138,10 +138,10 @@ def _kept_rates(file: Path) -> tuple[MachineRates, float] | None:
         return None
 
 
-def _measured_rates(file: Path, benches: Sequence[Bench], device: str, told: Told) -> tuple[MachineRates, float]:
+def _measured_rates(file: Path, benches: Sequence[Bench], device: str, progress: Progress) -> tuple[MachineRates, float]:
     """The rates and the seconds they took, kept in `file` for a later call."""
     begun = perf_counter()
-    machine = measure_rates(benches, device, lambda what: told(f"rates ({what})", 0.0))
+    machine = measure_rates(benches, device, lambda what: progress(f"rates ({what})", 0.0))
     spent = perf_counter() - begun
     with written_whole(file) as kept:
         kept.write(json.dumps({"spent": spent, **machine.to_dict()}).encode())
@@ -149,7 +149,12 @@ def _measured_rates(file: Path, benches: Sequence[Bench], device: str, told: Tol
 
 
 def _measure(
-    request: Request, growing: Growing, benches: Sequence[Bench], models: Sequence[Sequence[Target]], spent: float, told: Told
+    request: Request,
+    growing: Growing,
+    benches: Sequence[Bench],
+    models: Sequence[Sequence[Target]],
+    spent: float,
+    progress: Progress,
 ) -> None:
     """Launches until the time is spent: those of the models first, then sampled ones.
 
@@ -166,7 +171,7 @@ def _measure(
             break
         if target is None or target.case in done or spent >= limit * budget:
             continue
-        told(f"{target.origin}: {target.operator}, {bench.path}", min(1.0, spent / budget))
+        progress(f"{target.origin}: {target.operator}, {bench.path}", min(1.0, spent / budget))
         try:
             rows = _measure_launch(bench, target, ratios, len(done), benches[0].pace)
             refused = 0
@@ -209,7 +214,7 @@ def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], numbe
         RunError: the device refuses the launch itself.
     """
     prepared = bench.prepare(target)
-    facts = facts_of(target.launch, prepared.weight_bytes, bench.path)
+    features = launch_features(target.launch, prepared.weight_bytes, bench.path)
     before = pace()
     prepared.measure_alone()
     loaded: list[tuple[TransferMode, Measured]] = []
@@ -219,12 +224,12 @@ def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], numbe
         for mode in modes:
             with suppress(RunError):
                 for ratio in ratios:
-                    found = prepared.measure(mode, ratio * facts.own_bytes)
-                    if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * facts.own_bytes:
+                    found = prepared.measure(mode, ratio * features.own_bytes)
+                    if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * features.own_bytes:
                         loaded.append((mode, found))
     after = pace()
     alone = Row(
-        target.origin, target.case, target.operator, facts, "none", 0.0, prepared.settled_seconds(), 1.0, 0.0, 0.0,
+        target.origin, target.case, target.operator, features, "none", 0.0, prepared.alone_seconds(), 1.0, 0.0, 0.0,
         (before.gemm + after.gemm) / 2, (before.traffic + after.traffic) / 2,
     )  # fmt: skip
     return [

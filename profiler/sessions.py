@@ -12,14 +12,15 @@ from pathlib import Path
 
 from flashmem.bundle import BundleWriter
 from flashmem.codegen.program import generate
-from flashmem.compile import Options, plan_program
+from flashmem.compile import plan_program
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
-from flashmem.planning.planner import Limits
+from flashmem.planning.limits import Limits
+from flashmem.request import Options
 
 from .cases import Sketch
 

@@ -10,7 +10,7 @@ import numpy as np
 import xgboost
 from numpy.typing import NDArray
 
-from flashmem.capacity.features import GROWING, KERNEL_FEATURES, LOAD_FEATURES, Facts, kernel_features, load_features
+from flashmem.capacity.features import GROWING, KERNEL_FEATURES, LOAD_FEATURES, LaunchFeatures, kernel_features, load_features
 from flashmem.capacity.predictor import SECONDS, SLOWDOWN, Basis, Predictor, describe
 from flashmem.errors import UserError
 from flashmem.files import written_whole
@@ -43,7 +43,7 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
     slowdown = _train_slowdown(rows, alone, basis)
     describe(seconds, basis, KERNEL_FEATURES)
     describe(slowdown, basis, LOAD_FEATURES)
-    return Predictor(seconds, slowdown, basis, alone[0].facts.memory_path)
+    return Predictor(seconds, slowdown, basis, alone[0].features.memory_path)
 
 
 def save(predictor: Predictor, stem: Path) -> None:
@@ -55,10 +55,10 @@ def save(predictor: Predictor, stem: Path) -> None:
 
 def _train_seconds(alone: Sequence[Row], basis: Basis) -> xgboost.Booster:
     """The logarithm of how far latency lies from the roofline."""
-    facts = [row.facts for row in alone]
-    roofline = np.array([basis.roofline(f) for f in facts])
+    features = [row.features for row in alone]
+    roofline = np.array([basis.roofline(f) for f in features])
     target = np.log(np.array([row.seconds for row in alone]) / roofline)
-    data = xgboost.DMatrix(kernel_features(facts, list(roofline)), target)
+    data = xgboost.DMatrix(kernel_features(features, list(roofline)), target)
     return xgboost.train(_SECONDS_PARAMETERS, data, _SECONDS_ROUNDS)
 
 
@@ -73,7 +73,7 @@ def _train_slowdown(rows: Sequence[Row], alone: Sequence[Row], basis: Basis) -> 
         held = set(order[fold::_FOLDS].tolist())
         model = _train_seconds([row for i, row in enumerate(alone) if i not in held], basis)
         for i in held:
-            expected[alone[i].case] = predicted_seconds(model, alone[i].facts, basis)
+            expected[alone[i].case] = predicted_seconds(model, alone[i].features, basis)
     loaded = [row for row in rows if row.mode != "none" and row.case in expected]
     weights = 1 / (0.03 + np.array([row.spread for row in loaded]))
     target = np.log(np.maximum([row.slowdown for row in loaded], 1.0))
@@ -82,16 +82,16 @@ def _train_slowdown(rows: Sequence[Row], alone: Sequence[Row], basis: Basis) -> 
     return xgboost.train({**_SLOWDOWN_PARAMETERS, "monotone_constraints": constraints}, data, _SLOWDOWN_ROUNDS)
 
 
-def predicted_seconds(model: xgboost.Booster, facts: Facts, basis: Basis) -> float:
+def predicted_seconds(model: xgboost.Booster, features: LaunchFeatures, basis: Basis) -> float:
     """Latency alone, by a model of `_train_seconds`."""
-    roofline = basis.roofline(facts)
-    return float(roofline * np.exp(model.inplace_predict(kernel_features([facts], [roofline]))[0]))
+    roofline = basis.roofline(features)
+    return float(roofline * np.exp(model.inplace_predict(kernel_features([features], [roofline]))[0]))
 
 
 def _load_rows(rows: Sequence[Row], seconds: NDArray[np.float64], basis: Basis) -> NDArray[np.float32]:
-    kernels = kernel_features([row.facts for row in rows], [basis.roofline(row.facts) for row in rows])
-    own = np.array([float(row.facts.own_bytes) for row in rows])
+    kernels = kernel_features([row.features for row in rows], [basis.roofline(row.features) for row in rows])
+    own = np.array([float(row.features.own_bytes) for row in rows])
     modes: list[Any] = [row.mode for row in rows]
     streamed = np.array([row.streamed_bytes for row in rows])
-    rates = np.array([basis.rate(row.facts.memory_path, mode) for row, mode in zip(rows, modes, strict=True)])
+    rates = np.array([basis.rate(row.features.memory_path, mode) for row, mode in zip(rows, modes, strict=True)])
     return load_features(kernels, own, seconds, modes, streamed, rates)

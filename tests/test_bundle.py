@@ -92,7 +92,7 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_while_appending_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_while_appending_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=r"the disk is full, so .*w\.flashmem was not written"),
         BundleWriter(tmp_path / "w.flashmem") as writer,
@@ -132,13 +132,13 @@ def test_what_is_no_bundle_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "notes/diary.txt").read_text() == "dear diary"
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         BundleWriter(tmp_path / "file/model.flashmem")
 
 
-def test_no_bundle_and_no_folder_are_told(tmp_path: Path) -> None:
+def test_no_bundle_and_no_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="does not exist"):
         Bundle.open(tmp_path / "none.flashmem")
     (tmp_path / "file").write_text("not a bundle")
@@ -159,7 +159,7 @@ def test_a_damaged_file_is_found(name: str, how: str, model: MiniModel) -> None:
         Bundle.open(model.path)
 
 
-def test_another_format_version_is_told(model: MiniModel) -> None:
+def test_another_format_version_is_reported(model: MiniModel) -> None:
     rewrite(model.path, "manifest.json", lambda manifest: manifest.update(format_version=99))
     with pytest.raises(BundleError, match="format version 99"):
         Bundle.open(model.path)

@@ -173,7 +173,7 @@ def test_compile_prints_the_path_and_nothing_else(flashmem: Command, tmp_path: P
 
 def test_a_bundle_settles_what_it_was_compiled_for(flashmem: Command, bundle: Path) -> None:
     outcome = flashmem("run", bundle, "--precision", "fp16")
-    assert outcome.code == 2 and "--precision was settled" in outcome.err
+    assert outcome.code == 2 and "--precision was fixed" in outcome.err
 
 
 def test_a_budget_too_small_names_one_that_works(flashmem: Command) -> None:

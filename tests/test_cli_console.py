@@ -108,9 +108,9 @@ def test_options_travel_to_the_child_process() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (CompileOptions(budget="lots"), "--budget 'lots' is not a size"),
-        (CompileOptions(m_peak="-1"), "--m-peak '-1' is not a size"),
-        (CompileOptions(chunk="0"), "--chunk '0' must be more than 0"),
+        (CompileOptions(budget="lots"), "budget 'lots' is not a size"),
+        (CompileOptions(m_peak="-1"), "M_peak '-1' is not a size"),
+        (CompileOptions(chunk="0"), "chunk '0' must be more than 0"),
         (CompileOptions(shape=("x=1xN",)), "shape 'x=1xN' is not understood"),
         (CompileOptions(budget="1MB", m_peak="1MB"), "cannot both be given"),
     ],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import fuzz_inputs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +17,7 @@ from numpy.typing import NDArray
 
 from flashmem.commands.verify import compare, reference
 from flashmem.errors import MissingFileError, UserError
-from flashmem.inputs import complete_inputs, read_inputs, write_outputs
+from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
 from flashmem.program import Port, Program, RowGather
 
 
@@ -56,10 +60,21 @@ def test_an_unknown_input_is_named_with_those_there_are() -> None:
 
 
 def test_inputs_are_read_by_name(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", image=np.arange(4), mask=np.ones(2))
-    stored = read_inputs(tmp_path / "x.npz")
-    assert set(stored) == {"image", "mask"}
-    assert stored["image"].tolist() == [0, 1, 2, 3]
+    arrays = {
+        "image": np.asfortranarray(np.random.default_rng(0).standard_normal((3, 700, 800)), np.float32),  # more than a piece
+        "mask": np.array([[1, -2], [3, 4]])[:, ::-1],
+        "empty": np.zeros((0, 4), bool),
+        "scalar": np.array(2.5),
+    }
+    ports = [Port(name, array.shape, str(array.dtype), None) for name, array in arrays.items()]
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
+        check_input_file(tmp_path / "x.npz")
+        stored = read_inputs(tmp_path / "x.npz", ports)
+        assert list(stored) == list(arrays)
+        for name, array in arrays.items():
+            assert stored[name].dtype == array.dtype
+            np.testing.assert_array_equal(stored[name], array)
 
 
 def test_files_that_are_not_inputs(tmp_path: Path) -> None:
@@ -72,9 +87,82 @@ def test_files_that_are_not_inputs(tmp_path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:500])
     for path in (text, nameless, pickled, cut):
         with pytest.raises(UserError, match=rf"{path.name}.*numpy\.savez"):
-            read_inputs(path)
+            check_input_file(path)
     with pytest.raises(MissingFileError, match="no such input file"):
-        read_inputs(tmp_path / "none.npz")
+        check_input_file(tmp_path / "none.npz")
+    with pytest.raises(UserError, match="is a folder"):
+        check_input_file(tmp_path)
+
+
+def _claims(
+    path: Path, header: str, content: bytes, *, version: bytes = b"\x01\x00", method: int = zipfile.ZIP_DEFLATED
+) -> None:
+    """An .npz file whose one array `x` says `header` of itself."""
+    length = len(header).to_bytes(2 if version == b"\x01\x00" else 4, "little")
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("x.npy", b"\x93NUMPY" + version + length + header.encode() + content)
+
+
+def _header(shape: str, descr: str = "<f4") -> str:
+    return f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "content", "sentence"),
+    [
+        (_header("(4,)"), bytes(12), "4 bytes are missing"),
+        (_header("(4,)"), bytes(17), "longer than its shape says"),
+        (_header("(5,)"), bytes(20), r"input 'x' has shape \(5,\); the model was compiled for \(4,\)"),
+        (_header("(4,)", ">f4"), bytes(16), "input 'x' is >f4; the model takes float32"),
+        (_header("(4,)", "|O"), bytes(16), "not an array of numbers"),
+        (_header("(4,)", "|S2000000000"), bytes(16), "not an array of numbers"),
+        (_header("(-4,)"), bytes(16), "a shape of"),
+        (_header("(1,) * 3"), bytes(16), "not readable"),
+        (_header(f"({'1,' * 70})"), bytes(4), "not readable"),
+        (_header("(4611686018427387904, 4611686018427387904)"), bytes(4), "not readable|has shape"),
+        (_header("(99999999999999999999,)"), bytes(4), "not readable"),
+        ("(" * 9000, b"", "not readable"),
+        ("{'descr': ", b"", "not readable"),
+        ("", b"", "not readable"),
+    ],
+)
+def test_what_a_header_says_is_not_believed(header: str, content: bytes, sentence: str, tmp_path: Path) -> None:
+    _claims(tmp_path / "x.npz", header, content)
+    with pytest.raises(UserError, match=rf"x\.npz.*({sentence})") as caught:
+        read_inputs(tmp_path / "x.npz", [Port("x", (4,), "float32", None)])
+    assert len(str(caught.value)) < 600
+
+
+def test_small_files_of_large_arrays_take_no_memory(tmp_path: Path) -> None:
+    """64 MB of zeros, and a header of as many bytes, are 64 KB of file each."""
+    port, large = Port("x", (4,), "float32", None), 64 << 20
+    shape, longer, header = (tmp_path / name for name in ("shape.npz", "longer.npz", "header.npz"))
+    _claims(shape, _header(f"({large // 4},)"), bytes(large))
+    _claims(longer, _header("(4,)"), bytes(large))
+    _claims(header, " " * large, b"", version=b"\x02\x00")
+    tracemalloc.start()
+    try:
+        for path in (shape, longer, header):
+            with pytest.raises(UserError, match=path.name):
+                read_inputs(path, [port])
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_members_that_numpy_does_not_write(tmp_path: Path) -> None:
+    _claims(tmp_path / "lzma.npz", _header("(4,)"), bytes(16), method=zipfile.ZIP_LZMA)
+    with pytest.raises(UserError, match="compressed in a way"):
+        check_input_file(tmp_path / "lzma.npz")
+    with zipfile.ZipFile(tmp_path / "twice.npz", "w") as archive, warnings.catch_warnings(action="ignore"):
+        for _ in range(2):
+            archive.writestr("x.npy", "")
+    with pytest.raises(UserError, match=r"twice\.npz"):
+        check_input_file(tmp_path / "twice.npz")
+
+
+def test_damaged_files_are_one_sentence(tmp_path: Path) -> None:
+    assert sum(fuzz_inputs.fuzz(300, seed=0, folder=tmp_path).values()) == 300
 
 
 def test_outputs_are_written_whatever_they_are_called(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
-from flashmem import ocr
 from flashmem.commands.verify import compare
-from flashmem.demo import PAGE, draw_page, open_image
+from flashmem.demo import ocr
+from flashmem.demo.run import PAGE, draw_page, open_image
 from flashmem.errors import MissingFileError, UserError
 from flashmem.runtime.opencl import list_devices
 

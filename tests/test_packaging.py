@@ -1,4 +1,4 @@
-"""The wheel: built, installed where the checkout cannot be seen, and used."""
+"""The checkout, the source distribution and the wheel: each holds the package whole; the wheel is installed and used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -23,13 +24,27 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps", "--no-build-isolation")
-    run(*pip, "--wheel-dir", folder, ROOT, cwd=folder)
-    (built,) = folder.glob("flashmem-*.whl")
+def build(target: str, source: Path, folder: Path) -> Path:
+    """What hatchling makes of the tree in `source`, in the empty `folder`."""
+    run(sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", folder, cwd=source)
+    (built,) = folder.iterdir()
     return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", ROOT, tmp_path_factory.mktemp("archive"))) as archive:
+        archive.extractall(folder, filter="data")
+    (top,) = folder.iterdir()
+    return top
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pip makes it where there is no wheel: from the source distribution."""
+    return build("wheel", sdist, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +73,31 @@ def test_everything_that_is_not_python_is_inside(wheel: Path) -> None:
     assert expected <= names
     assert "flashmem/py.typed" in names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_the_checkout_and_the_source_distribution_give_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    one, other = (
+        {entry.filename: entry.CRC for entry in zipfile.ZipFile(path).infolist()}
+        for path in (wheel, build("wheel", ROOT, tmp_path))
+    )
+    assert one == other
+
+
+def test_a_checkout_is_the_package_without_what_lies_beside_it(tmp_path: Path) -> None:
+    editable = zipfile.ZipFile(build("wheel:editable", ROOT, tmp_path))
+    (links,) = [name for name in editable.namelist() if name.endswith(".pth")]
+    (folder,) = editable.read(links).decode().split()
+    program = """
+import importlib, importlib.util, json
+from flashmem.resources import read_text
+importlib.import_module("flashmem.profiler.dataset")
+beside = ("flashmem", "benchmarks", "tests", "docs")
+there = [name for name in beside if importlib.util.find_spec(f"flashmem.{name}")]
+print(json.dumps([there, read_text("kernels", "templates/mac.cl.j2")]))
+"""
+    there, template = json.loads(run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=folder))
+    assert there == []
+    assert template == (ROOT / "kernels/templates/mac.cl.j2").read_text()
 
 
 def test_nothing_else_is_inside(wheel: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -123,6 +124,16 @@ def test_each_tier_is_reached(weights: tuple[WeightSpec, ...], options: dict[str
     assert relaxed == (tier in RELAXING_TIERS) == any("C_l relaxed" in note for note in plan.notes)
 
 
+def test_a_plan_that_needs_the_solver_says_so_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(layers_of([1, 1, 0]), (WeightSpec("w", 20, 3, 3),), 10, 1000, 1.0)
+    for loaded in ("cp_sat", "cp_models"):
+        monkeypatch.delitem(sys.modules, f"flashmem.planning.{loaded}", raising=False)
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(UserError, match="this plan needs ortools"):
+        solve(problem, lambda_=0.0, preload_limit=0)
+    assert solve(problem).tier == "dynamic-program"
+
+
 def test_no_tier_can_do_without_memory() -> None:
     problem = Problem(layers_of([1, 1, 0]), HEAVY_PAIR, 10, 99, 1.0)
     with pytest.raises(BudgetError) as refusal:
@@ -213,7 +224,7 @@ def test_long_models_with_a_limit_on_w_go_through_rolling_windows(monkeypatch: p
         windows.append(cp)
         return cp
 
-    monkeypatch.setattr("flashmem.planning.lc_opg.cp_solver", first_found)
+    monkeypatch.setattr("flashmem.planning.cp_sat.cp_solver", first_found)
     problem = long_problem(1500)
     free = solve(problem, time_limit=FOREVER)
     assert free.tier == "dynamic-program" and keeps_the_rules(free, problem) and not windows

@@ -14,7 +14,7 @@ from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import Interval, lay_out, lay_out_pools, max_concurrent
 from flashmem.planning.plan import PlanViolation
 from flashmem.planning.problem import Problem, WeightSpec
-from flashmem.planning.texture_slots import Cabinet, colour_slots
+from flashmem.planning.texture_slots import TextureSlotAllocator, colour_slots
 from flashmem.program import SLICE_ALIGNMENT, Slice
 
 
@@ -115,8 +115,8 @@ def one_slot_after_the_other(images: list[tuple[Slice, int, int]]) -> list[int]:
 @given(images_in_time())
 @settings(max_examples=300, deadline=None)
 def test_slots_are_those_that_a_look_at_every_turn_finds(images: list[tuple[Slice, int, int]]) -> None:
-    cabinet = Cabinet()
-    assert [cabinet.place(*each) for each in images] == one_slot_after_the_other(images)
+    allocator = TextureSlotAllocator()
+    assert [allocator.place(*each) for each in images] == one_slot_after_the_other(images)
 
 
 @given(problems(whole_chunks=True), st.booleans(), st.booleans())

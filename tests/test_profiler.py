@@ -19,10 +19,10 @@ from flashmem.profiler.rates import lane_contention
 from flashmem.profiler.report import agreement, repeats
 from flashmem.profiler.run import _measure_launch
 from flashmem.profiler.train import save, train
-from made_profile import BASIS, facts, law
+from made_profile import BASIS, features, law
 from typer.testing import CliRunner
 
-from flashmem.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, facts_of, kernel_features
+from flashmem.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
 from flashmem.capacity.model import Roofline, default_model, load_capacity
 from flashmem.capacity.predictor import Predictor, ratio_within
 from flashmem.capacity.response import learn_classes
@@ -55,7 +55,7 @@ def test_every_family_is_drawn_and_says_what_it_does() -> None:
         if target is None:
             continue
         launch, weights = launch_of(target)
-        made = facts_of(launch, weights, "buffer")
+        made = launch_features(launch, weights, "buffer")
         seen.add(family)
         assert made.rows * made.columns >= 1 and made.own_bytes > 0 and made.family in FAMILIES
         if made.family in ("matmul", "conv", "depthwise", "matmul_dynamic"):
@@ -66,7 +66,7 @@ def test_every_family_is_drawn_and_says_what_it_does() -> None:
 
 def test_features_by_hand() -> None:
     shape = KernelShape(family="matmul", rows=4, columns=8, depth=16, run=16, vector=4, special_ops=1)
-    made = facts_of(
+    made = launch_features(
         Launch("l", "matmul_x", (2, 8), (1, 4), (), "reusable", (), 512, 4 * (4 * 16 + 4 * 8), shape), 512, "texture"
     )
     assert made.own_bytes == 4 * 4 * 16 + 512
@@ -86,8 +86,8 @@ def test_a_known_law_is_learned(predictor: Predictor) -> None:
     errors = []
     for row in held:
         expected = row.seconds * row.slowdown
-        found = predictor.facts_seconds(row.facts) * (
-            predictor.facts_slowdown(row.facts, row.streamed_bytes, "map") if row.mode == "map" else 1
+        found = predictor.seconds_of(row.features) * (
+            predictor.slowdown_of(row.features, row.streamed_bytes, "map") if row.mode == "map" else 1
         )
         errors.append(abs(found / expected - 1))
     assert np.median(errors) < 0.05 and np.mean(errors) < 0.1
@@ -95,20 +95,22 @@ def test_a_known_law_is_learned(predictor: Predictor) -> None:
 
 def test_latency_never_falls_as_more_is_streamed(predictor: Predictor) -> None:
     for row in law(20, seed=3):
-        shape = KernelShape("matmul", row.facts.rows, row.facts.columns, row.facts.depth, row.facts.run, 1, 16)
-        launch = Launch("l", "matmul_x", (row.facts.items,), (1,), (), "reusable", (), row.facts.macs, row.facts.bytes, shape)
-        own = row.facts.own_bytes
-        loaded = [predictor.loaded_seconds(launch, row.facts.weight_bytes, own * r, "map") for r in np.linspace(0, 5, 101)]
+        shape = KernelShape("matmul", row.features.rows, row.features.columns, row.features.depth, row.features.run, 1, 16)
+        launch = Launch(
+            "l", "matmul_x", (row.features.items,), (1,), (), "reusable", (), row.features.macs, row.features.bytes, shape
+        )
+        own = row.features.own_bytes
+        loaded = [predictor.loaded_seconds(launch, row.features.weight_bytes, own * r, "map") for r in np.linspace(0, 5, 101)]
         assert all(later >= earlier for earlier, later in pairwise(loaded))
-        assert loaded[0] == predictor.seconds(launch, row.facts.weight_bytes)
-        some = predictor.streamable_bytes(launch, row.facts.weight_bytes, 0.2, "map")
+        assert loaded[0] == predictor.seconds(launch, row.features.weight_bytes)
+        some = predictor.streamable_bytes(launch, row.features.weight_bytes, 0.2, "map")
         assert 0 <= some <= MAX_RATIO * own
-        assert predictor.loaded_seconds(launch, row.facts.weight_bytes, some, "map") <= 1.2001 * loaded[0]
+        assert predictor.loaded_seconds(launch, row.features.weight_bytes, some, "map") <= 1.2001 * loaded[0]
 
 
 def test_an_unprofiled_mode_is_refused(predictor: Predictor) -> None:
     with pytest.raises(UserError, match="knows no transfer mode 'dma' on the buffer path"):
-        predictor.facts_curve(facts(8, 8, 8), "dma")
+        predictor.slowdown_curve(features(8, 8, 8), "dma")
 
 
 def test_where_a_curve_crosses_a_threshold() -> None:
@@ -172,7 +174,7 @@ def test_a_killed_profile_goes_on_without_half_a_launch(tmp_path: Path) -> None:
     assert again.cases == {rows[0].case}
     again.append(rows[5:10])
     found = Growing(path, about, resume=True).rows
-    assert [(r.case, r.mode, r.facts) for r in found] == [(r.case, r.mode, r.facts) for r in rows[:10]]
+    assert [(r.case, r.mode, r.features) for r in found] == [(r.case, r.mode, r.features) for r in rows[:10]]
     assert [r.seconds for r in found] == pytest.approx([r.seconds for r in rows[:10]], rel=1e-5)
     with pytest.raises(UserError, match="another device or with another seed"):
         Growing(path, {**about, "seed": 1}, resume=True)
@@ -183,7 +185,7 @@ def test_a_dataset_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "x.profile.csv.gz"
     write_dataset(path, {"source": "s"}, law(2))
     about, rows = read_dataset(path)
-    assert about == {"source": "s"} and [r.facts for r in rows] == [r.facts for r in law(2)]
+    assert about == {"source": "s"} and [r.features for r in rows] == [r.features for r in law(2)]
     path.write_bytes(gzip.compress(b"# {}\na,b\n1,2\n"))
     with pytest.raises(UserError, match="profile the device again"):
         read_dataset(path)

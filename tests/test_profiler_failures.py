@@ -23,7 +23,7 @@ from made_profile import BASIS, law
 from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
-from flashmem.capacity.features import facts_of
+from flashmem.capacity.features import launch_features
 from flashmem.cli import app
 from flashmem.device import load_descriptor
 from flashmem.errors import RunError, UserError
@@ -173,9 +173,9 @@ def test_a_model_is_called_after_its_file_or_its_folder(monkeypatch: pytest.Monk
 
 def test_launches_that_differ_in_their_weights_alone_count_once() -> None:
     (targets,) = read_models([DATA / "gptneo-tiny.onnx"], POCL.on_path("buffer"))
-    facts = [(target.launch.kernel, facts_of(target.launch, 0, "buffer")) for target in targets]
+    features = [(target.launch.kernel, launch_features(target.launch, 0, "buffer")) for target in targets]
     assert len(targets) < len(targets[0].program.launches)
-    assert {launch.kernel for launch in targets[0].program.launches} == {kernel for kernel, _ in facts}
+    assert {launch.kernel for launch in targets[0].program.launches} == {kernel for kernel, _ in features}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What goes wrong is told once and clearly, and nothing is left half-alive."""
+"""What goes wrong is reported once and clearly, and nothing is left half-alive."""
 
 from __future__ import annotations
 

@@ -45,6 +45,21 @@ def test_a_bundle_runs_with_the_offline_half_blocked(tmp_path: Path) -> None:
         np.testing.assert_allclose(outputs["arr_0"], model.reference(inputs)[0], rtol=0, atol=2e-5)
 
 
+_COMPILE = """
+import sys
+import flashmem
+flashmem.compile(sys.argv[1], sys.argv[2], device="generic-cpu", budget="64MB")
+print(sorted({"ortools", "xgboost", "matplotlib", "onnxruntime"} & sys.modules.keys()))
+"""
+
+
+def test_a_solver_or_a_predictor_is_imported_only_where_it_runs(tmp_path: Path) -> None:
+    model = Path(__file__).parent / "data/resnet-tiny.onnx"
+    command = [sys.executable, "-c", _COMPILE, str(model), str(tmp_path / "m.flashmem")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
 def _icd(folder: Path, name: str, library: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(library + "\n")

@@ -11,19 +11,20 @@ import pytest
 import flashmem
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.codegen.program import generate
-from flashmem.compile import Options, read_graph
+from flashmem.compile import read_graph
 from flashmem.device import load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Placeholder
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.graph.portable import PortableGraph, portable
-from flashmem.planning.planner import Limits
+from flashmem.planning.limits import Limits
+from flashmem.request import Options
 from flashmem.runtime.opencl import list_devices
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject, measured, simulated
 from flashmem.sweeping.subjects import subject_of
-from flashmem.zoo_graphs import zoo_graph
+from flashmem.zoo.graphs import zoo_graph
 
 DATA = Path(__file__).parent / "data"
 MODELS = sorted(DATA.glob("*-tiny.onnx"))

@@ -27,7 +27,7 @@ from flashmem.planning.penalty import Penalties, chunks_above_capacity
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program import Program
-from flashmem.unfusion import Attempt, Cuts, Road, cut_point, splits
+from flashmem.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 
 DATA = Path(__file__).parent / "data"
 MODELS = ["gptneo-tiny", "resnet-tiny", "vit-tiny", "mobilenet-tiny", "regnet-tiny"]
@@ -183,13 +183,13 @@ def test_parts_must_gain_alpha_over_the_whole() -> None:
     def plan(program: Program) -> OverlapPlan:
         raise AssertionError("ranking splits makes no plan")
 
-    road = Road(lambda cuts: generate(graph, fuse(graph, cuts), descriptor), problem, plan)
-    generated = road.generate(frozenset())
+    pipeline = Pipeline(lambda cuts: generate(graph, fuse(graph, cuts), descriptor), problem, plan)
+    generated = pipeline.generate(frozenset())
     whole = Attempt(generated, problem(generated.program), _plan((), len(generated.program.launches)))
-    found = splits(graph, whole, frozenset(), road, alpha=1.0)
+    found = splits(graph, whole, frozenset(), pipeline, alpha=1.0)
     assert found and all(split.gain >= 10 for split in found)
     assert {split.name for split in found} < {launch.name for launch in generated.program.launches}
-    assert not splits(graph, whole, frozenset(), road, alpha=3.0)
+    assert not splits(graph, whole, frozenset(), pipeline, alpha=3.0)
     for split in found:
         assert generated.program.launches[split.layer - 1].operator_class != "hierarchical"
 

@@ -16,8 +16,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from flashmem import zoo
 from flashmem.errors import UserError
+from flashmem.zoo.export import OUTPUT, Exporter, export
+from flashmem.zoo.models import ZooModel, find, names, tiny_names
 
 DATA = Path(__file__).parent / "data"
 EXPORTS: dict[str, tuple[str, dict[str, Any]]] = runpy.run_path(str(DATA / "regenerate.py"))["EXPORTS"]
@@ -25,7 +26,7 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = runpy.run_path(str(DATA / "rege
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the zoo extra is not installed")
 
 
-def answers(path: Path, model: zoo.ZooModel) -> list[np.ndarray]:
+def answers(path: Path, model: ZooModel) -> list[np.ndarray]:
     """What the model at `path` answers to two inputs."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (wanted,) = session.get_inputs()
@@ -36,20 +37,20 @@ def answers(path: Path, model: zoo.ZooModel) -> list[np.ndarray]:
     for seed in range(2):
         random = np.random.default_rng(seed)
         feed = random.integers(0, model.vocabulary, sizes) if model.vocabulary else random.standard_normal(sizes, np.float32)
-        found.append(session.run([zoo.OUTPUT], {wanted.name: feed})[0])
+        found.append(session.run([OUTPUT], {wanted.name: feed})[0])
     return found
 
 
 def test_names() -> None:
-    assert {"resnet50", "vit-b16", "gptneo-125m"} <= set(zoo.names())
-    assert not set(zoo.names()) & set(zoo.tiny_names())
-    assert {name for name, _ in EXPORTS.values()} == set(zoo.tiny_names())
+    assert {"resnet50", "vit-b16", "gptneo-125m"} <= set(names())
+    assert not set(names()) & set(tiny_names())
+    assert {name for name, _ in EXPORTS.values()} == set(tiny_names())
     assert {path.stem for path in DATA.glob("*.onnx")} == set(EXPORTS)
 
 
 @pytest.mark.parametrize("target", EXPORTS)
 def test_committed_exports_are_small_and_answer_what_they_are_asked(target: str) -> None:
-    path, model = DATA / f"{target}.onnx", zoo.find(EXPORTS[target][0])
+    path, model = DATA / f"{target}.onnx", find(EXPORTS[target][0])
     assert path.stat().st_size < 300_000
     one, other = answers(path, model)
     assert np.isfinite(one).all()
@@ -87,7 +88,7 @@ def test_committed_exports_are_what_they_are_named_after() -> None:
 )
 def test_wrong_requests(name: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        zoo.export(name, tmp_path, **options)
+        export(name, tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -98,39 +99,37 @@ def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
             pytest.skip(f"{name} is missing as well")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UserError, match=f"the zoo needs {missing}: install flashmem with its `zoo` extra"):
-        zoo.export("resnet-tiny", tmp_path)
+        export("resnet-tiny", tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="the zoo extra is installed")
 def test_without_torch(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the zoo needs torch: install flashmem with its `zoo` extra"):
-        zoo.export("resnet-tiny", tmp_path)
+        export("resnet-tiny", tmp_path)
 
 
 @needs_torch
 @pytest.mark.parametrize("exporter", ["dynamo", "legacy"])
 @pytest.mark.parametrize("name", ["regnet-tiny", "gptneo-tiny"])
-def test_export(name: str, exporter: zoo.Exporter, tmp_path: Path) -> None:
-    path = zoo.export(name, tmp_path / "new", exporter=exporter, filename="m.onnx")
+def test_export(name: str, exporter: Exporter, tmp_path: Path) -> None:
+    path = export(name, tmp_path / "new", exporter=exporter, filename="m.onnx")
     assert path == tmp_path / "new" / "m.onnx"
     assert [file.name for file in path.parent.iterdir()] == ["m.onnx"]
-    one, other = answers(path, zoo.find(name))
+    one, other = answers(path, find(name))
     assert np.abs(one - other).max() > 0.1 * one.std() > 0
 
 
 @needs_torch
 def test_export_is_reproducible_and_seeds_differ(tmp_path: Path) -> None:
-    model = zoo.find("vit-tiny")
-    first, again, other = (
-        answers(zoo.export("vit-tiny", tmp_path / str(i), seed=s), model)[0] for i, s in enumerate((0, 0, 1))
-    )
+    model = find("vit-tiny")
+    first, again, other = (answers(export("vit-tiny", tmp_path / str(i), seed=s), model)[0] for i, s in enumerate((0, 0, 1)))
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.1
 
 
 @needs_torch
 def test_export_with_external_data_and_another_size(tmp_path: Path) -> None:
-    path = zoo.export("gptneo-tiny", tmp_path, size=24, external_data=True)
+    path = export("gptneo-tiny", tmp_path, size=24, external_data=True)
     assert {file.name for file in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
     (wanted,) = onnx.load(path).graph.input
     assert [dim.dim_value for dim in wanted.type.tensor_type.shape.dim] == [1, 24]
@@ -139,4 +138,4 @@ def test_export_with_external_data_and_another_size(tmp_path: Path) -> None:
 @needs_torch
 def test_a_size_the_architecture_cannot_take(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gptneo-tiny cannot take size 65"):
-        zoo.export("gptneo-tiny", tmp_path, size=65)
+        export("gptneo-tiny", tmp_path, size=65)

@@ -19,7 +19,7 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.planning.problem import build_problem
 from flashmem.program import Program
-from flashmem.zoo_graphs import GptNeo, Llama, ResNet, Vit, zoo_graph
+from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, zoo_graph
 
 DATA = Path(__file__).parent / "data"
 

@@ -1,4 +1,4 @@
-"""What a measured predictor knows of a launch: plain facts, which the dataset keeps, and numbers made of them.
+"""What a measured predictor knows of a launch: launch features, which the dataset keeps, and numbers made of them.
 
 Everything comes from the launch itself, so that a program can be priced on a machine that never saw the device.
 """
@@ -29,7 +29,7 @@ MAX_RATIO: Final = 3.0
 
 
 @dataclass(frozen=True)
-class Facts:
+class LaunchFeatures:
     """One launch as the dataset describes it. `items` and `group`: work-items in all, and in a work-group; `across`: those of
     the first direction.
     """
@@ -58,10 +58,10 @@ class Facts:
         return max(self.bytes + self.weight_bytes - 4 * self.rows * self.columns, 64)
 
 
-def facts_of(launch: Launch, weight_bytes: int, memory_path: MemoryPath) -> Facts:
-    """The facts of `launch`, which reads `weight_bytes` of weights beside its activations."""
+def launch_features(launch: Launch, weight_bytes: int, memory_path: MemoryPath) -> LaunchFeatures:
+    """The features of `launch`, which reads `weight_bytes` of weights beside its activations."""
     shape = launch.shape
-    return Facts(
+    return LaunchFeatures(
         family=shape.family,
         operator_class=launch.operator_class,
         memory_path=memory_path,
@@ -97,24 +97,24 @@ GROWING: Final = frozenset({"log_streamed", "ratio", "share"})
 """Features that grow with the streamed bytes and with nothing else: predictions must not fall as they rise."""
 
 
-def roofline_seconds(facts: Facts, flops: float, bandwidth: float, launch: float) -> float:
+def roofline_seconds(features: LaunchFeatures, flops: float, bandwidth: float, launch: float) -> float:
     """The slower of arithmetic (FLOP per second) and traffic (bytes per second), plus the launch itself."""
-    return max(2 * facts.macs / flops, (facts.bytes + facts.weight_bytes) / bandwidth) + launch
+    return max(2 * features.macs / flops, (features.bytes + features.weight_bytes) / bandwidth) + launch
 
 
-def kernel_features(kernels: Sequence[Facts], roofline: Sequence[float]) -> Matrix:
+def kernel_features(kernels: Sequence[LaunchFeatures], roofline: Sequence[float]) -> Matrix:
     """[kernels, KERNEL_FEATURES]; `roofline` is each kernel's `roofline_seconds`."""
     rows = []
-    for facts, seconds in zip(kernels, roofline, strict=True):
-        outputs = facts.rows * facts.columns
-        family = [float(facts.family == known) for known in FAMILIES]
+    for kernel, seconds in zip(kernels, roofline, strict=True):
+        outputs = kernel.rows * kernel.columns
+        family = [float(kernel.family == known) for known in FAMILIES]
         logarithms = (
-            facts.rows, facts.columns, facts.depth, facts.run, facts.stride, facts.vector, facts.macs, facts.bytes,
-            facts.weight_bytes, facts.items, facts.across, facts.group, facts.items / facts.group, outputs,
-            facts.macs / (facts.bytes + facts.weight_bytes + 1), facts.special_ops * outputs,
+            kernel.rows, kernel.columns, kernel.depth, kernel.run, kernel.stride, kernel.vector, kernel.macs, kernel.bytes,
+            kernel.weight_bytes, kernel.items, kernel.across, kernel.group, kernel.items / kernel.group, outputs,
+            kernel.macs / (kernel.bytes + kernel.weight_bytes + 1), kernel.special_ops * outputs,
         )  # fmt: skip
-        numbers = [facts.simple_ops, facts.special_ops, math.log2(outputs / facts.items), math.log2(seconds)]
-        rows.append([*family, float(facts.memory_path == "texture"), *map(_log, logarithms), *numbers])
+        numbers = [kernel.simple_ops, kernel.special_ops, math.log2(outputs / kernel.items), math.log2(seconds)]
+        rows.append([*family, float(kernel.memory_path == "texture"), *map(_log, logarithms), *numbers])
     return np.array(rows, np.float32).reshape(len(kernels), len(KERNEL_FEATURES))
 
 

@@ -20,9 +20,9 @@ from flashmem.capacity.features import (
     KERNEL_FEATURES,
     LOAD_FEATURES,
     MAX_RATIO,
-    Facts,
-    facts_of,
+    LaunchFeatures,
     kernel_features,
+    launch_features,
     load_features,
     roofline_seconds,
 )
@@ -48,13 +48,13 @@ class Basis:
     mode_rates: dict[str, float]  # "path mode", see `rate`
     source: str  # device, driver and date of the measurement
 
-    def roofline(self, facts: Facts) -> float:
+    def roofline(self, features: LaunchFeatures) -> float:
         """The latency the predictor starts from, seconds."""
-        return roofline_seconds(facts, self.gemm_flops, self.memory_bandwidth, self.launch_seconds)
+        return roofline_seconds(features, self.gemm_flops, self.memory_bandwidth, self.launch_seconds)
 
-    def limited_by_arithmetic(self, facts: Facts) -> bool:
+    def limited_by_arithmetic(self, features: LaunchFeatures) -> bool:
         """Whether the roofline is that of arithmetic, not of traffic."""
-        return 2 * facts.macs / self.gemm_flops > (facts.bytes + facts.weight_bytes) / self.memory_bandwidth
+        return 2 * features.macs / self.gemm_flops > (features.bytes + features.weight_bytes) / self.memory_bandwidth
 
     def rate(self, path: MemoryPath, mode: TransferMode) -> float:
         """Bytes per second of a transfer that runs alone.
@@ -75,8 +75,8 @@ class Predictor:
         self._seconds, self._slowdown = seconds, slowdown
         self.basis = basis
         self._path = memory_path
-        self._known: dict[Facts, float] = {}
-        self._curves: dict[tuple[Facts, TransferMode], NDArray[np.float64]] = {}
+        self._known: dict[LaunchFeatures, float] = {}
+        self._curves: dict[tuple[LaunchFeatures, TransferMode], NDArray[np.float64]] = {}
 
     @property
     def boosters(self) -> tuple[xgboost.Booster, xgboost.Booster]:
@@ -90,49 +90,49 @@ class Predictor:
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
         """Latency alone."""
-        return self.facts_seconds(facts_of(launch, weight_bytes, self._path))
+        return self.seconds_of(launch_features(launch, weight_bytes, self._path))
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
         """Latency with bytes streamed beside it. Beyond what was profiled (`MAX_RATIO`), more bytes take their full time."""
-        facts = facts_of(launch, weight_bytes, self._path)
-        ratio = streamed_bytes / facts.own_bytes
-        within = self.facts_slowdown(facts, streamed_bytes, mode) * self.facts_seconds(facts)
-        return within + max(0.0, ratio - MAX_RATIO) * facts.own_bytes / self.basis.rate(self._path, mode)
+        features = launch_features(launch, weight_bytes, self._path)
+        ratio = streamed_bytes / features.own_bytes
+        within = self.slowdown_of(features, streamed_bytes, mode) * self.seconds_of(features)
+        return within + max(0.0, ratio - MAX_RATIO) * features.own_bytes / self.basis.rate(self._path, mode)
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
         """The most bytes within a slowdown, and never more than were profiled beside such a kernel."""
-        return self.facts_streamable(facts_of(launch, weight_bytes, self._path), slowdown, mode)
+        return self.streamable_of(launch_features(launch, weight_bytes, self._path), slowdown, mode)
 
-    def facts_seconds(self, facts: Facts) -> float:
-        """`seconds` of a launch known by its facts."""
-        if facts not in self._known:
-            roofline = self.basis.roofline(facts)
-            difference = self._seconds.inplace_predict(kernel_features([facts], [roofline]))
-            self._known[facts] = roofline * float(np.exp(difference[0]))
-        return self._known[facts]
+    def seconds_of(self, features: LaunchFeatures) -> float:
+        """`seconds` of a launch known by its features."""
+        if features not in self._known:
+            roofline = self.basis.roofline(features)
+            difference = self._seconds.inplace_predict(kernel_features([features], [roofline]))
+            self._known[features] = roofline * float(np.exp(difference[0]))
+        return self._known[features]
 
-    def facts_curve(self, facts: Facts, mode: TransferMode) -> NDArray[np.float64]:
+    def slowdown_curve(self, features: LaunchFeatures, mode: TransferMode) -> NDArray[np.float64]:
         """The factor by which streaming slows it down, at the ratios of `_GRID`; from 1 on, and never falling."""
-        key = (facts, mode)
+        key = (features, mode)
         if key not in self._curves:
             count = len(_GRID)
-            kernels = np.repeat(kernel_features([facts], [self.basis.roofline(facts)]), count, 0)
-            own = np.full(count, float(facts.own_bytes))
-            seconds = np.full(count, self.facts_seconds(facts))
-            rates = np.full(count, self.basis.rate(facts.memory_path, mode))
+            kernels = np.repeat(kernel_features([features], [self.basis.roofline(features)]), count, 0)
+            own = np.full(count, float(features.own_bytes))
+            seconds = np.full(count, self.seconds_of(features))
+            rates = np.full(count, self.basis.rate(features.memory_path, mode))
             rows = load_features(kernels, own, seconds, [mode] * count, own * _GRID, rates)
             curve = np.exp(np.maximum(self._slowdown.inplace_predict(rows), 0.0).astype(np.float64))
             curve[0] = 1.0
             self._curves[key] = curve
         return self._curves[key]
 
-    def facts_slowdown(self, facts: Facts, streamed_bytes: float, mode: TransferMode) -> float:
+    def slowdown_of(self, features: LaunchFeatures, streamed_bytes: float, mode: TransferMode) -> float:
         """The factor by which `streamed_bytes`, at most `MAX_RATIO` times its own, slow it down."""
-        return float(np.interp(streamed_bytes / facts.own_bytes, _GRID, self.facts_curve(facts, mode)))
+        return float(np.interp(streamed_bytes / features.own_bytes, _GRID, self.slowdown_curve(features, mode)))
 
-    def facts_streamable(self, facts: Facts, slowdown: float, mode: TransferMode) -> float:
-        """`streamable_bytes` of a launch known by its facts."""
-        return ratio_within(_GRID, self.facts_curve(facts, mode), slowdown) * facts.own_bytes
+    def streamable_of(self, features: LaunchFeatures, slowdown: float, mode: TransferMode) -> float:
+        """`streamable_bytes` of a launch known by its features."""
+        return ratio_within(_GRID, self.slowdown_curve(features, mode), slowdown) * features.own_bytes
 
     @classmethod
     def load(cls, name_or_stem: str, memory_path: MemoryPath) -> Predictor:

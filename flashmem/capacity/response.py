@@ -22,7 +22,6 @@ MARKER: Final = 0.20
 """The slowdown at which tolerance is read."""
 
 _ORDER: Final[tuple[OperatorClass, ...]] = ("hierarchical", "elemental", "reusable")  # from least tolerance to most
-_TABLE_5_NAMES: Final = {"Normalize": "LayerNormalization"}
 _LEAST: Final = 1e-3
 
 
@@ -60,7 +59,7 @@ def learn_classes(tolerances: Mapping[str, Sequence[float]]) -> list[Learned]:
 def _by_table_5(operator: str) -> OperatorClass:
     """The paper's class of a type, whatever is said after its ONNX name ("Conv, depthwise")."""
     name = operator.replace(",", " ").split()[0]
-    return classify(_TABLE_5_NAMES.get(name, name))
+    return classify(name)
 
 
 def _cut(values: Sequence[float]) -> list[OperatorClass]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,14 +16,14 @@ from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
-from flashmem.graph.operators import is_elementwise
-from flashmem.graph.operators.elementwise import SPECIAL, VectorType
-from flashmem.program import TENSOR_ALIGNMENT, Arg, KernelShape, Launch, MemoryPath, OperatorClass, Slice
+from flashmem.graph.operators import REGISTRY, is_elementwise
+from flashmem.graph.operators.vector import Vector
+from flashmem.program import ITEMSIZE, TENSOR_ALIGNMENT, Arg, KernelShape, Launch, MemoryPath, Slice
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
 
-SLACK = 64
+SLACK = 128
 """Bytes after each tensor and constant: a vector load at the last element may run this far."""
 
 WORK_GROUP = 64
@@ -46,6 +45,7 @@ class Emitter:
     tensors: dict[str, Value] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
+    status_value: Value | None = None
     _names: dict[Value, str] = field(default_factory=dict)
     _placed: dict[object, Arg] = field(default_factory=dict)
 
@@ -79,21 +79,14 @@ class Emitter:
         """A constant in its plain order: resident if it is small, else a slice of its own."""
         if value not in self._placed:
             assert value.constant is not None
-            dtype = np.float32 if value.dtype == "float32" else np.int32
-            read = value.constant.array
-
-            def plain() -> NDArray[Any]:
-                data = read()
-                if data.dtype.kind in "iu":
-                    data = np.clip(data, -(2**31), 2**31 - 1)
-                return np.ascontiguousarray(data, dtype)
-
-            self._placed[value] = self.data(value.name, value.size, plain)
+            read, dtype = value.constant.array, np.dtype(value.dtype)
+            nbytes = nbytes_of(value)
+            self._placed[value] = self.data(value.name, nbytes, lambda: np.ascontiguousarray(read(), dtype))
         return self._placed[value]
 
-    def data(self, name: str, count: int, make: Callable[[], NDArray[Any]]) -> Arg:
-        """The `count` numbers of four bytes that `make` gives, as they are; small ones resident, and stored once if equal."""
-        if 4 * count <= RESIDENT_CONSTANT_BYTES:
+    def data(self, name: str, nbytes: int, make: Callable[[], NDArray[Any]]) -> Arg:
+        """The array of `nbytes` bytes that `make` gives, as it is; small ones resident, and stored once if equal."""
+        if nbytes <= RESIDENT_CONSTANT_BYTES:
             content = make().tobytes()
             if content not in self._placed:
                 offset = len(self.constants)
@@ -101,14 +94,20 @@ class Emitter:
                 self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
                 self._placed[content] = Arg("constant", offset, len(content) + SLACK)
             return self._placed[content]
-        nbytes = 4 * count + SLACK
+        nbytes += SLACK
         [offset] = self.weights.place(name, [nbytes], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
         self.slices.append(Slice(name, name, offset, nbytes))
         return Arg("slice", name)
 
     def zeros(self, count: int) -> Arg:
         """A resident array of `count` zeros."""
-        return self.data("zeros", count, lambda: np.zeros(count, np.float32))
+        return self.data("zeros", 4 * count, lambda: np.zeros(count, np.float32))
+
+    def status(self) -> Arg:
+        """The tensor in which a kernel leaves the number of its layer when it has read an index that is out of range."""
+        if self.status_value is None:
+            self.status_value = Value("status", (1,), "int32")
+        return self.tensor(self.status_value)
 
     # -- launches
 
@@ -119,7 +118,6 @@ class Emitter:
         args: Sequence[Arg | int],
         items: Sequence[int],
         local: Sequence[int],
-        operator_class: OperatorClass,
         shape: KernelShape,
         *,
         macs: int = 0,
@@ -128,7 +126,7 @@ class Emitter:
     ) -> None:
         """One layer of the program: `items` work-items in each direction, rounded up to whole work-groups."""
         finishing = [node for node in layer.nodes if is_elementwise(node)]
-        special = sum(node.op in SPECIAL for node in finishing)
+        special = sum(REGISTRY[node.op].special for node in finishing)
         family = kernel.rsplit("_", 1)[0]
         self.launches.append(
             Launch(
@@ -137,10 +135,10 @@ class Emitter:
                 global_size=tuple(-(-n // size) * size for n, size in zip(items, local, strict=True)),
                 local_size=tuple(local),
                 args=tuple(Arg("int", arg) if isinstance(arg, int) else arg for arg in args),
-                operator_class=operator_class,
+                operator_class=REGISTRY[layer.main.op].operator_class,
                 operators=tuple(node.name for node in layer.nodes),
                 macs=macs,
-                bytes=nbytes or sum(4 * v.size for v in (*layer.main.inputs, layer.output) if v is not None),
+                bytes=nbytes or sum(nbytes_of(v) for v in (*layer.main.inputs, layer.output) if v is not None),
                 shape=replace(shape, family=family, simple_ops=len(finishing) - special, special_ops=special),
             )
         )
@@ -163,10 +161,10 @@ class Emitter:
         """The widest vector that a row of `columns` fills at least once."""
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
-    def tail(self, layer: Layer, split: int, vector: int) -> Expression:
+    def tail(self, layer: Layer, vector: int) -> Expression:
         """The elementwise end of `layer`, seeded by its main operator's output."""
-        seed = layer.main.outputs[0]
-        return Expression(tuple(layer.tail), seed, seed.shape, split, vector)
+        seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
+        return Expression(tuple(layer.tail), seed, seed.shape, columns(layer.main) if columns else len(seed.shape), vector)
 
     def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
         """Template variables of an expression: its function, its parameters, and the call that finishes `seed`."""
@@ -182,14 +180,19 @@ class Emitter:
 
     def vectors(self, vector: int) -> dict[str, Any]:
         """Template variables that name the types of a vector."""
-        kinds = VectorType(vector)
-        return {"vector": vector, "vec": kinds.float_, "ivec": kinds.int_}
+        kinds = Vector(vector)
+        return {"vector": vector, "vec": kinds.named("float"), "ivec": kinds.named("int")}
 
     def operand_args(self, expression: Expression) -> list[Arg]:
         """The arguments of an expression's operands, in order."""
         return [self.operand(operand.value) for operand in expression.operands]
 
 
+def nbytes_of(value: Value) -> int:
+    """Bytes of the elements of `value` on the device."""
+    return ITEMSIZE[value.dtype] * value.size
+
+
 def tensor_bytes(value: Value) -> int:
     """Bytes of `value` in the arena, with slack, as a multiple of the alignment."""
-    return -(-(4 * math.prod(value.shape) + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    return -(-(nbytes_of(value) + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter, tensor_bytes
-from flashmem.codegen.emitters import EMITTERS
+from flashmem.codegen.emitters import emit
 from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.row_gather import host_indices, place_rows
 from flashmem.codegen.templates import KernelLibrary
@@ -53,13 +53,16 @@ def generate(
             gathered[layer.main.outputs[0]] = (layer.main, indices)
             emitter.tensor(layer.main.outputs[0])
             continue
-        EMITTERS[layer.main.op](emitter, layer)
+        emit(emitter, layer)
     gathers = [
         place_rows(emitter, node, indices, str(emitter.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]
     # An input that no kernel reads (it only picks rows, or nothing) has no tensor.
     inputs = [Port(port.name, port.value.shape, port.dtype, emitter.known(port.value)) for port in graph.inputs]
-    outputs = [Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value)) for port in results]
+    outputs = [
+        Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value) if port.value.size else None)
+        for port in results
+    ]
     tensors, arena_bytes = _arena(emitter, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     [constants_offset] = emitter.weights.place("constants", [constants.nbytes], lambda: [constants])
@@ -76,6 +79,7 @@ def generate(
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,
         weights_bytes=emitter.weights.size,
+        status=None if emitter.status_value is None else str(emitter.status().value),
     )
     return Generated(program, emitter.kernels.source(), emitter.weights, constants)
 
@@ -86,9 +90,12 @@ def _results(graph: Graph, emitter: Emitter) -> tuple[list[GraphPort], list[Laye
     inputs = {port.value for port in graph.inputs}
     for port in graph.outputs:
         root, value = emitter.root(port.value), port.value
+        if value.size == 0:
+            results.append(port)
+            continue
         if root in inputs or root.constant is not None or root in seen:
             value = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
-            copies.append(Layer(Node("Identity", f"{port.name}.copy", [port.value], [value])))
+            copies.append(Layer(Node("Copy", f"{port.name}.copy", [port.value], [value])))
         results.append(GraphPort(port.name, port.dtype, value))
         seen.add(root)
     return results, copies
@@ -105,13 +112,14 @@ def _arena(
             if arg.kind == "tensor":
                 first, _ = lifetimes.get(str(arg.value), (layer, layer))
                 lifetimes[str(arg.value)] = (first, layer)
-    early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers)]
+    status = None if emitter.status_value is None else str(emitter.status().value)  # holds from before the run to after it
+    early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
     for name in early:
         if name is not None:
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
-    for port in outputs:
-        if port.tensor is not None:
-            lifetimes[port.tensor] = (lifetimes.get(port.tensor, (0, 0))[0], last)
+    for name in (*(port.tensor for port in outputs), status):
+        if name is not None:
+            lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last)
     intervals = [Interval(name, tensor_bytes(emitter.tensors[name]), first, end) for name, (first, end) in lifetimes.items()]
     offsets, total = lay_out(intervals, TENSOR_ALIGNMENT)
     tensors = tuple(

@@ -50,7 +50,7 @@ class KernelLibrary:
 
     def source(self) -> Source:
         """OpenCL C of all kernels so far."""
-        prelude = _environment().get_template("prelude.cl.j2").render()
+        prelude = _environment().get_template("prelude.cl.j2").render(text="".join(self._plain.values()))
         copies = [
             self._render("lane_copy", kind, {}).replace(_PLACEHOLDER, name)
             for kind, name in (("buffer", "lane_copy_buffer"), (self._lane, "lane_copy_image"))

@@ -6,21 +6,27 @@ the memory of running.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashmem import bundle_cache
 from flashmem.commands.extras import offline_half
-from flashmem.console import progress, say
+from flashmem.commands.stand_in_cache import have_cache
+from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
-from flashmem.units import parse_shape, parse_size
+from flashmem.interrupts import EXIT_CODE, blocked
+from flashmem.paths import VARIABLE, can_be_written
+from flashmem.units import parse_shape
 
 if TYPE_CHECKING:
     from flashmem.bundle import Bundle
+    from flashmem.planning.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,26 @@ class CompileOptions:
 
     def check(self) -> None:
         """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
-        for what in ("budget", "m_peak", "chunk"):
-            if (text := getattr(self, what)) is not None:
-                parse_size(text, what=f"--{what.replace('_', '-')}")
-        if self.budget is not None and self.m_peak is not None:
-            raise UserError("--budget and --m-peak cannot both be given: M_peak is derived from the budget; leave one out")
+        self.limits()
         for text in self.shape:
             parse_shape(text)
+
+    def limits(self) -> Limits:
+        """The limits among them. Raises UserError for what they refuse."""
+        from flashmem.planning.limits import read_limits
+
+        return read_limits(**self._given(_LIMITS))
+
+    def target(self) -> dict[str, Any]:
+        """What to compile for, as `flashmem.request.resolve` takes it."""
+        return self._given(_TARGET)
+
+    def keywords(self) -> dict[str, Any]:
+        """All of them but shapes, as `flashmem.compile` takes them."""
+        return self._given((*_TARGET, *_LIMITS))
+
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def given(self) -> tuple[str, ...]:
         """The flags that were given, for instance `--chunk`."""
@@ -77,9 +96,8 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
         UserError: there is no output and no cache, among what `flashmem.compile` raises.
     """
     options.check()
-    if output is None and (reason := bundle_cache.refusal()) is not None:
-        raise UserError(f"{reason}; name a bundle with -o, or set FLASHMEM_CACHE_DIR to a folder that can")
-    keywords = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
+    if output is None and not can_be_written(folder := bundle_cache.folder()):
+        raise UserError(f"{folder} cannot be written; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
     with progress(f"compiling {model.name}") as report:
@@ -87,32 +105,46 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
             model,
             output,
             shapes=dict(parse_shape(text) for text in options.shape),
-            preload=options.preload,
             progress=report,
-            **keywords,
+            **options.keywords(),
         )
 
 
 def compile_apart(model: Path, options: CompileOptions) -> Path:
     """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path.
 
-    The child shows its progress and its errors on the same stderr. Where the cache cannot be written, the bundle is kept until
-    this process ends.
+    The child shows its progress and its errors on the same stderr.
 
     Raises:
-        SystemExit: the child failed and has said why; with its exit code.
+        SystemExit: the child failed or was interrupted, and has said so; with its exit code.
     """
     options.check()
     if not model.is_file():
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
+    have_cache()
     command = [sys.executable, "-m", "flashmem", "compile", str(model), *options.arguments()]
-    if (reason := bundle_cache.refusal()) is not None:
-        say(f"{reason}, so the bundle is removed after this run; set FLASHMEM_CACHE_DIR to a folder that can")
-        command += ["-o", str(bundle_cache.temporary_folder() / f"{model.stem}.flashmem")]
-    child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    with blocked() as unblock, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
+        try:
+            unblock()
+            printed, _ = child.communicate()
+        except KeyboardInterrupt:
+            if _interrupt(child) == EXIT_CODE:
+                sys.exit(EXIT_CODE)
+            raise
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 1)  # negative: ended by a signal
-    return Path(child.stdout.strip())
+    return Path(os.fsdecode(printed.strip()))
+
+
+def _interrupt(child: subprocess.Popen[bytes]) -> int:
+    """Ends a child process of ours; returns its exit code. Ctrl-C in a terminal has reached it already."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+    try:
+        return child.wait(_LAST_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
 
 
 def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = ()) -> Path:
@@ -121,22 +153,21 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     `still_open`: flags that the command takes for a bundle too, for instance `RUN_TIME`.
 
     Raises:
-        UserError: an option that a bundle has already settled.
+        UserError: an option that was fixed when the bundle was compiled.
     """
     if not model.is_dir():
         return compile_apart(model, options)
     fixed = [flag for flag in options.given() if flag not in still_open]
     if fixed:
-        raise UserError(f"{fixed[0]} was settled when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
+        raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
     return model
 
 
-_PASSED_ON = (
-    "device", "budget", "m_peak", "lambda_", "chunk", "precision", "memory_path", "mode", "objective", "strategy", "unfusion",
-    "mu", "alpha",
-)  # fmt: skip
+_TARGET = ("device", "memory_path", "mode", "precision")
+_LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha")
+_LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")
-"""Flags that also say how a bundle is played, which a session or a simulation settles anew."""
+"""Flags that also say how a bundle is played, which a session or a simulation chooses again."""
 
 
 def _flag(name: str) -> str:

@@ -17,7 +17,7 @@ from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program import Program
 from flashmem.units import format_size
-from flashmem.zoo_names import architecture
+from flashmem.zoo.names import architecture
 
 _NAMES_SHOWN = 2
 _ROWS_SHOWN = 60

@@ -6,16 +6,14 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, cast
+from dataclasses import dataclass, field, replace
 
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.extras import offline_half
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
-from flashmem.planning.plan import OverlapPlan, Strategy
-from flashmem.program import MemoryPath, Program
-from flashmem.units import parse_size
+from flashmem.planning.plan import OverlapPlan
+from flashmem.program import Program
 
 
 @dataclass
@@ -46,31 +44,14 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     if not options.unfusion and (options.mu is not None or options.alpha is not None):
         raise UserError("zoo: models are planned as they are fused; give --unfusion too, or leave --mu and --alpha out")
     with offline_half("planning"):
-        from flashmem.compile import Options, choose_mode, find_descriptor, plan_graph
+        from flashmem.compile import plan_graph
         from flashmem.graph.layout import assign_layouts
         from flashmem.graph.normalize import normalize
-        from flashmem.planning.planner import Limits
-        from flashmem.zoo_graphs import zoo_graph
+        from flashmem.request import resolve
+        from flashmem.zoo.graphs import zoo_graph
 
     graph = zoo_graph(name)
-    descriptor = find_descriptor(options.device or "auto")
-    if options.memory_path not in (None, "auto"):
-        descriptor = descriptor.on_path(cast(MemoryPath, options.memory_path))
-    defaults = Limits()
-    limits = Limits(
-        budget=None if options.budget is None else parse_size(options.budget, what="--budget"),
-        m_peak=None if options.m_peak is None else parse_size(options.m_peak, what="--m-peak"),
-        chunk=defaults.chunk if options.chunk is None else parse_size(options.chunk, what="--chunk"),
-        lambda_=defaults.lambda_ if options.lambda_ is None else options.lambda_,
-        objective=cast(Literal["auto", "paper", "latency"], options.objective or "auto"),
-        preload=options.preload,
-        strategy=cast(Strategy, options.strategy or defaults.strategy),
-        unfusion=bool(options.unfusion),
-        mu=defaults.mu if options.mu is None else options.mu,
-        alpha=defaults.alpha if options.alpha is None else options.alpha,
-    )
-    mode = choose_mode(descriptor, options.mode or "auto")
-    precision = cast(Literal["fp32", "fp16"], options.precision or "fp32")
+    resolved = resolve(replace(options.limits(), unfusion=bool(options.unfusion)), **options.target())
 
     seconds = dict.fromkeys(("fuse", "generate", "plan_and_check", "total"), 0.0)
 
@@ -83,8 +64,9 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     with _no_collection(), timed("total"):
         with timed("fuse"):
             graph = assign_layouts(normalize(graph))
-        generated, plan = plan_graph(graph, Options(descriptor, mode, limits, precision), timed)
-    return ZooPlan(name, descriptor, mode, generated.program, plan, limits.budget, seconds)
+        generated, plan = plan_graph(graph, resolved, timed)
+    budget = resolved.limits.budget
+    return ZooPlan(name, resolved.descriptor, resolved.mode, generated.program, plan, budget, seconds)
 
 
 @contextmanager

@@ -30,8 +30,8 @@ def profile_device(
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is not a folder; name one")
     request = Request(device, output, minutes, name, models, resume, seed)
-    with progress("profiling") as told:
-        path: Path = profile(request, told)
+    with progress("profiling") as report:
+        path: Path = profile(request, report)
     say(f"use it as --device {path}")
     return path
 

@@ -20,7 +20,7 @@ from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.files import check_target
-from flashmem.inputs import complete_inputs, read_inputs, write_outputs
+from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
 from flashmem.runtime.report import RunReport
 from flashmem.runtime.session import Session, Strategy
 from flashmem.units import format_size
@@ -67,12 +67,14 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
             check_target(path, flag)
     if options.learn and options.strategy == "preload":
         raise UserError("--learn needs runs that stream; leave --strategy preload out")
-    given = read_inputs(options.input) if options.input else {}
+    if options.input is not None:
+        check_input_file(options.input)
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not model.is_dir() and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
     bundle = Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME))
+    given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
     inputs = complete_inputs(bundle.program, given, options.seed)
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
     outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None)
@@ -106,7 +108,7 @@ def _run(
         waiting("preparing kernels and running", quiet=options.json),
         Session(
             bundle,
-            device=_device(compiling),
+            device=compiling.device or "auto",
             mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses what it does not know
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
@@ -137,12 +139,6 @@ def _learn(outcome: Outcome) -> None:
     after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
     moved = sum(a.load_layer != b.load_layer for a, b in zip(before.weights, after.weights, strict=True))
     say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
-
-
-def _device(compiling: CompileOptions) -> str:
-    """The device to run on; a descriptor in a file says what to compile for, and the bundle asks for such a device itself."""
-    named = compiling.device or "auto"
-    return "auto" if named.endswith(".toml") else named
 
 
 def report_json(outcome: Outcome, options: RunOptions, verification: Verification | None) -> dict[str, Any]:

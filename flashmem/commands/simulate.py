@@ -14,14 +14,14 @@ from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.files import check_target
 from flashmem.planning.plan import OverlapPlan
-from flashmem.plots.figure import require_matplotlib
+from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program import Program, fixed_bytes
-from flashmem.runtime.residence import Strategy, choose_strategy, require_budget
+from flashmem.request import choose_budget, choose_mode, choose_strategy, find_descriptor
+from flashmem.runtime.residence import Strategy
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
-from flashmem.simulation.target import described_device, mode_for, model_name
-from flashmem.units import format_size, parse_size
-from flashmem.zoo_names import architecture
+from flashmem.units import format_size
+from flashmem.zoo.names import architecture
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Subject:
     def of_bundle(cls, bundle: Bundle, device: str | None = None) -> Self:
         """A bundle, on its own device or the one that `device` names."""
         title = model_name(Path(str(bundle.meta.get("model_path") or bundle.path)))
-        descriptor = described_device(bundle, device)
+        descriptor = find_descriptor(device or "auto", own=bundle.descriptor)
         return cls(title, bundle.program, bundle.plan, descriptor, bundle.meta.get("mode"), bundle.budget_bytes)
 
     @classmethod
@@ -104,13 +104,10 @@ def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -
 
 def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Played:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
-    chosen = mode_for(program, descriptor, mode, planned=subject.mode, strategy=strategy)
-    limit = None if strategy == "preload" else subject.budget_bytes
-    if budget is not None:
-        limit = parse_size(budget, what="--budget")
+    chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy)
     needed = fixed_bytes(program) + layout.total_bytes
-    require_budget(limit, needed, chosen)
+    limit = choose_budget(budget, subject.budget_bytes, needed, mode=chosen, strategy=strategy)
     if strategy != "preload":
         plan = replace(plan, layouts={chosen: layout})
     scenario = describe(program, plan, descriptor, chosen, disk=disk, strategy=strategy)

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from flashmem.commands.extras import offline_half
+from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import ProgressCallback, progress, say
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.files import check_target
@@ -16,7 +17,7 @@ from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
 from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.sweeping.results import ResultFile, read_rows
 from flashmem.units import parse_shape, parse_size
-from flashmem.zoo_names import architecture
+from flashmem.zoo.names import architecture
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def sweep(options: SweepOptions) -> None:
     """
     points = options.grid().points()
     check_target(options.output, "--output")
+    if options.measured:
+        have_cache()
     if options.plot is not None:
         check_target(options.plot, "--plot")
         from flashmem.plots.figure import require_matplotlib

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.graph.ir import ArrayConstant, Constant, Graph, Node, Value
-from flashmem.program import DeviceDType
+from flashmem.program import DType
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,30 @@ class DerivedConstant:
         return self.compute()
 
 
+def dtype_of(data: NDArray[Any]) -> DType:
+    """The element type of `data` on the device: its own, float32 for all floating point types."""
+    name = data.dtype.name
+    return next((dtype for dtype in get_args(DType) if dtype == name), "float32")
+
+
 def constant(name: str, data: NDArray[Any]) -> Value:
-    """A value that holds `data`: float32, or int32 for integers and booleans."""
-    dtype: DeviceDType = "float32" if data.dtype.kind == "f" else "int32"
-    return Value(name, data.shape, dtype, ArrayConstant(data))
+    """A value that holds `data`."""
+    return Value(name, data.shape, dtype_of(data), ArrayConstant(data))
 
 
-def derived(value: Value, name: str, shape: Sequence[int], function: Callable[[NDArray[Any]], NDArray[Any]]) -> Value:
-    """The constant `function(value)` of `shape`, computed when read."""
+def derived(
+    value: Value,
+    name: str,
+    shape: Sequence[int],
+    function: Callable[[NDArray[Any]], NDArray[Any]],
+    dtype: DType | None = None,
+) -> Value:
+    """The constant `function(value)` of `shape`, computed when read; of another element type if `dtype` is given."""
     source: Constant | None = value.constant
     assert source is not None, f"{value.name} is not a constant"
     read = source.array
-    return Value(name, tuple(shape), value.dtype, DerivedConstant(tuple(shape), source.dtype, lambda: function(read())))
+    stored = source.dtype if dtype is None else np.dtype(dtype)
+    return Value(name, tuple(shape), dtype or value.dtype, DerivedConstant(tuple(shape), stored, lambda: function(read())))
 
 
 @dataclass
@@ -71,7 +83,7 @@ class Rewriter:
         return output
 
     def emit(
-        self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], dtype: DeviceDType, name: str, **attributes: Any
+        self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], dtype: DType, name: str, **attributes: Any
     ) -> Value:
         """Append a node that computes a new value of `shape` and return that value."""
         return self.add(op, inputs, Value(name, tuple(shape), dtype), name, **attributes)

@@ -11,16 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from flashmem.graph.ir import Graph, Node, Value
-from flashmem.graph.operators import is_elementwise
+from flashmem.graph.operators import REGISTRY, is_elementwise
+from flashmem.graph.placement import place
 
 MAX_TAIL = 24
 """Operators in one tail: beyond this a kernel's registers, not its memory traffic, are what runs out."""
 
 MAX_OPERANDS = 8
 """Tensors a tail reads beside the main operator's own."""
-
-WITH_TAIL = {"MatMul", "Conv", "ConvTranspose", "Softmax", "LogSoftmax", "Normalize"}
-"""Main operators, beside elementwise ones, whose kernels have an epilogue."""
 
 
 @dataclass(eq=False)
@@ -79,9 +77,11 @@ def _grow(
     layer: Layer, position: dict[Node, int], consumers: dict[Value, list[Node]], outputs: set[Value], taken: set[Node]
 ) -> Layer:
     """The longest tail without `taken` nodes after which one value is all that the rest of the graph sees."""
-    if not (layer.main.op in WITH_TAIL or is_elementwise(layer.main)):
+    operator = REGISTRY[layer.main.op]
+    if operator.expression is None and operator.columns is None:
         return layer
     domain = layer.main.outputs[0]
+    columns = None if operator.columns is None else operator.columns(layer.main)
     inside: dict[Value, None] = {domain: None}
     trial: list[Node] = []
     best: list[Node] = []
@@ -89,7 +89,7 @@ def _grow(
     while frontier and len(trial) < MAX_TAIL:
         frontier.sort(key=position.__getitem__)
         node = frontier.pop(0)
-        if node in trial or node in taken or not _joins(node, domain):
+        if node in trial or node in taken or not _joins(node, domain, columns):
             continue
         trial.append(node)
         inside[node.outputs[0]] = None
@@ -105,6 +105,13 @@ def _grow(
     return layer
 
 
-def _joins(node: Node, domain: Value) -> bool:
-    """Elementwise over the same shape, all in float: the registers of an epilogue have one type."""
-    return is_elementwise(node) and node.outputs[0].shape == domain.shape and node.outputs[0].dtype == domain.dtype == "float32"
+def _joins(node: Node, domain: Value, columns: int | None) -> bool:
+    """Elementwise over the same shape. In a kernel's epilogue also: in float, as its registers are, and with operands that lie
+    under its outputs as the kernel walks along them, from dimension `columns` on.
+    """
+    if not is_elementwise(node) or node.outputs[0].shape != domain.shape:
+        return False
+    if columns is None:
+        return True
+    floats = node.outputs[0].dtype == domain.dtype == "float32"
+    return floats and all(value is None or place(value, domain.shape, columns) is not None for value in node.inputs)

@@ -1,7 +1,7 @@
 """The graph: values, nodes and constants, after import.
 
-Node types and attributes are ONNX's. All shapes are static. Integer and boolean values are `int32` on the device whatever
-ONNX calls them; float16 and float64 values are `float32`.
+Node types and attributes are ONNX's. All shapes are static. Integers and booleans keep ONNX's element type; float16, bfloat16
+and float64 are `float32` on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.program import DeviceDType
+from flashmem.program import DType
 
 
 class Constant(Protocol):
@@ -91,7 +91,7 @@ class Value:
 
     name: str
     shape: tuple[int, ...]
-    dtype: DeviceDType
+    dtype: DType
     constant: Constant | None = None
     producer: Node | None = field(default=None, repr=False)
 

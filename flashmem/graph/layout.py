@@ -8,49 +8,12 @@ first demand. Shapes after this pass are physical.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Graph, Node, Value
-from flashmem.graph.operators import is_elementwise
-from flashmem.graph.rewrites.common import transpose
-
-TO_LAST = (0, 2, 3, 1)
-"""N, C, H, W -> N, H, W, C: physical axis i holds logical axis TO_LAST[i]."""
-
-TO_FIRST = (0, 3, 1, 2)
-CHANNELS_LAST = {"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"}
-"""Operators whose kernels want channels last."""
-
-_Remap = Callable[[Node], dict[str, object]]
-
-
-def _axes(node: Node) -> dict[str, object]:
-    return {"axes": tuple(sorted(TO_FIRST[a] for a in node.attributes["axes"]))}
-
-
-def _axis(node: Node) -> dict[str, object]:
-    return {"axis": TO_FIRST[node.attributes["axis"]]}
-
-
-def _per_dimension(*names: str) -> _Remap:
-    return lambda node: {name: tuple(node.attributes[name][axis] for axis in TO_LAST) for name in names}
-
-
-AGNOSTIC: dict[str, _Remap] = {
-    "Concat": _axis,
-    "Pad": _per_dimension("before"),
-    "Slice": _per_dimension("starts", "steps"),
-    "Tile": _per_dimension("repeats"),
-    **{
-        f"Reduce{kind}": _axes for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
-    },
-    "Softmax": _axes,
-    "LogSoftmax": _axes,
-    "Normalize": _axes,
-}
-"""Operators that run on either version, and how their attributes change with it."""
+from flashmem.graph.operators import REGISTRY
+from flashmem.graph.operators.lowering import TO_FIRST, TO_LAST, reshaped, transpose
 
 
 class _Layouts:
@@ -70,7 +33,7 @@ class _Layouts:
         return value
 
     def channels_last(self, value: Value) -> Value:
-        """The channels-last version; a constant of lower rank is first given the leading dimensions it broadcasts over."""
+        """The channels-last version; a value of lower rank is first given the leading dimensions it broadcasts over."""
         if value not in self.last:
             full = (*[1] * (4 - len(value.shape)), *value.shape)
             shape = tuple(full[axis] for axis in TO_LAST)
@@ -78,7 +41,8 @@ class _Layouts:
             if value.constant is not None:
                 self.last[value] = derived(value, name, shape, lambda a: a.reshape(full).transpose(TO_LAST))
             else:
-                self.last[value] = transpose(self.rewriter, value, TO_LAST, Value(name, shape, value.dtype))
+                source = reshaped(self.rewriter, value, full)
+                self.last[value] = transpose(self.rewriter, source, TO_LAST, Value(name, shape, value.dtype))
         return self.last[value]
 
     def new_last(self, value: Value) -> Value:
@@ -92,37 +56,30 @@ def assign_layouts(graph: Graph) -> Graph:
     """`graph` (in normal form) with convolutional parts channels-last and Transposes where the two layouts meet."""
     layouts = _Layouts()
     for node in graph.nodes:
-        if node.op in CHANNELS_LAST:
-            x = layouts.channels_last(node.input(0))
-            layouts.rewriter.add(
-                node.op, [x, *node.inputs[1:]], layouts.new_last(node.outputs[0]), node.name, **node.attributes
-            )
-        elif _prefers_last(node, layouts):
+        operator = REGISTRY[node.op]
+        if operator.layout == "channels_last":
+            inputs: list[Value | None] = [layouts.channels_last(node.input(0)), *node.inputs[1:]]
+            layouts.rewriter.add(node.op, inputs, layouts.new_last(node.outputs[0]), node.name, **node.attributes)
+        elif operator.layout == "either" and _prefers_last(node, layouts):
             inputs = [layouts.channels_last(value) for value in node.inputs if value is not None]
-            attributes = AGNOSTIC[node.op](node) if node.op in AGNOSTIC else {}
             output = layouts.new_last(node.outputs[0])
-            layouts.rewriter.add(node.op, inputs, output, node.name, **{**node.attributes, **attributes})
+            layouts.rewriter.add(node.op, inputs, output, node.name, **{**node.attributes, **operator.remap(node)})
         else:
-            inputs_ = [layouts.logical(value) for value in node.inputs]
-            layouts.rewriter.add(node.op, inputs_, node.outputs[0], node.name, **node.attributes)
+            inputs = [layouts.logical(value) for value in node.inputs]
+            layouts.rewriter.add(node.op, inputs, node.outputs[0], node.name, **node.attributes)
     for port in graph.outputs:
         layouts.logical(port.value)
     return layouts.rewriter.graph(replace(graph))
 
 
 def _prefers_last(node: Node, layouts: _Layouts) -> bool:
-    """Whether `node` should run channels-last: it can, and an input exists only so."""
-    if len(node.outputs[0].shape) != 4 or not any(value in layouts.only_last for value in node.inputs):
-        return False
-    values = [value for value in node.inputs if value is not None]
-    if is_elementwise(node):
-        return all(len(value.shape) == 4 or value.constant is not None or value.size == 1 for value in values)
-    return node.op in AGNOSTIC and _stays_a_run(node)
+    """Whether `node`, which runs on either version, should run channels-last: an input exists only so."""
+    return len(node.outputs[0].shape) == 4 and any(value in layouts.only_last for value in node.inputs) and _stays_a_run(node)
 
 
 def _stays_a_run(node: Node) -> bool:
     """Axes that are neighbours in one order need not be in the other; reductions need a run."""
-    if "axes" not in node.attributes:
+    if not node.attributes.get("axes"):
         return True
     axes = sorted(TO_FIRST[a] for a in node.attributes["axes"])
     return axes == list(range(axes[0], axes[-1] + 1))

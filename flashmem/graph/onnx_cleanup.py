@@ -1,35 +1,23 @@
-"""Cleaning a model up, with onnx-ir and onnxscript's optimiser: functions inlined, constants folded, shapes inferred.
-
-What is folded is decided here, by one rule: a result is computed now if keeping it is cheap. Masks and shape arithmetic
-disappear, a slice of a large table shrinks to the part that is used; but no transposed, converted or otherwise plain copy of
-a weight is ever made, since a weight must stay where it can be streamed from.
-"""
+"""Cleaning a model up, with onnx-ir and onnxscript's optimiser: functions inlined, constants folded, shapes inferred."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnxscript import optimizer, rewriter
+from onnxscript import rewriter
 from onnxscript.rewriter.rules import common as rules
 
+from flashmem.graph.onnx_folding import FoldPass, write_out_defaults
+from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 
-DERIVED_LIMIT = 16 << 20
-"""What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
-
-COMPUTED_LIMIT = 64 << 20
-"""A folded result of at most this many bytes is kept if nothing it was computed from lies in a file: masks, position tables."""
-
-_COPIES = {"Cast", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
-
-_ROUNDS = 8
+_ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
 
 # Rules that move no weight: fusing normalisation or padding into a convolution would copy its weights, and is done
 # where they are packed. None of them changes a value, NaN included.
@@ -60,33 +48,34 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
     `is_native`.
     """
     with _quiet():
-        model = ir.from_proto(proto)
-        passes.InlinePass()(model)
-        _simplify(model)
+        names = [output.name for output in proto.graph.output]
+        model = ir.from_proto(onnx.inliner.inline_local_functions(proto, convert_version=True))
+        _simplify(model, is_native)
         wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
         defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
         if defined:
             proto = ir.to_proto(model)
-            _write_out_defaults(proto, defined)
+            write_out_defaults(proto, defined)
             proto = onnx.inliner.inline_selected_functions(proto, [("", op) for op in defined], inline_schema_functions=True)
             model = ir.from_proto(proto)
-            _simplify(model)
-        for last in (passes.CommonSubexpressionEliminationPass(), passes.DeduplicateInitializersPass(), passes.OutputFixPass()):
-            last(model)
+            _simplify(model, is_native)
+        passes.CommonSubexpressionEliminationPass()(model)
+        passes.DeduplicateInitializersPass()(model)
+        _separate_outputs(model.graph)
         passes.RemoveUnusedNodesPass()(model)
+        _name_outputs(model.graph, names)
         passes.TopologicalSortPass()(model)
         passes.NameFixPass()(model)
         if any(value.shape is None or not value.shape.is_static() for node in model.graph for value in node.outputs):
-            passes.ShapeInferencePass(strict_mode=False)(model)
+            passes.ShapeInferencePass(strict_mode=False, data_prop=False)(model)
+        _name_outputs(model.graph, names)  # once more: an output may have the name of an input
     return model
 
 
-def _simplify(model: ir.Model) -> None:
+def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
     for _ in range(_ROUNDS):
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        changed = optimizer.fold_constants_ir(
-            model, onnx_shape_inference=True, should_fold=_should_fold, output_size_limit=COMPUTED_LIMIT
-        ).modified
+        changed = FoldPass(is_native)(model).modified
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
         changed |= passes.IdentityEliminationPass()(model).modified
@@ -95,29 +84,26 @@ def _simplify(model: ir.Model) -> None:
             return
 
 
-def _should_fold(node: ir.Node) -> bool:
-    """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
-    if node.op_type.startswith(("Quantize", "Dequantize")):
-        return False
-    made = sum(_nbytes(value) for value in node.outputs)
-    largest = max((_nbytes(value) for value in node.inputs if value is not None and _is_weight(value)), default=0)
-    if largest == 0:
-        return made <= COMPUTED_LIMIT
-    is_copy = node.op_type in _COPIES and 2 * made > largest
-    return made <= DERIVED_LIMIT and not is_copy
+def _separate_outputs(graph: ir.Graph) -> None:
+    """Make every output of `graph` a value of its own, which a node computes: inputs, constants and repeated ones too."""
+    seen: set[ir.Value] = set()
+    for index, value in enumerate(graph.outputs):
+        if value.const_value is not None:
+            node = ir.node("Constant", [], {"value": value.const_value})
+        elif value.is_graph_input() or value in seen:
+            node = ir.node("Identity", [value])
+        else:
+            seen.add(value)
+            continue
+        (made,) = node.outputs
+        made.type, made.shape = value.type, value.shape
+        graph.append(node)
+        graph.outputs[index] = made
 
 
-def _is_weight(value: ir.Value) -> bool:
-    """Whether `value` is in a file and worth streaming; integers and booleans are indices and masks."""
-    tensor = value.const_value
-    return isinstance(tensor, ir.ExternalTensor) and tensor.dtype.is_floating_point()
-
-
-def _nbytes(value: ir.Value) -> int:
-    if value.shape is None or value.dtype is None or not value.shape.is_static():
-        # Unknown before it is computed (Range, NonZero): such results are index lists, and small.
-        return 0
-    return int(math.prod(value.shape.numpy()) * value.dtype.itemsize)
+def _name_outputs(graph: ir.Graph, names: Sequence[str]) -> None:
+    for value, name in zip(graph.outputs, names, strict=True):
+        value.name = name
 
 
 def _is_onnx(node: ir.Node) -> bool:
@@ -130,18 +116,6 @@ def _has_definition(op: str, opset: int) -> bool:
     except onnx.defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
-
-
-def _write_out_defaults(proto: onnx.ModelProto, ops: Collection[str]) -> None:
-    """Give nodes of `ops` the attributes they leave to their schema: ONNX's inliner drops what a definition says of those."""
-    opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    for node in proto.graph.node:
-        if node.op_type in ops and node.domain in ("", "ai.onnx"):
-            given = {attribute.name for attribute in node.attribute}
-            schema = onnx.defs.get_schema(node.op_type, opset)
-            for name, attribute in schema.attributes.items():
-                if name not in given and attribute.default_value.type:
-                    node.attribute.append(attribute.default_value)
 
 
 @contextmanager

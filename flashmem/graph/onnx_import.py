@@ -16,32 +16,35 @@ from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
+from flashmem.graph.onnx_limits import check_size
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
-from flashmem.graph.operators.elementwise import ELEMENTWISE
-from flashmem.graph.operators.rules import RULES
-from flashmem.program import DeviceDType
+from flashmem.graph.onnx_validate import check_structure, printable, tidy
+from flashmem.graph.operators import is_native
+from flashmem.graph.operators.registry import NEWEST_OPSET
+from flashmem.program import DType
 
-OPSETS = range(11, 24)
+OPSETS = range(11, NEWEST_OPSET + 1)
 """Versions of the ONNX operator set that are understood."""
 
 Supported = Callable[[Node], str | None]
 """Tells why a node cannot run, or None if it can."""
 
-_DTYPES: dict[ir.DataType, DeviceDType] = {
+_DTYPES: dict[ir.DataType, DType] = {
     ir.DataType.FLOAT: "float32",
     ir.DataType.FLOAT16: "float32",
+    ir.DataType.BFLOAT16: "float32",
     ir.DataType.DOUBLE: "float32",
-    ir.DataType.BOOL: "int32",
-    ir.DataType.UINT8: "int32",
-    ir.DataType.INT16: "int32",
-    ir.DataType.UINT16: "int32",
+    ir.DataType.BOOL: "bool",
+    ir.DataType.INT8: "int8",
+    ir.DataType.INT16: "int16",
     ir.DataType.INT32: "int32",
-    ir.DataType.INT64: "int32",
+    ir.DataType.INT64: "int64",
+    ir.DataType.UINT8: "uint8",
+    ir.DataType.UINT16: "uint16",
+    ir.DataType.UINT32: "uint32",
+    ir.DataType.UINT64: "uint64",
 }
-
-# Integers that only say "to the end" there; their readers clamp them.
-_CLAMPED = {"Slice", "Clip"}
 
 
 def import_model(
@@ -56,22 +59,22 @@ def import_model(
     """
     path = Path(path)
     proto = load_mapped(path)
+    tidy(proto, path)
     _check_opset(proto, path)
+    check_size(proto, path)
     if proto.graph.sparse_initializer:
         raise UserError(f"{path} has sparse weights, which are not supported: export it with dense ones")
     resolve_external_data(proto, path)
     check_embedded_data(proto, path)
+    check_structure(proto, path)
     bind_shapes(proto, shapes or {}, path)
     try:
         model = clean_up(proto, is_native)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except Exception as error:  # the libraries raise whatever an invalid model makes them trip over
         raise UserError(f"{path} is not a valid ONNX model: {_innermost(error)}") from error
     return _Importer(model, path, supported).graph()
-
-
-def is_native(op: str) -> bool:
-    """Whether `op` is kept as it is, rather than replaced by ONNX's definition of it in simpler operators."""
-    return op in ELEMENTWISE or op in RULES
 
 
 def collect_unsupported(graph: Graph, supported: Supported) -> None:
@@ -91,7 +94,7 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
-    versions = {opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")}
+    versions = {opset.version for opset in model.opset_import if opset.domain == ""}
     if not versions:
         raise UserError(f"{path} does not say which version of the ONNX operator set it uses")
     for version in versions:
@@ -103,10 +106,11 @@ def _check_opset(model: onnx.ModelProto, path: Path) -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """The first line of the error that started it all."""
+    """The error that started it all, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    text = printable(" ".join(str(error).split()))
+    return text if " " in text else f"{type(error).__name__} {text}"
 
 
 class _Importer:
@@ -147,7 +151,6 @@ class _Importer:
         if self.shapeless:
             names = ", ".join(sorted(_printable(str(value.name)) for value in self.shapeless))
             raise UserError(f"{self.path}: no static shape can be inferred for {names}")
-        self._check_integers(source)
         outputs = [self._port(value) for value in source.outputs]
         return Graph(source.name or self.path.stem, inputs, outputs, nodes, self.model.opset_imports.get("", OPSETS[-1]))
 
@@ -170,13 +173,13 @@ class _Importer:
         made = self.values[value] = Value(value.name or "", shape, self._dtype(value) if value.name else "float32")
         return made
 
-    def _dtype(self, value: ir.Value) -> DeviceDType:
+    def _dtype(self, value: ir.Value) -> DType:
         if value.dtype is None:
             return "float32"  # shapeless as well, and refused for that
         if value.dtype not in _DTYPES:
             raise UserError(
                 f"{self.path}: {value.name!r} has element type {value.dtype.name.lower()}, which is not supported: "
-                f"export the model with float32 or float16 weights, not quantised"
+                f"export the model with floats of 16 to 64 bits, integers of 8 to 64 bits, and booleans"
             )
         return _DTYPES[value.dtype]
 
@@ -228,22 +231,6 @@ class _Importer:
         name = node.name or f"{node.op_type}_{node.outputs[0].name}"
         self.names[name] += 1
         return name if self.names[name] == 1 else f"{name}#{self.names[name]}"
-
-    def _check_integers(self, source: ir.Graph) -> None:
-        """Integers are 32 bits wide on the device: refuse constants that are not, unless their reader clamps them."""
-        limits = np.iinfo(np.int32)
-        for value, made in self.values.items():
-            if made.constant is None or made.constant.dtype != np.int64 or 0 in made.shape:
-                continue
-            data = made.constant.array()
-            if limits.min <= data.min() and data.max() <= limits.max:
-                continue
-            for reader in value.consumers():
-                if reader.op_type not in _CLAMPED:
-                    raise UserError(
-                        f"{self.path}: constant {value.name!r}, read by {reader.op_type} node {reader.name!r}, "
-                        f"has integers beyond 32 bits, which devices do not compute with"
-                    )
 
 
 def _printable(name: str) -> str:

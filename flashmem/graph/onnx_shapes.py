@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx
 
 from flashmem.errors import UserError
+from flashmem.graph.onnx_limits import nodes_of, subgraphs
 
 
 class OpenShapeError(UserError):
@@ -38,9 +39,24 @@ def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], p
     for name, shape in shapes.items():
         _bind(by_name[name], shape, symbols, path)
     _bind_symbols(graph, symbols, path)
-    del graph.value_info[:]
+    _forget(graph, path)
     for output in graph.output:
-        output.type.tensor_type.ClearField("shape")
+        if output.name in by_name:
+            output.type.CopyFrom(by_name[output.name].type)
+    for function in model.functions:
+        del function.value_info[:]
+        for node in nodes_of(function.node, path):
+            for inner in subgraphs(node):
+                _forget(inner, path)
+
+
+def _forget(graph: onnx.GraphProto, path: Path) -> None:
+    """Drop what `graph` says of shapes that follow from others, in its subgraphs too: it may be of an older version."""
+    for inner in (graph, *(inner for node in nodes_of(graph.node, path) for inner in subgraphs(node))):
+        del inner.value_info[:]
+        for output in inner.output:
+            if output.type.HasField("tensor_type"):
+                output.type.tensor_type.ClearField("shape")
 
 
 def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str, tuple[int, str]], path: Path) -> None:

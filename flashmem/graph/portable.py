@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from flashmem.graph.ir import ArrayConstant, Constant, Graph, GraphPort, Node, Placeholder, Value
-from flashmem.program import DeviceDType
+from flashmem.program import ITEMSIZE, DType
 
 
 @dataclass(frozen=True)
 class _Value:
     name: str
     shape: tuple[int, ...]
-    dtype: DeviceDType
+    dtype: DType
     constant: Constant | None
 
 
@@ -74,7 +74,7 @@ def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
     def at(value: Value) -> int:
         if value not in index:
             index[value] = len(values)
-            constant = value.constant and _light(value.constant, kept=4 * value.size <= kept_bytes)
+            constant = value.constant and _light(value.constant, kept=ITEMSIZE[value.dtype] * value.size <= kept_bytes)
             values.append(_Value(value.name, value.shape, value.dtype, constant))
         return index[value]
 

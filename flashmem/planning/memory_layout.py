@@ -1,4 +1,4 @@
-"""Static memory layout: where everything with a lifetime lives, settled before the first layer runs.
+"""Static memory layout: where everything with a lifetime lives, decided before the first layer runs.
 
 `lay_out` places intervals of layers in one buffer (the activation arena, the weight pool, staging); two that are alive at once
 never overlap. `lay_out_pools` derives from an overlap plan what each transfer mode holds: see `PoolLayout`.

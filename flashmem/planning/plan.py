@@ -70,7 +70,7 @@ class TextureSlot:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Where streamed and preloaded slices live in one transfer mode, settled before the first layer runs.
+    """Where streamed and preloaded slices live in one transfer mode, decided before the first layer runs.
 
     `offsets`: slices placed in the one pool buffer of `pool_bytes` (buffer path; texture views in mode `alias`).
     `slots` and `slot_of`: textures, for modes that move into them (`dma`, `interleave` on the texture path).

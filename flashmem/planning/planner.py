@@ -6,8 +6,7 @@ their padding, staging, activations, constants, and the arrays it hands back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
@@ -15,38 +14,11 @@ from flashmem.planning.baselines import Baseline, fastest, fastest_within, opera
 from flashmem.planning.budget import Measure, plan_within
 from flashmem.planning.latency import smallest_m_peak
 from flashmem.planning.lc_opg import solve
+from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan, Strategy
+from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem, build_problem
 from flashmem.program import Program, fixed_bytes
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The user's limits and wishes, in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency".
-
-    `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion (`flashmem.unfusion`) ranks layers by
-    lambda |W_new| + `mu` times the loading distance, and splits where C_l grows by the share `alpha` at least. The paper names
-    neither value: `mu` is what its objective charges for distance at lambda 0.9, and `alpha` asks for a tenth.
-    """
-
-    budget: int | None = None
-    m_peak: int | None = None
-    chunk: int = 1 << 20
-    lambda_: float = 0.9
-    objective: Objective | Literal["auto"] = "auto"
-    preload: tuple[str, ...] = ()
-    strategy: Strategy = "stream"
-    unfusion: bool = True
-    mu: float = 0.1
-    alpha: float = 0.1
-
-    @property
-    def settled_objective(self) -> Objective:
-        """The objective that "auto" stands for, or the one that was named."""
-        if self.objective != "auto":
-            return self.objective
-        return "paper" if self.m_peak is not None and self.budget is None else "latency"
 
 
 def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Problem:
@@ -61,7 +33,7 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
 
     Raises:
         BudgetError: nothing fits; it names the smallest budget (or M_peak) that works, and what binds it.
-        UserError: lambda out of range, or an unknown name to preload.
+        UserError: an unknown name to preload.
     """
     return plan_problem(planning_problem(program, descriptor, mode, limits), program, mode, limits)
 
@@ -74,12 +46,8 @@ def plan_problem(problem: Problem, program: Program, mode: TransferMode, limits:
 
 
 def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
-    if not 0 <= limits.lambda_ <= 1:
-        raise UserError(
-            f"lambda {limits.lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading"
-        )
     preload = _slices_of(program, limits.preload)
-    objective = limits.settled_objective
+    objective = limits.resolved_objective
     fixed = fixed_bytes(program)
 
     def measure(plan: OverlapPlan) -> int:

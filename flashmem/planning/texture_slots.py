@@ -30,12 +30,12 @@ def colour_slots(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[Textur
 
 
 def _colour(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot, ...], dict[str, int]]:
-    cabinet = Cabinet()
-    slot_of = {part.name: cabinet.place(part, first, last) for part, first, last in images}
-    return tuple(cabinet.slots), slot_of
+    allocator = TextureSlotAllocator()
+    slot_of = {part.name: allocator.place(part, first, last) for part, first, last in images}
+    return tuple(allocator.slots), slot_of
 
 
-class _Shelf:
+class _SlotSize:
     """The slots of one size. `free_until` has, by slot, the last layer of the gap that is open now; -1 while it is taken."""
 
     def __init__(self, slot: TextureSlot) -> None:
@@ -61,18 +61,18 @@ class _Shelf:
         return at if self.free_until[at] >= last else None
 
 
-class Cabinet:
+class TextureSlotAllocator:
     """Slots and their turns. Images are placed in any order; quickly, as long as their first layers ascend.
 
-    As time goes on, gaps between turns open; a shelf then finds a slot without looking at its turns. When an image comes that
-    begins before the one placed last, time starts again.
+    As layers go by, gaps between turns open; a free slot of a size is then found without looking at its turns. When an image
+    comes that begins before the one placed last, the gaps are computed again from its first layer.
     """
 
     def __init__(self) -> None:
         self.slots: list[TextureSlot] = []
         self._turns: list[list[tuple[int, int]]] = []  # by slot: (first, last), sorted
-        self._place: list[tuple[_Shelf, int]] = []  # by slot
-        self._shelves: dict[tuple[int, int, str], _Shelf] = {}
+        self._place: list[tuple[_SlotSize, int]] = []  # by slot
+        self._sizes: dict[tuple[int, int, str], _SlotSize] = {}
         self._opening: list[tuple[int, int, int]] = []  # gaps to come, a heap: (first layer, slot, last layer)
         self._now = 0
 
@@ -83,8 +83,8 @@ class Cabinet:
         if number is None:
             number, until = self._new(part), int(_NEVER)
         else:
-            shelf, at = self._place[number]
-            until, shelf.free_until[at] = int(shelf.free_until[at]), -1
+            same_size, at = self._place[number]
+            until, same_size.free_until[at] = int(same_size.free_until[at]), -1
         insort(self._turns[number], (first, last))
         if last < until:
             heapq.heappush(self._opening, (last + 1, number, until))
@@ -92,15 +92,15 @@ class Cabinet:
 
     def _advance(self, layer: int) -> None:
         if layer < self._now:
-            for shelf in self._shelves.values():
-                shelf.free_until[:] = -1
+            for same_size in self._sizes.values():
+                same_size.free_until[:] = -1
             self._opening = [gap for number in range(len(self.slots)) for gap in self._gaps(number)]
             heapq.heapify(self._opening)
         self._now = layer
         while self._opening and self._opening[0][0] <= layer:
             _, number, until = heapq.heappop(self._opening)
-            shelf, at = self._place[number]
-            shelf.free_until[at] = until
+            same_size, at = self._place[number]
+            same_size.free_until[at] = until
 
     def _gaps(self, number: int) -> Iterator[tuple[int, int, int]]:
         begin = 0
@@ -113,21 +113,21 @@ class Cabinet:
     def _free(self, part: Slice, last: int) -> int | None:
         """The smallest slot that holds `part` and is free from now to `last`, the first of them if several are."""
         best: tuple[int, int] | None = None
-        for shelf in self._shelves.values():
-            if shelf.holds(part) and (best is None or shelf.slot.nbytes <= best[0]):
-                at = shelf.first_free(last)
+        for same_size in self._sizes.values():
+            if same_size.holds(part) and (best is None or same_size.slot.nbytes <= best[0]):
+                at = same_size.first_free(last)
                 if at is not None:
-                    found = (shelf.slot.nbytes, shelf.numbers[at])
+                    found = (same_size.slot.nbytes, same_size.numbers[at])
                     best = found if best is None else min(best, found)
         return None if best is None else best[1]
 
     def _new(self, part: Slice) -> int:
         assert part.channel is not None
         number, size = len(self.slots), (part.width, part.height, part.channel)
-        if size not in self._shelves:
-            self._shelves[size] = _Shelf(TextureSlot(*size, part.width * part.height * _TEXEL_BYTES[part.channel]))
-        shelf = self._shelves[size]
-        self.slots.append(shelf.slot)
+        if size not in self._sizes:
+            self._sizes[size] = _SlotSize(TextureSlot(*size, part.width * part.height * _TEXEL_BYTES[part.channel]))
+        same_size = self._sizes[size]
+        self.slots.append(same_size.slot)
         self._turns.append([])
-        self._place.append((shelf, shelf.add(number)))
+        self._place.append((same_size, same_size.add(number)))
         return number

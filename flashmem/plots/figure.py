@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#882255")
-"""Told apart by everyone (Okabe and Ito, without yellow and black)."""
+"""Distinguished by everyone (Okabe and Ito, without yellow and black)."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
@@ -58,3 +58,8 @@ def legend_below(drawn: Figure, axes: Axes, *, columns: int = 4) -> None:
     """One legend under the figure, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))), frameon=False)
+
+
+def model_name(path: Path) -> str:
+    """What a reader calls the model: its file's name, or its folder's where the file is just `model.onnx`."""
+    return path.parent.name if path.stem == "model" and path.parent.name else path.stem

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmem.errors import UserError
-from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
-from flashmem.simulation.target import model_name
+from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, model_name, plain_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -47,6 +47,11 @@ class Device:
         return "\n".join((self.platform, self.platform_version, self.vendor, self.name, self.version, self.driver_version))
 
     @property
+    def survives_fork(self) -> bool:
+        """Whether a forked child can use the device though the driver was started before the fork (docs/opencl-notes.md)."""
+        return self.kind == "cpu" and "intel" in self.platform.lower()
+
+    @property
     def descriptor_name(self) -> str:
         """The shipped descriptor that fits best."""
         return fitting_descriptor(self.kind, self.platform, self.name, self.version, descriptor_names())
@@ -62,7 +67,7 @@ def fitting_descriptor(kind: str, platform: str, name: str, version: str, shippe
 
     A phone's GPU is known by its model: Adreno drivers put the number into the version ("OpenCL 3.0 Adreno(TM) 740"), some into
     the name as well ("QUALCOMM Adreno(TM) 750"); Arm's say "Mali-G710 r0p0" or "Mali-G715-Immortalis MC11 r1p2". How many
-    cores a Mali has is not told apart. A model without a descriptor of its own gets the generic one.
+    cores a Mali has is not distinguished. A model without a descriptor of its own gets the generic one.
     """
     platform = platform.lower()
     if kind != "gpu":

@@ -85,7 +85,11 @@ class Engine:
         lane = self._lane.program if self._lane is not None else None
         steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain.program, lane)
         self._executor = Executor(self._queue, steps)
-        ports = {port.tensor for port in (*program.inputs, *program.outputs)} | {g.tensor for g in program.row_gathers}
+        ports = (
+            {port.tensor for port in (*program.inputs, *program.outputs)}
+            | {g.tensor for g in program.row_gathers}
+            | {program.status}
+        )
         self._ports: dict[str, Memory] = {
             tensor.name: context.sub_buffer(arena, tensor.offset, tensor.nbytes)
             for tensor in program.tensors

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flashmem.paths import no_temporary_folder
+
 VARIABLE = "OCL_ICD_VENDORS"
 PIP_LIBRARIES = ("libintelocl.so",)
 
@@ -57,12 +59,19 @@ def vendors_folder() -> Iterator[Path | None]:
 
     Yields the folder, or None where nothing needs changing: no driver of pip is here, or the user named the drivers to use
     by setting OCL_ICD_VENDORS.
+
+    Raises:
+        UserError: no temporary folder can be written.
     """
     runtimes = pip_runtimes()
     if not runtimes or os.environ.get(VARIABLE):
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="flashmem-icd-") as name:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="flashmem-icd-")
+    except OSError as error:
+        raise no_temporary_folder(error) from error
+    with temporary as name:
         folder = Path(name)
         for index, icd in enumerate(system_icds()):
             (folder / f"{index:02}-{icd.name}").write_text(icd.read_text(encoding="utf-8"), encoding="utf-8")

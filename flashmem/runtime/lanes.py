@@ -1,4 +1,4 @@
-"""Stream lanes: the plan's x_{w,l} turned into what kernels are told (transfer mode `interleave`; FlashMem section 4.4).
+"""Stream lanes: the plan's x_{w,l} turned into kernel arguments (transfer mode `interleave`; FlashMem section 4.4).
 
 A lane moves units of one slice from staging to its home: texels of an image, or 16-byte words of a plain buffer. Six arguments
 describe it, last in every kernel of the lane source: lane_src, lane_dst, lane_first, lane_count, lane_width, lane_pitch.

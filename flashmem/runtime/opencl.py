@@ -9,6 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import os
+import sqlite3
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +26,7 @@ from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose
 from flashmem.runtime.devices import descriptor_for as descriptor_for
 from flashmem.runtime.devices import why_not as why_not
 from flashmem.runtime.icd import vendors_folder
+from flashmem.runtime.pocl_cache import writable_pocl_cache
 
 try:
     import pyopencl
@@ -70,24 +74,30 @@ def _run_error(what: str, error: Exception) -> RunError:
     return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
 
 
+_started_in: int | None = None
+"""The process that started the drivers: this one, or the one that it was forked from."""
+
+
 @functools.cache
 def list_devices() -> tuple[Device, ...]:
     """All OpenCL devices, those of pip's drivers among them. Starts the drivers, once a process.
 
     An empty tuple means that there is no driver.
     """
-    with vendors_folder():
+    global _started_in
+    _started_in = os.getpid()
+    with vendors_folder(), writable_pocl_cache():
         try:
             platforms = cl.get_platforms()
         except cl.Error:  # PLATFORM_NOT_FOUND_KHR
             return ()
-    found = []
-    for platform in platforms:
-        try:
-            devices = platform.get_devices()
-        except cl.Error:  # a driver without a device
-            continue
-        found += [_describe(platform, device) for device in devices if device.available]
+        found = []
+        for platform in platforms:
+            try:
+                devices = platform.get_devices()
+            except cl.Error:  # a driver without a device
+                continue
+            found += [_describe(platform, device) for device in devices if device.available]
     return tuple(found)
 
 
@@ -213,6 +223,11 @@ class Context:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        if _started_in not in (None, os.getpid()) and not device.survives_fork:
+            raise RunError(
+                f"{device.platform} was started before this process was forked, and its threads stayed behind; start the "
+                "process with multiprocessing's method 'spawn', or use OpenCL in it only after the fork"
+            )
         with _explained("create a context"):
             self.handle = cl.Context([device.handle])
 
@@ -292,7 +307,7 @@ def _without_invokers() -> Iterator[None]:
 
     pyopencl writes and compiles Python code for that, 0.2 ms a kernel object: for a model of 500 layers, a tenth of a second.
     """
-    invoker: Any = importlib.import_module("pyopencl.invoker")
+    invoker = _invokers()
     generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
 
     def skip_here(*args: Any, **kwargs: Any) -> Any:
@@ -303,6 +318,18 @@ def _without_invokers() -> Iterator[None]:
         yield
     finally:
         invoker.generate_enqueue_and_set_args = generate
+
+
+def _invokers() -> Any:
+    """The module of pyopencl that writes those functions. It opens a database in the user's cache folder as it is imported."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # a database that was not opened cannot close
+    try:
+        return importlib.import_module("pyopencl.invoker")
+    except (OSError, sqlite3.Error):
+        cl._PYOPENCL_NO_CACHE = True
+    finally:
+        sys.unraisablehook = hook
+    return importlib.import_module("pyopencl.invoker")
 
 
 def _image2d(width: int, height: int, row_pitch: int = 0, buffer: Memory | None = None) -> Any:

@@ -1,11 +1,12 @@
 """Inputs and outputs as the user sees them: checked, converted for the device, and back.
 
-On the device everything is float32 or int32. No cast is silent: an input must have the dtype its port names, integers must fit
-32 bits, and only then are they narrowed.
+On the device integers and booleans are what they are, and all floats are float32. No cast is silent: an input must have the
+dtype its port names. bfloat16 is numpy's by way of the package ml_dtypes, which onnx brings.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,24 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from flashmem.program import Port, RowGather
+from flashmem.program import Port, RowGather, port_dtype
 from flashmem.runtime.weight_file import Reader
 
 Array = NDArray[Any]
 
 
-def device_dtype(port: Port) -> np.dtype[Any]:
-    """float32 for floating ports, int32 for all others."""
-    return np.dtype(np.float32 if np.dtype(port.dtype).kind == "f" else np.int32)
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a port's element type.
+
+    Raises:
+        ValueError: numpy has none.
+    """
+    if name == "bfloat16":
+        try:
+            importlib.import_module("ml_dtypes")  # registers the name
+        except ImportError:
+            raise ValueError("arrays of bfloat16 need the package ml_dtypes: pip install ml_dtypes") from None
+    return np.dtype(name)
 
 
 def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
@@ -37,31 +47,21 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
         array = inputs[port.name]
         if not isinstance(array, np.ndarray):
             raise ValueError(f"input {port.name!r} is a {type(array).__name__}; give a numpy array")
-        if array.dtype != np.dtype(port.dtype):
+        if array.dtype != numpy_dtype(port.dtype):
             raise ValueError(f"input {port.name!r} is {array.dtype}; the model takes {port.dtype}: convert it with astype")
         if array.shape != port.shape:
             raise ValueError(f"input {port.name!r} has shape {array.shape}; the model was compiled for {port.shape}")
 
 
 def to_device(port: Port, array: Array) -> Array:
-    """`array` as the device holds it: contiguous float32 or int32; the same memory where it already is.
-
-    Raises:
-        ValueError: an integer that does not fit 32 bits.
-    """
-    target = device_dtype(port)
-    if target.kind == "i" and array.size and array.dtype.kind in "iu" and not np.can_cast(array.dtype, target):
-        lowest, highest = int(array.min()), int(array.max())
-        limits = np.iinfo(np.int32)
-        if lowest < limits.min or highest > limits.max:
-            beyond = highest if highest > limits.max else lowest
-            raise ValueError(f"input {port.name!r} holds {beyond}, which does not fit the device's 32-bit integers")
-    return np.ascontiguousarray(array, target)
+    """`array` as the device holds it: contiguous, floats as float32; the same memory where it already is."""
+    return np.ascontiguousarray(array, np.dtype(port_dtype(port)))
 
 
 def from_device(port: Port, array: Array) -> Array:
-    """`array` (float32 or int32) in the port's dtype; the same memory where it is the same."""
-    return array.astype(np.dtype(port.dtype), copy=False)
+    """`array`, in the port's dtype on the device, in the port's dtype; the same memory where it is the same."""
+    with np.errstate(over="ignore"):  # of float16: what is too large is infinite
+        return array.astype(numpy_dtype(port.dtype), copy=False)
 
 
 def gather_rows(file: Reader, gather: RowGather, indices: Array) -> NDArray[np.float32]:

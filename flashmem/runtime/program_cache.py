@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flashmem.errors import RunError
+from flashmem.errors import FlashmemWarning, RunError
 from flashmem.paths import cache_folder
 from flashmem.program import Launch
 from flashmem.runtime.opencl import Context, Program
@@ -68,6 +68,7 @@ class ProgramCache:
             warnings.warn(
                 f"the program cache {self.folder} cannot be written ({error.strerror}), so kernels are compiled again next "
                 "time; set FLASHMEM_CACHE_DIR to a folder that can",
+                FlashmemWarning,
                 stacklevel=2,
             )
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Literal
 
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, UserError
+from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot
 from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program import SLICE_ALIGNMENT, Program
 from flashmem.runtime.opencl import TEXEL_BYTES
-from flashmem.units import format_size
 
 Strategy = PlannedStrategy | Literal["preload"]
 
@@ -19,40 +18,8 @@ _STAGING_PART = 8 << 20
 """Bytes of staging a loader thread has while everything is preloaded: large reads keep a disk busy."""
 
 
-def choose_strategy(plan: OverlapPlan, wanted: str) -> Strategy:
-    """The strategy of a session that was asked for `wanted`, "auto" being the plan's own.
-
-    Raises:
-        UserError: there is no such strategy, or the plan is of another one.
-    """
-    if wanted == "preload":
-        return "preload"
-    if wanted not in ("auto", *get_args(PlannedStrategy)):
-        raise UserError(f"strategy {wanted!r} is unknown; name one of: {', '.join(get_args(PlannedStrategy))}, preload")
-    if wanted not in ("auto", plan.strategy):
-        raise UserError(
-            f"the bundle was not compiled for strategy {wanted!r}; it plays {plan.strategy} and preload: compile the model anew"
-        )
-    return plan.strategy
-
-
-def require_budget(limit: int | None, needed: int, mode: TransferMode) -> None:
-    """Check that `needed` bytes, of which `mode` decides, are within `limit` (None: there is none).
-
-    Raises:
-        BudgetError: they are not.
-    """
-    if limit is not None and limit < needed:
-        raise BudgetError(
-            f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {mode}; "
-            "raise the budget, or compile the model for this one",
-            smallest_bytes=needed,
-            binding=f"the layout for transfer mode {mode}",
-        )
-
-
 def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
-    """The layout that the plan settled for `mode`.
+    """The layout that the plan has for `mode`.
 
     Raises:
         UserError: the bundle was not compiled for that mode.

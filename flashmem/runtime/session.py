@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,19 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
-from flashmem.device import TRANSFER_MODES, TransferMode
+from flashmem.device import TransferMode
 from flashmem.digests import table_blocks
 from flashmem.errors import RunError, UserError
-from flashmem.program import Port, fixed_bytes
+from flashmem.program import Port, fixed_bytes, port_dtype
+from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
 from flashmem.runtime.loader import planned_loads, read_while_opening
-from flashmem.runtime.opencl import find_device
-from flashmem.runtime.ports import check_inputs, device_dtype, from_device, gather_rows, to_device
+from flashmem.runtime.ports import check_inputs, from_device, gather_rows, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
-from flashmem.runtime.residence import Strategy, choose_strategy, preloaded, preloaded_layout, require_budget, streamed_layout
+from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
-from flashmem.units import parse_size
 
 Array = NDArray[Any]
 
@@ -36,7 +36,8 @@ __all__ = ["RunReport", "Session", "Strategy"]
 class Session:
     """A bundle on a device. Use it as a context manager, or call `close`.
 
-    Runs are made one at a time. A run that fails closes the session; an input that is refused does not.
+    Runs are made one at a time: threads wait for each other. A run that fails closes the session; an input that is refused
+    does not. A forked child has to open sessions of its own.
     """
 
     def __init__(
@@ -55,35 +56,49 @@ class Session:
 
         Args:
             bundle: a bundle or its path.
-            device: "auto", or what `runtime.devices.choose` understands.
+            device: "auto", or what `flashmem.request.device_here` understands.
             mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first.
             strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
                 do; any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and none with "preload".
             lanes: in mode "interleave", whether kernels move weights while they compute; if not, every move is a launch of its
                 own between them, to compare with.
-            trace: record when each layer ran on the device. verify_weights: compare every slice and table row that is read
-            with its digest; a damaged one fails the run. Constants
-                are compared always.
+            trace: record when each layer ran on the device.
+            verify_weights: compare every slice and table row that is read with its digest; a damaged one fails the run.
+                Constants are compared always.
 
         Raises:
-            UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs.
+            UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
+                another type.
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
+        if not isinstance(bundle, Bundle | str | Path):
+            raise UserError(f"a session is opened with a bundle or its path, not with {_described(bundle)}")
+        if not isinstance(device, str):
+            raise UserError(f"the device is {_described(device)}; give its name as text, or 'auto'")
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        self.device = find_device(device, prefer=self.bundle.descriptor.name)
-        self.strategy: Strategy = choose_strategy(self.bundle.plan, strategy)
-        self.mode = self._choose_mode(mode)
         program, plan = self.bundle.program, self.bundle.plan
+        self.device = device_here(device, prefer=self.bundle.descriptor.name)
+        self.strategy: Strategy = choose_strategy(plan, strategy)
+        self.mode = choose_mode(
+            descriptor_for(self.device),
+            mode,
+            path=program.memory_path,
+            planned=self.bundle.meta.get("mode"),
+            strategy=self.strategy,
+        )
         if self.strategy == "preload":
             plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
         else:
             layout = streamed_layout(plan, self.mode)
-        self.budget = self._settle_budget(budget, fixed_bytes(program) + layout.total_bytes)
+        needed = fixed_bytes(program) + layout.total_bytes
+        self.budget = choose_budget(budget, self.bundle.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
         self._runs = 0
-        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._busy = False  # seen by the thread that holds the lock
         self._closed: str | None = None  # why
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
         stored = zip(program.row_gathers, self.bundle.digests.tables, strict=True)
@@ -112,33 +127,6 @@ class Session:
                 raise
         self._init_seconds = perf_counter() - begun
 
-    def _choose_mode(self, mode: TransferMode | Literal["auto"]) -> TransferMode:
-        path = self.bundle.program.memory_path
-        descriptor = descriptor_for(self.device)
-        if path not in descriptor.memory_paths:
-            raise UserError(f"device {self.device.name} has no memory path {path!r}, which the bundle uses; compile for it")
-        modes = descriptor.modes[path]
-        if mode == "auto":
-            if self.strategy == "preload":
-                return "dma"
-            planned = self.bundle.meta.get("mode")
-            return next((m for m in modes if m == planned), modes[0])
-        if mode not in TRANSFER_MODES:
-            raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(TRANSFER_MODES)}")
-        if mode not in modes:
-            raise UserError(
-                f"device {self.device.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}"
-            )
-        return mode
-
-    def _settle_budget(self, budget: int | str | None, needed: int) -> int | None:
-        """The budget in bytes, which covers what is needed."""
-        limit = None if self.strategy == "preload" else self.bundle.budget_bytes
-        if budget is not None:
-            limit = parse_size(budget, what="budget")
-        require_budget(limit, needed, self.mode)
-        return limit
-
     def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
         """Run the model once.
 
@@ -151,17 +139,19 @@ class Session:
 
         Raises:
             ValueError: an input or an output name that does not fit; the session stays usable.
-            RunError: the run failed, and the session is closed; or it was closed before.
+            RunError: the run failed, and the session is closed; or it was closed before; or it is in a run of this very thread,
+                which a callback or a signal handler interrupted; or it was opened before this process was forked.
         """
-        with self._lock:
+        with self._alone("run"):
             if self._closed is not None:
                 raise RunError(f"the session is closed ({self._closed}); open a new one")
             begun = perf_counter()
             outputs = {port.name: port for port in self.bundle.program.outputs}
-            chosen = list(outputs) if output_names is None else list(output_names)
+            chosen = list(outputs) if output_names is None else _names(output_names)
             for name in chosen:
                 if name not in outputs:
                     raise ValueError(f"the model has no output {name!r}; it gives: {', '.join(outputs)}")
+            inputs = _arrays(inputs)
             check_inputs(self.bundle.program.inputs, inputs)
             if self._runs:
                 self._engine.ledger.restart_history()
@@ -169,22 +159,52 @@ class Session:
                 self._write_inputs(inputs)
             with self._closed_by_failure():
                 played = self._engine.run()
+            self._check_status()
+            with self._closed_by_failure():
                 results = {name: self._read_output(outputs[name]) for name in dict.fromkeys(chosen)}
             self._report(begun, played)
             return [results[name] for name in chosen]
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """One thread at a time, and that one once."""
+        if os.getpid() != self._process:
+            raise RunError("the session was opened before this process was forked; open one in the child")
+        with self._lock:
+            if self._busy:
+                raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
     def _write_inputs(self, inputs: Mapping[str, Array]) -> None:
         program = self.bundle.program
         for port in program.inputs:
             if port.tensor is not None:
                 self._engine.write(port.tensor, to_device(port, inputs[port.name]))
+        if program.status is not None:
+            self._engine.write(program.status, np.zeros(1, np.int32))
         for gather, table in zip(program.row_gathers, self._tables, strict=True):
             self._engine.write(gather.tensor, gather_rows(table, gather, inputs[gather.indices]))
 
+    def _check_status(self) -> None:
+        """Raise ValueError if a layer read an index that is out of range. The session stays usable."""
+        program = self.bundle.program
+        if program.status is not None:
+            status = np.zeros(1, np.int32)
+            self._engine.read(status, program.status)
+            if status[0]:
+                raise ValueError(
+                    f"layer {program.launches[status[0] - 1].name} was given an index outside the tensor it reads from: "
+                    f"check the inputs that hold indices"
+                )
+
     def _read_output(self, port: Port) -> Array:
-        assert port.tensor is not None
-        data = np.empty(port.shape, device_dtype(port))
-        self._engine.read(data, port.tensor)
+        data = np.empty(port.shape, np.dtype(port_dtype(port)))
+        if port.tensor is not None:
+            self._engine.read(data, port.tensor)
         return from_device(port, data)
 
     @contextmanager
@@ -224,9 +244,14 @@ class Session:
         return None if self._closed else self._file.cached_bytes()
 
     def close(self) -> None:
-        """Give everything back. Closing again does nothing."""
-        with self._lock:
-            self._close("close was called")
+        """Give everything back. Closing again does nothing; nor does a forked child, where all is still its parent's.
+
+        Raises:
+            RunError: called inside a run of the same thread, by a callback or a signal handler.
+        """
+        if os.getpid() == self._process:
+            with self._alone("close"):
+                self._close("close was called")
 
     def _close(self, why: str) -> None:
         if self._closed is None:
@@ -239,3 +264,36 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _names(output_names: Any) -> list[str]:
+    """The outputs asked for. Raises ValueError for anything but a sequence of names."""
+    if not isinstance(output_names, Sequence) or isinstance(output_names, str | bytes):
+        raise ValueError(f"the outputs asked for are {_described(output_names)}; give a list of names, or None for all")
+    for name in output_names:
+        if not isinstance(name, str):
+            raise ValueError(f"the outputs asked for hold {_described(name)}; give their names as text")
+    return list(output_names)
+
+
+def _arrays(inputs: Any) -> dict[str, Array]:
+    """The inputs, each asked for once: an .npz file reads it anew every time.
+
+    Raises:
+        ValueError: not a mapping from names, or an array with a mask, which the device would not see.
+    """
+    if not isinstance(inputs, Mapping):
+        raise ValueError(f"the inputs are {_described(inputs)}; give a dict of numpy arrays by name")
+    for name in inputs:
+        if not isinstance(name, str):
+            raise ValueError(f"the inputs are called by {_described(name)}; call them by their names as text")
+    arrays = {name: inputs[name] for name in inputs}
+    for name, array in arrays.items():
+        if isinstance(array, np.ma.MaskedArray):
+            raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
+    return arrays
+
+
+def _described(value: object) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -16,7 +16,7 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
-from flashmem.program import SLICE_ALIGNMENT, Program, Slice, output_bytes, scratch_bytes
+from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, Program, Slice, output_bytes, port_dtype, scratch_bytes
 from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
@@ -190,8 +190,8 @@ def describe(
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves) + rates.layer_seconds * len(program.launches),
         constants_bytes=program.constants_bytes,
         gathered_bytes=_gathered_bytes(program),
-        input_bytes=sum(4 * prod(port.shape) for port in program.inputs if port.tensor is not None),
-        output_bytes=sum(4 * prod(port.shape) for port in program.outputs),
+        input_bytes=sum(ITEMSIZE[port_dtype(port)] * prod(port.shape) for port in program.inputs if port.tensor is not None),
+        output_bytes=sum(ITEMSIZE[port_dtype(port)] * prod(port.shape) for port in program.outputs),
         w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
         resident_first=strategy == "preload",
     )

@@ -16,15 +16,16 @@ from typing import Any, Literal, cast
 
 from flashmem.bundle import BundleWriter
 from flashmem.codegen.program import Generated
-from flashmem.compile import Options, plan_graph, with_layouts
+from flashmem.compile import plan_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, RunError
 from flashmem.graph.ir import Graph
 from flashmem.graph.portable import PortableGraph
+from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.planner import Limits, make_plan
+from flashmem.planning.planner import make_plan
 from flashmem.program import Program
-from flashmem.runtime.opencl import find_device
+from flashmem.request import Options, device_here
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate
 from flashmem.sweeping.grid import RESULTS, Cell, Point
@@ -97,7 +98,7 @@ def measured(subject: Subject, point: Point, runs: int) -> dict[str, Cell]:
 
 def _session_device(name: str, descriptor: DeviceDescriptor) -> str:
     """What a session is asked for: a descriptor in a file names no device, but the kind that it describes."""
-    return find_device("auto", prefer=descriptor.name).descriptor_name if name.endswith(".toml") else name
+    return device_here(name, prefer=descriptor.name).descriptor_name if name.endswith(".toml") else name
 
 
 @contextmanager

@@ -8,21 +8,20 @@ from typing import Literal, cast
 
 from flashmem.bundle import Bundle
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
-from flashmem.compile import Options, choose_mode, find_descriptor, read_graph
 from flashmem.compile import compile as compile_model
+from flashmem.compile import read_graph
 from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
 from flashmem.errors import NoDeviceError, UserError
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.graph.portable import portable
-from flashmem.planning.planner import Limits
-from flashmem.runtime.opencl import find_device
-from flashmem.simulation.target import described_device, mode_for
+from flashmem.planning.limits import Limits
+from flashmem.request import Options, choose_mode, device_here, find_descriptor
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
 from flashmem.units import parse_shape
-from flashmem.zoo_graphs import check_architecture, zoo_graph
-from flashmem.zoo_names import architecture
+from flashmem.zoo.graphs import check_architecture, zoo_graph
+from flashmem.zoo.names import architecture
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def subject_of(point: Point) -> Subject:
 def _require_here(device: str) -> None:
     """A descriptor in a file is measured on any device, as `flashmem run` does: the user says that it describes one."""
     try:
-        find_device("auto" if device.endswith(".toml") else device)
+        device_here(device)
     except NoDeviceError as error:
         if device not in descriptor_names():
             raise
@@ -105,6 +104,7 @@ def _of_bundle(path: Path, point: Point) -> Target:
             f"{path} was compiled with --precision {bundle.program.precision}; leave {point.precision} out, or name the model"
         )
     if point.shape:
-        raise UserError(f"--shape was settled when {path} was compiled; name the model, or leave --shape out")
-    descriptor = described_device(bundle, point.device)
-    return Target(descriptor, mode_for(bundle.program, descriptor, point.mode, planned=bundle.meta.get("mode")), bundle)
+        raise UserError(f"--shape was fixed when {path} was compiled; name the model, or leave --shape out")
+    descriptor = find_descriptor(point.device, own=bundle.descriptor)
+    mode = choose_mode(descriptor, point.mode, path=bundle.program.memory_path, planned=bundle.meta.get("mode"))
+    return Target(descriptor, mode, bundle)

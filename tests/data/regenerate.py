@@ -11,7 +11,7 @@ from typing import Any
 
 import onnx
 
-from flashmem import zoo
+from flashmem.zoo.export import export
 
 HERE = Path(__file__).parent
 
@@ -46,7 +46,7 @@ def main() -> None:
     """Write every export."""
     for target, (name, options) in EXPORTS.items():
         with tempfile.TemporaryDirectory(dir=HERE) as scratch:
-            strip(zoo.export(name, scratch, filename=f"{target}.onnx", **options))
+            strip(export(name, scratch, filename=f"{target}.onnx", **options))
             for file in Path(scratch).iterdir():
                 file.replace(HERE / file.name)
         print(target)

@@ -1,4 +1,4 @@
-"""One emitter for each form that is left after normalization: it turns a layer into launches."""
+"""One emitter for each kernel that an operator's declaration names: it turns a layer into launches."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from flashmem.codegen.emitters.movement import (
     emit_tile,
     emit_transpose,
 )
-from flashmem.codegen.emitters.reduction import REDUCTIONS, emit_reduction
+from flashmem.codegen.emitters.reduction import emit_reduction
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.elementwise import ELEMENTWISE
+from flashmem.graph.operators import REGISTRY
 
 EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
-    **dict.fromkeys(ELEMENTWISE, emit_elementwise),
-    **dict.fromkeys(REDUCTIONS, emit_reduction),
-    "AveragePool": emit_pool,
-    "Concat": emit_concat,
-    "Conv": emit_convolution,
-    "ConvTranspose": emit_convolution,
-    "Expand": emit_expand,
-    "Gather": emit_gather,
-    "MatMul": emit_matmul,
-    "MaxPool": emit_pool,
-    "Pad": emit_pad,
-    "Resize": emit_resize,
-    "Slice": emit_slice,
-    "Tile": emit_tile,
-    "Transpose": emit_transpose,
+    "concat": emit_concat,
+    "convolution": emit_convolution,
+    "expand": emit_expand,
+    "gather": emit_gather,
+    "matmul": emit_matmul,
+    "pad": emit_pad,
+    "pool": emit_pool,
+    "reduction": emit_reduction,
+    "resize": emit_resize,
+    "slice": emit_slice,
+    "tile": emit_tile,
+    "transpose": emit_transpose,
 }
+"""By the name that declarations use (`graph.operators.registry.Operator.kernel`)."""
+
+
+def emit(emitter: Emitter, layer: Layer) -> None:
+    """Append the launches of `layer` to the program."""
+    operator = REGISTRY[layer.main.op]
+    (EMITTERS[operator.kernel] if operator.kernel else emit_elementwise)(emitter, layer)

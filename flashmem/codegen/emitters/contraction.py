@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.expression import affine, broadcast_strides
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node
+from flashmem.graph.operators.vector import REGISTER, Vector
+from flashmem.graph.placement import affine, broadcast_strides
 from flashmem.program import Arg, KernelShape, Slice
 
 DEPTH_BLOCK = 64
@@ -31,6 +32,7 @@ class _Tile:
     texture: bool
     storage: str
     local: tuple[int, int]
+    scalar: str = "float"
 
     @property
     def vectors(self) -> int:
@@ -38,7 +40,7 @@ class _Tile:
 
     @property
     def vec(self) -> str:
-        return f"float{self.vector}" if self.vector > 1 else "float"
+        return Vector(self.vector).named(self.scalar)
 
 
 def _tile(emitter: Emitter, rows: int, columns: int, *, packed: bool) -> _Tile:
@@ -55,7 +57,7 @@ def _tile(emitter: Emitter, rows: int, columns: int, *, packed: bool) -> _Tile:
 def emit_matmul(emitter: Emitter, layer: Layer) -> None:
     """MatMul: with constant weights packed in slices, otherwise as a product of two activations."""
     weight = layer.main.input(1)
-    if weight.constant is None or math.prod(weight.shape[:-2]) != 1:
+    if weight.constant is None or math.prod(weight.shape[:-2]) != 1 or weight.dtype != "float32":
         _emit_dynamic(emitter, layer)
         return
     shape = layer.main.outputs[0].shape
@@ -111,8 +113,7 @@ def _emit_packed(
     packing = Packing(
         depth, columns // groups, groups, tile.columns, emitter.half, emitter.memory_path, fold_unit, emitter.descriptor
     )
-    output = layer.main.outputs[0]
-    tail = emitter.tail(layer, len(output.shape) - 1, tile.vector)
+    tail = emitter.tail(layer, tile.vector)
     kernel = emitter.kernels.kernel(
         template, t=tile, attributes=emitter.attributes(tile.local), **context, **emitter.tail_context(tail)
     )
@@ -128,7 +129,6 @@ def _emit_packed(
             [x, Arg("slice", name), y, *zeros, *operands, *dims, part.first_panel, part.panels, *folds],
             (-(-rows // tile.rows), part.panels),
             tile.local,
-            "reusable",
             KernelShape(
                 rows=rows,
                 columns=min(part.panels * tile.columns, columns),
@@ -172,12 +172,12 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     rows = batch * out_height * out_width
     vector = emitter.vector_for(columns)
     tile = _Tile(1, vector, vector, False, "float", (1, 1))
-    tail = emitter.tail(layer, 3, vector)
+    tail = emitter.tail(layer, vector)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
     kernel = emitter.kernels.kernel("depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail))
     read = weight.constant.array
-    packed = emitter.data(weight.name, weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, np.float32))
+    packed = emitter.data(weight.name, 4 * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, np.float32))
     zeros = emitter.zeros(columns)
     dims = [
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
@@ -185,7 +185,7 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     ]  # fmt: skip
     args = [emitter.operand(x), packed, emitter.tensor(layer.output), zeros, *emitter.operand_args(tail), *dims]
     shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
-    emitter.launch(layer, kernel, args, items, local, "reusable", shape, macs=rows * weight.size)
+    emitter.launch(layer, kernel, args, items, local, shape, macs=rows * weight.size)
 
 
 def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
@@ -194,9 +194,8 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
-    tile = _tile(emitter, rows, columns, packed=False)
-    tail = emitter.tail(layer, len(y.shape) - 1, tile.vector)
-
+    tile = replace(_tile(emitter, rows, columns, packed=False), scalar=REGISTER[y.dtype])
+    tail = emitter.tail(layer, tile.vector)
     local = tile.local if math.prod(tile.local) > 1 else (1, 1)
     kernel = emitter.kernels.kernel(
         "matmul_dynamic",
@@ -217,7 +216,6 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         [*args, batches, rows, depth, columns],
         (-(-rows // tile.rows), -(-columns // tile.columns), batches),
         (*local, 1),
-        "reusable",
         KernelShape(
             rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1, vector=tile.vector
         ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.expression import Expression, best_split, matrix_of
+from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.expression import Expression
 from flashmem.graph.fusion import Layer
+from flashmem.graph.operators.vector import STORED, Vector
+from flashmem.graph.placement import best_split, matrix_of
 from flashmem.program import Arg, KernelShape
 
 
@@ -19,16 +21,16 @@ def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
     expression = Expression(layer.nodes, None, domain, split, vector)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
-    kind = "float" if layer.output.dtype == "float32" else "int"
+    stored = STORED[layer.output.dtype]
     kernel = emitter.kernels.kernel(
         "elementwise",
         attributes=emitter.attributes(local),
-        scalar=kind,
+        scalar=stored,
         vector=vector,
-        vec=kind if vector == 1 else f"{kind}{vector}",
+        vec=Vector(vector).named(stored),
         **emitter.tail_context(expression),
     )
     args: list[Arg | int] = [emitter.tensor(layer.output), *emitter.operand_args(expression), rows, columns]
     shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)
-    nbytes = 4 * (layer.output.size + sum(value.size for value in values))
-    emitter.launch(layer, kernel, args, items, local, "elemental", shape, nbytes=nbytes)
+    nbytes = nbytes_of(layer.output) + sum(map(nbytes_of, values))
+    emitter.launch(layer, kernel, args, items, local, shape, nbytes=nbytes)

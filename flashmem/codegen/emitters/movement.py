@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.expression import affine, broadcast_strides
-from flashmem.graph.builder import constant
+from flashmem.codegen.emitter import Emitter, nbytes_of
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.elementwise import VectorType
-from flashmem.program import Arg, KernelShape
+from flashmem.graph.ir import Value
+from flashmem.graph.operators.vector import STORED, scalar_literal
+from flashmem.graph.placement import affine, broadcast_strides
+from flashmem.program import ITEMSIZE, Arg, KernelShape
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -72,7 +69,7 @@ def _move(
     kernel = emitter.kernels.kernel(
         "movement",
         attributes=emitter.attributes(local),
-        scalar="float" if target.dtype == "float32" else "int",
+        scalar=STORED[target.dtype],
         vector=vector,
         source=affine(region, source_strides, "i") if source is not None else "",
         target=affine(region, target_strides, "i"),
@@ -82,7 +79,8 @@ def _move(
     args = [*pointers, emitter.tensor(target), count, source_start, target_start]
     longest = _inner_run(region, source_strides)
     shape = KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector)
-    emitter.launch(layer, kernel, args, (count,), local, "elemental", shape, nbytes=8 * math.prod(region), part=part)
+    nbytes = 2 * ITEMSIZE[target.dtype] * math.prod(region)
+    emitter.launch(layer, kernel, args, (count,), local, shape, nbytes=nbytes, part=part)
 
 
 def emit_transpose(emitter: Emitter, layer: Layer) -> None:
@@ -127,18 +125,16 @@ def emit_concat(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_pad(emitter: Emitter, layer: Layer) -> None:
-    """Pad: fill and copy, or gathers for the mirrored modes."""
+    """Pad with a number: fill, then copy."""
     x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
-    if layer.main.attributes["mode"] != "constant":
-        _emit_mirrored_pad(emitter, layer)
-        return
-    value = float(layer.main.attributes["value"])
-    fill = VectorType(1).float_literal(value) if y.dtype == "float32" else str(int(value))
+    fill = scalar_literal(y.dtype, layer.main.attributes["value"])
     _move(emitter, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
     # A negative pad crops: the region starts inside the source.
     firsts = [max(0, -b) for b in before]
     starts = [max(0, b) for b in before]
-    region = [min(size - first, out - start) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)]
+    region = [
+        max(0, min(size - first, out - start)) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)
+    ]
     source, target = _strides(x.shape), _strides(y.shape)
     _move(
         emitter, layer, x, y, region, source, target,
@@ -146,34 +142,16 @@ def emit_pad(emitter: Emitter, layer: Layer) -> None:
     )  # fmt: skip
 
 
-def _emit_mirrored_pad(emitter: Emitter, layer: Layer) -> None:
-    """`edge` and `reflect`, one axis after the other, as gathers with settled indices."""
-    value, y, mode = layer.main.input(0), layer.output, layer.main.attributes["mode"]
-    axes = [a for a in range(len(y.shape)) if value.shape[a] != y.shape[a]]
-    for axis in axes:
-        size, before = value.shape[axis], layer.main.attributes["before"][axis]
-        at = np.arange(y.shape[axis]) - before
-        if mode == "edge":
-            at = at.clip(0, size - 1)
-        else:
-            period = max(1, 2 * (size - 1))
-            at = np.abs((at + size - 1) % period - (size - 1))
-        shape = tuple(y.shape[a] if a <= axis else s for a, s in enumerate(value.shape))
-        result = y if axis == axes[-1] else Value(f"{y.name}.pad{axis}", shape, y.dtype)
-        indices = constant(f"{y.name}.at{axis}", at.astype(np.int32))
-        emit_gather(emitter, Layer(Node("Gather", f"{layer.main.name}[{axis}]", [value, indices], [result], {"axis": axis})))
-        value = result
-
-
 def emit_gather(emitter: Emitter, layer: Layer) -> None:
-    """Gather with indices that are in a tensor or resident."""
+    """Gather. An index out of range leaves the layer's number in the status tensor, and nothing outside the table is read."""
     data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]
     outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
     items = (inner, outer * count)
     local = emitter.work_group(items)
-    kind = "float" if data.dtype == "float32" else "int"
-    kernel = emitter.kernels.kernel("gather", attributes=emitter.attributes(local), scalar=kind, storage=kind)
-    args = [emitter.operand(data), emitter.operand(indices), emitter.tensor(layer.output)]
-    dims = [outer * count, count, data.shape[axis], inner]
+    kernel = emitter.kernels.kernel(
+        "gather", attributes=emitter.attributes(local), scalar=STORED[data.dtype], index=STORED[indices.dtype]
+    )
+    args = [emitter.operand(data), emitter.operand(indices), emitter.tensor(layer.output), emitter.status()]
+    dims = [outer * count, count, data.shape[axis], inner, len(emitter.launches) + 1]
     shape = KernelShape(rows=outer * count, columns=inner, run=inner, stride=inner)
-    emitter.launch(layer, kernel, [*args, *dims], items, local, "elemental", shape, nbytes=8 * layer.output.size)
+    emitter.launch(layer, kernel, [*args, *dims], items, local, shape, nbytes=2 * nbytes_of(layer.output))

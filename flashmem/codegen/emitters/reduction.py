@@ -3,88 +3,114 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.elementwise import VectorType
-from flashmem.program import Arg, KernelShape
+from flashmem.graph.operators.reduction import whole_rows
+from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
+from flashmem.program import Arg, DType, KernelShape
 
-# (neutral element, contribution of an element v, how two join, the result from the total `$` over `columns` elements)
-SIMPLE = {
-    "ReduceL1": ("0.0f", "fabs(v)", "$a + $b", "$"),
-    "ReduceL2": ("0.0f", "v * v", "$a + $b", "sqrt($)"),
-    "ReduceLogSum": ("0.0f", "v", "$a + $b", "log($)"),
-    "ReduceMax": ("-INFINITY", "v", "fmax($a, $b)", "$"),
-    "ReduceMean": ("0.0f", "v", "$a + $b", "$ / (float)columns"),
-    "ReduceMin": ("INFINITY", "v", "fmin($a, $b)", "$"),
-    "ReduceProd": ("1.0f", "v", "$a * $b", "$"),
-    "ReduceSum": ("0.0f", "v", "$a + $b", "$"),
-    "ReduceSumSquare": ("0.0f", "v * v", "$a + $b", "$"),
+_JOINED: dict[str, tuple[float, str, str, str]] = {
+    "ReduceL1": (0, "|v|", "$a + $b", "$"),
+    "ReduceL2": (0, "v * v", "$a + $b", "sqrt($)"),
+    "ReduceLogSum": (0, "v", "$a + $b", "log($)"),
+    "ReduceMax": (-math.inf, "v", "fm_max($a, $b)", "$"),
+    "ReduceMean": (0, "v", "$a + $b", "$ / columns"),
+    "ReduceMin": (math.inf, "v", "fm_min($a, $b)", "$"),
+    "ReduceProd": (1, "v", "$a * $b", "$"),
+    "ReduceSum": (0, "v", "$a + $b", "$"),
+    "ReduceSumSquare": (0, "v * v", "$a + $b", "$"),
 }
-REDUCTIONS = (*SIMPLE, "ReduceLogSumExp", "Softmax", "LogSoftmax", "Normalize")
+"""Neutral element, contribution of an element v, how two join, and the result from the total `$` over `columns` elements."""
+
+_LIMITS = {"int": (-(2**31), 2**31 - 1), "uint": (0, 2**32 - 1), "long": (-(2**63), 2**63 - 1), "ulong": (0, 2**64 - 1)}
+
+
+def _context(op: str, dtype: DType, epsilon: float) -> dict[str, Any]:
+    """The pieces of the template that depend on the reduction and on the element type."""
+    kind = REGISTER[dtype]
+    neutral, each, join, final = _JOINED.get(op, (0, "", "", ""))
+    if kind != "float":
+        neutral = _LIMITS[kind][neutral > 0] if math.isinf(neutral) else neutral
+        join = join.replace("fm_", "")
+    return {
+        "op": op,
+        "kind": kind,
+        "stored": STORED[dtype],
+        "neutral": scalar_literal(dtype, neutral),
+        "each": each,
+        "join": join,
+        "final": final.replace("columns", f"({kind})columns"),
+        "epsilon": scalar_literal("float32", epsilon),
+    }
+
+
+def _typed(context: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
+    """`context` with what depends on the width of vectors: their types, and how one is read and written."""
+    kinds = Vector(vector)
+    absolute = {"float": "fabs(v)", "int": f"convert_{kinds.of(dtype)}(abs(v))", "long": f"convert_{kinds.of(dtype)}(abs(v))"}
+    return {
+        **context,
+        "each": context["each"].replace("|v|", absolute.get(context["kind"], "v")),
+        "vector": vector,
+        "vec": kinds.of(dtype),
+        "mask": kinds.named("long" if REGISTER[dtype] in ("long", "ulong") else "int"),
+        "load_vector": kinds.load(dtype, "x", "AT"),
+        "stored_value": Vector(1).to_stored(dtype, "VALUE"),
+        "stored_vector": kinds.to_stored(dtype, "VALUE"),
+    }
 
 
 def emit_reduction(emitter: Emitter, layer: Layer) -> None:
     """Rows if the reduced axes are the last ones, columns otherwise."""
     node = layer.main
-    x = node.input(0)
-    axes = node.attributes["axes"]
+    x, axes = node.input(0), node.attributes["axes"]
     outer, depth = math.prod(x.shape[: axes[0]]), math.prod(x.shape[axes[0] : axes[-1] + 1])
-    inner = math.prod(x.shape[axes[-1] + 1 :])
-    neutral, each, join, final = SIMPLE.get(node.op, ("", "", "", ""))
-    context = {
-        "op": node.op,
-        "neutral": neutral,
-        "each": each,
-        "join": join,
-        "final": final,
-        "epsilon": VectorType(1).float_literal(node.attributes.get("epsilon", 0.0)),
-    }
+    context = _context(node.op, x.dtype, node.attributes.get("epsilon", 0.0))
     pointers = [emitter.operand(x), emitter.tensor(layer.output)]
-    if inner == 1:
+    if whole_rows(node):
         _emit_rows(emitter, layer, context, pointers, outer, depth)
     else:
-        _emit_columns(emitter, layer, context, pointers, outer, depth, inner)
+        _emit_columns(emitter, layer, context, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
-def _emit_rows(emitter: Emitter, layer: Layer, context: dict[str, str], pointers: list[Arg], outer: int, depth: int) -> None:
+def _emit_rows(emitter: Emitter, layer: Layer, context: dict[str, Any], pointers: list[Arg], outer: int, depth: int) -> None:
     lanes = emitter.descriptor.tile.lanes
     vector = emitter.vector_for(depth)
-    tail = emitter.tail(layer, layer.main.attributes["axes"][0], vector)
+    tail = emitter.tail(layer, vector)
     local = (lanes, 1)
     kernel = emitter.kernels.kernel(
         "reduce_rows",
         attributes=emitter.attributes(local),
         lanes=lanes,
-        **context,
-        **emitter.vectors(vector),
+        **_typed(context, layer.main.input(0).dtype, vector),
         **emitter.tail_context(tail),
     )
     args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth]
     shape = KernelShape(rows=outer, columns=layer.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
-    emitter.launch(layer, kernel, args, (lanes, outer), local, "hierarchical", shape)
+    emitter.launch(layer, kernel, args, (lanes, outer), local, shape)
 
 
 def _emit_columns(
     emitter: Emitter,
     layer: Layer,
-    context: dict[str, str],
+    context: dict[str, Any],
     pointers: list[Arg],
     outer: int,
     depth: int,
     inner: int,
 ) -> None:
     vector = emitter.vector_for(inner)
-    tail = emitter.tail(layer, layer.main.attributes["axes"][-1] + 1, vector)
+    tail = emitter.tail(layer, vector)
     items = (-(-inner // vector), outer)
     local = emitter.work_group(items)
     kernel = emitter.kernels.kernel(
         "reduce_columns",
         attributes=emitter.attributes(local),
-        **context,
-        **emitter.vectors(vector),
+        **_typed(context, layer.main.input(0).dtype, vector),
         **emitter.tail_context(tail),
     )
     shape = KernelShape(rows=layer.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
     args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth, inner]
-    emitter.launch(layer, kernel, args, items, local, "hierarchical", shape)
+    emitter.launch(layer, kernel, args, items, local, shape)

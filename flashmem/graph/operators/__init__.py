@@ -1,19 +1,22 @@
-"""What flashmem can run: one module per family of operators, and the question `why_unsupported`."""
+"""What flashmem can run: each operator is one declaration, one module for each family; `registry` explains its fields."""
 
 from __future__ import annotations
 
-from flashmem.graph.ir import Node
-from flashmem.graph.operators.elementwise import ELEMENTWISE
-from flashmem.graph.operators.rules import RULES
+from flashmem.graph.operators import (
+    activation,
+    arithmetic,
+    casting,
+    contraction,
+    logic,
+    movement,
+    normalization,
+    pooling,
+    reduction,
+    resize,
+)
+from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
+FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, movement)
+"""The modules that declare operators, in the order of docs/operators.md."""
 
-def is_elementwise(node: Node) -> bool:
-    """Whether `node` maps each output element from the elements at the same (broadcast) place."""
-    return node.op in ELEMENTWISE
-
-
-def why_unsupported(node: Node) -> str | None:
-    """The reason why `node` cannot run, or None if it can."""
-    if node.op in RULES:
-        return RULES[node.op](node)
-    return None if node.op in ELEMENTWISE else f"operator {node.op} is not implemented"
+__all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]

@@ -1,0 +1,22 @@
+"""Commands that compile a model on the way to something else need a cache only while they last."""
+
+from __future__ import annotations
+
+import os
+
+from flashmem.console import say
+from flashmem.paths import VARIABLE, cache_folder, can_be_written, folder_until_exit
+
+
+def have_cache() -> None:
+    """Where the user's cache cannot be written, a temporary one stands in for it until this process ends, and a line says so.
+
+    Child processes use the same one.
+
+    Raises:
+        UserError: no temporary folder can be written either.
+    """
+    folder = cache_folder("bundles")
+    if not can_be_written(folder):
+        os.environ[VARIABLE] = str(folder_until_exit("flashmem-cache-"))
+        say(f"{folder.parent} cannot be written, so nothing is kept after this command; set {VARIABLE} to a folder that can")

@@ -1,0 +1,1 @@
+"""`flashmem demo`: text in an image, read by two trained networks."""

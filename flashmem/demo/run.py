@@ -1,0 +1,167 @@
+"""The demo: text in an image, found and read by two trained networks whose weights are streamed inside a memory budget.
+
+Without an image it draws a page first, so that anyone can see whether what was read is what is written there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.commands.compiling import CompileOptions, compile_apart
+from flashmem.commands.stand_in_cache import have_cache
+from flashmem.console import out, print_table, say, waiting
+from flashmem.demo import ocr
+from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.paths import cache_folder
+from flashmem.runtime.session import Session
+from flashmem.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from flashmem.runtime.report import RunReport
+
+PAGE = (
+    (44, "The Analytical Engine"),
+    (26, "weaves algebraical patterns"),
+    (26, "just as the Jacquard-loom weaves"),
+    (34, "flowers and leaves."),
+    (18, "Ada Lovelace, Notes by the Translator, 1843"),
+    (15, "Taylor's Scientific Memoirs, volume 3, page 696"),
+)
+"""What the page says, line by line, each with its size in pixels."""
+
+_INPUT = "x"  # of both networks
+_PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
+
+
+@dataclass
+class Counted:
+    """A session with the report of each of its runs; as a function it is what `flashmem.demo.ocr` calls a network."""
+
+    session: Session
+    reports: list[RunReport] = field(default_factory=list)
+
+    def __call__(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Runs the network once."""
+        (answer,) = self.session.run(None, {_INPUT: pixels})
+        assert self.session.last_run is not None
+        self.reports.append(self.session.last_run)
+        return answer
+
+
+def draw_page(lines: Sequence[tuple[int, str]] = PAGE) -> Image:
+    """An RGB image of `lines`, in the typeface that Pillow carries, as wide as the detector sees sharply."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    height = 2 * _MARGIN + sum(round(size * 1.6) for size, _ in lines)
+    page = Image.new("RGB", (ocr.DETECTOR_SHAPE[3], height), _PAPER)
+    draw, top = ImageDraw.Draw(page), _MARGIN
+    for size, text in lines:
+        draw.text((_MARGIN, top), text, font=ImageFont.load_default(size), fill=_INK)
+        top += round(size * 1.6)
+    return page
+
+
+def open_image(path: Path) -> Image:
+    """The image in a file, upright and in RGB.
+
+    Raises:
+        MissingFileError: no such file.
+        UserError: not an image.
+    """
+    from PIL import Image, ImageOps
+
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such image")
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} is not an image that can be read ({error}); give a PNG or JPEG file") from error
+
+
+def run_demo(image: Path | None, *, budget: str, device: str) -> None:
+    """Reads `image`, or a page drawn for it, and prints the words, the time and the memory that took.
+
+    Raises:
+        UserError: the `demo` extra is missing, `image` cannot be read, or `budget` is too small.
+        RunError: the page that was drawn was not read as it was written.
+    """
+    models = ocr.find_models()
+    parse_size(budget, what="--budget")
+    page = open_image(image) if image else _drawn_and_kept()
+    bundles = [
+        compile_apart(model, CompileOptions(device=device, budget=budget, shape=(f"{_INPUT}={'x'.join(map(str, shape))}",)))
+        for model, shape in ((models.detector, ocr.DETECTOR_SHAPE), (models.recogniser, ocr.LINE_SHAPE))
+    ]
+    alphabet = ocr.read_alphabet(models.recogniser)
+    started = time.perf_counter()
+    with waiting("finding the lines", quiet=False), Session(bundles[0], device=device) as session:
+        detector = Counted(session)
+        found = ocr.find_lines(np.asarray(page), detector)
+    with waiting("reading the lines", quiet=False), Session(bundles[1], device=device) as session:
+        recogniser = Counted(session)
+        lines = ocr.read_lines(np.asarray(page), found, recogniser, alphabet)
+    seconds = time.perf_counter() - started
+    _show(lines, [] if image else [text for _, text in PAGE])
+    _account({"find the lines": detector, "read a line": recogniser}, seconds)
+    if image is None and [line.text for line in lines] != [text for _, text in PAGE]:
+        raise RunError("what was read is not what was drawn")
+
+
+def _drawn_and_kept() -> Image:
+    page = draw_page()
+    have_cache()
+    kept = cache_folder("demo") / "page.png"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    page.save(kept)
+    say(f"no image given: reading the page drawn in {kept}")
+    return page
+
+
+def _show(lines: Sequence[ocr.Line], drawn: Sequence[str]) -> None:
+    if not lines:
+        out().print("no text found")
+        return
+    rows = []
+    for line, text in zip_longest(lines, drawn):
+        read, sure = (line.text, f"{line.confidence:.0%}") if line else ("", "")
+        rows.append((read, sure, text or "")[: 3 if drawn else 2])
+    print_table(("read", "sure", "drawn")[: 3 if drawn else 2], rows)
+
+
+def _account(networks: dict[str, Counted], seconds: float) -> None:
+    print_table(
+        ("network", "runs", "first answer", "later ones", "memory", "budget", "device"),
+        [_row(name, network) for name, network in networks.items() if network.reports],
+    )
+    out().print(f"{seconds:.2f} s in all. Memory is everything flashmem held on the device and in staging.")
+    out().print("The first run on a device builds the kernels, which are kept: a second run shows the latency without.")
+
+
+def _row(name: str, network: Counted) -> tuple[object, ...]:
+    reports = network.reports
+    first, *later = reports
+    return (
+        name,
+        len(reports),
+        _milliseconds(first.latency.integrated),
+        _milliseconds(median(report.latency.exec for report in later)) if later else "",
+        format_size(max(report.memory.peak_bytes for report in reports)),
+        format_size(first.memory.budget_bytes or 0),
+        f"{network.session.device.name}, mode {network.session.mode}",
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"

@@ -1,0 +1,323 @@
+"""Types and shapes inferred strictly, and constants folded within limits, in one walk over the model.
+
+The walk is onnxscript's, which meets every node after what it reads. Before a node is folded its types and shape are inferred
+by ONNX's own rules, from what is known by then, small constants among it: what contradicts those rules is refused, and so is
+a tensor beyond the limits, before anything of that size is made.
+
+What is folded is decided by one rule: a result is computed now if keeping it is cheap. Masks and shape arithmetic disappear, a
+slice of a large table shrinks to the part that is used; but no transposed, converted or otherwise plain copy of a weight is
+ever made, since a weight must stay where it can be streamed from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection
+
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+from onnx.checker import ValidationError
+from onnx.shape_inference import InferenceError, infer_node_outputs
+from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
+
+from flashmem.errors import UserError
+from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, RESIZED
+from flashmem.graph.onnx_sizes import set_size
+from flashmem.graph.onnx_validate import printable
+
+DERIVED_LIMIT = 16 << 20
+"""What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""
+
+COMPUTED_LIMIT = 64 << 20
+"""A folded result of at most this many bytes is kept if nothing it was computed from lies in a file: masks, position tables."""
+
+_COPIES = {"Cast", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+
+# Operators whose reference implementation visits elements one by one in Python, and the most elements it may visit.
+_LOOPS = {"AffineGrid", "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GatherElements"}
+_LOOPS |= {"GatherND", "GridSample", "LRN", "LSTM", "LpPool", "MaxPool", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "RNN"}
+_LOOPS |= {"NonMaxSuppression", "Resize", "ReverseSequence", "RoiAlign", "STFT", "ScatterElements", "ScatterND", "Upsample"}
+_LOOP_LIMIT = 1 << 16
+
+_CONTRACTIONS = {"Einsum", "Gemm", "MatMul", "MatMulInteger"}
+_PRODUCTS_LIMIT = 1 << 32
+
+# Random or quantised; and what ONNX's reference gives other sizes and ties than runtimes do.
+_NEVER = {"Bernoulli", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear", "Resize", "Upsample"}
+
+# Lengths that depend on data, never larger than the input.
+_SELECTIONS = {"Compress", "NonZero", "Unique"}
+
+# What onnxscript follows the numbers of shapes through, and the most numbers it may have to follow.
+_FOLLOWED = {"Abs", "Add", "Cast", "Gather", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+_JOINED = 1 << 20
+
+# Which input is a shape: its length is the rank of the output.
+_SHAPE_INPUT = {"AffineGrid": 1, "CenterCropPad": 1, "ConstantOfShape": 0, "Expand": 1, "MaxUnpool": 2, "Reshape": 1}
+_SHAPE_INPUT |= {"Resize": 3, "Tile": 1}
+
+_KNOWN_INTEGERS, _KNOWN_OTHERS = 1024, 20  # elements of constants that inference is told
+
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+class FoldPass(FoldConstantsPass):
+    """Infers every node strictly, then folds it if all its inputs are constants, it is cheap to keep and quick to compute.
+
+    Raises UserError (possibly as the cause of another error) for a node that contradicts ONNX's rules or exceeds a limit; its
+    text does not say which file.
+    """
+
+    def __init__(self, is_native: Callable[[str], bool]) -> None:
+        super().__init__(shape_inference=False, input_size_limit=0, output_size_limit=COMPUTED_LIMIT, should_fold=self._folds)
+        self.is_native = is_native
+        self.made = 0
+        self.counted = 0
+
+    def call(self, model: ir.Model) -> FoldConstantsResult:
+        """One walk."""
+        self.model = model
+        self.opset_imports = dict(model.opset_imports)
+        self.made = self.counted = 0
+        for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+            if value.const_value is not None:  # its declaration as an output may have said something else
+                value.shape, value.type = ir.Shape(value.const_value.shape.numpy()), ir.TensorType(value.const_value.dtype)
+                check_rank(value)
+        for value in model.graph.inputs:
+            check_rank(value)
+        check_concatenations(model.graph)
+        return super().call(model)
+
+    def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
+        """What replaces `node`, if something does."""
+        is_control_flow = any(attribute.type in _GRAPHS for attribute in node.attributes.values())
+        if node.op_type != "Constant" and not is_control_flow:
+            infer(node, self.opset_imports)
+            set_size(node)
+        return super().process_node(node, is_function)
+
+    def _folds(self, node: ir.Node) -> bool:
+        """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
+        if node.op_type in _NEVER or not _is_quick(node):
+            return False
+        made = sum(map(_nbytes, node.outputs))
+        if any(value.shape is None or not value.shape.is_static() for value in node.outputs):
+            if node.op_type not in _SELECTIONS:
+                return False
+            made = 8 * sum(len(value.shape or ()) * _size(value) for value in node.inputs if value is not None)
+        largest = max((_nbytes(value) for value in node.inputs if value is not None and _is_weight(value)), default=0)
+        if largest == 0:
+            if made > COMPUTED_LIMIT and not self.is_native(node.op_type):
+                raise UserError(f"{describe(node)} makes a constant of {made} bytes, but at most {COMPUTED_LIMIT} are folded")
+            folds = made <= COMPUTED_LIMIT
+        else:
+            is_copy = node.op_type in _COPIES and 2 * made > largest
+            folds = made <= DERIVED_LIMIT and not is_copy
+        if folds:
+            self._count(made)
+        return folds
+
+    def _count(self, made: int) -> None:
+        """Note that `made` bytes of constants are being computed; refuse when too many are kept, or were computed in all."""
+        self.made += made
+        if self.made > FOLDED:
+            raise UserError(f"the model computes more than {FOLDED} bytes of constants, the most that are folded")
+        if self.made - self.counted < CONSTANTS // 8:
+            return
+        self.counted = self.made
+        tensors = (value.const_value for graph in self.model.graphs() for value in graph.initializers.values())
+        kept = sum(tensor.nbytes for tensor in tensors if tensor is not None and not isinstance(tensor, ir.ExternalTensor))
+        if kept > CONSTANTS:
+            raise UserError(f"the constants that the model computes take more than {CONSTANTS} bytes, the most that are kept")
+
+
+def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
+    """Give the outputs of `node` the types and shapes that ONNX's rules say, as far as its inputs are known.
+
+    Raises UserError for a node that contradicts them, and for tensors beyond the limits.
+    """
+    inputs = [value for value in node.inputs if value is not None]
+    if any(value.type is None for value in inputs) or not onnx.defs.has(node.op_type, node.domain):
+        return
+    _check_shape_input(node)
+    _check_split(node)
+    try:
+        types = _inferred(node, opset_imports)
+    except (InferenceError, ValidationError) as error:
+        raise UserError(f"{describe(node)}: {printable(_reason(error))}") from None
+    for value in node.outputs:
+        if value.name in types:
+            _refine(value, types[value.name], node)
+    if node.op_type in ("Resize", "Upsample"):
+        _check_resized(node)
+
+
+def check_rank(value: ir.Value) -> None:
+    """Raise UserError if `value` has more dimensions or, unless it is a weight, more elements than are supported."""
+    if value.shape is None:
+        return
+    if len(value.shape) > RANK:
+        raise UserError(f"{value.name!r} has {len(value.shape)} dimensions, but at most {RANK} are supported")
+    if value.const_value is None and value.shape.is_static() and _size(value) > ELEMENTS:
+        raise UserError(f"{value.name!r} has {_size(value)} elements, but at most {ELEMENTS} are supported")
+
+
+def check_concatenations(graph: ir.Graph) -> None:
+    """Raise UserError where shape arithmetic joins more numbers than any shape has: the walk follows every one of them."""
+    lengths: dict[ir.Value, int] = {}
+    for node in graph.all_nodes():
+        known = [lengths.get(value, _known_length(value)) for value in node.inputs if value is not None]
+        if node.op_type == "Concat":
+            length = sum(known)
+        elif node.op_type in _FOLLOWED:
+            length = max(known, default=0)
+        else:
+            length = RANK if node.op_type == "Shape" else 0
+        if length > _JOINED:
+            raise UserError(f"{describe(node)} joins {length} numbers of shapes, but at most {_JOINED} are followed")
+        lengths.update(dict.fromkeys(node.outputs, length))
+
+
+def _known_length(value: ir.Value) -> int:
+    tensor = value.const_value
+    return tensor.size if tensor is not None and tensor.dtype == ir.DataType.INT64 and tensor.size <= RANK else 0
+
+
+def describe(node: ir.Node) -> str:
+    """`node` as it is named in errors."""
+    return f"{printable(node.op_type)} node {(node.name or '')!r}"
+
+
+def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.TypeProto]:
+    """The types of the outputs of `node` by name."""
+    schema = onnx.defs.get_schema(node.op_type, opset_imports[node.domain], node.domain)
+    proto = ir.serde.serialize_node(node)
+    types = {str(value.name): _type_proto(value) for value in node.inputs if value is not None}
+    imports = [onnx.helper.make_opsetid(*entry) for entry in opset_imports.items()]
+    if schema.has_type_and_shape_inference_function:
+        known = [value for value in node.inputs if value is not None]
+        data = {str(value.name): tensor for value in known if (tensor := _known_data(value)) is not None}
+        return infer_node_outputs(schema, proto, types, data, opset_imports=imports)
+    defined = schema.has_function or schema.has_context_dependent_function  # type: ignore[attr-defined]
+    return _by_definition(proto, types, imports) if defined else {}
+
+
+def _by_definition(
+    node: onnx.NodeProto, types: dict[str, onnx.TypeProto], imports: list[onnx.OperatorSetIdProto]
+) -> dict[str, onnx.TypeProto]:
+    """The same for an operator that ONNX says all about by other operators (GroupNormalization, MeanVarianceNormalization)."""
+    inputs = [onnx.helper.make_value_info(name, kind) for name, kind in types.items()]
+    outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name]
+    proto = onnx.helper.make_model(onnx.helper.make_graph([node], "g", inputs, outputs), opset_imports=imports)
+    write_out_defaults(proto, [node.op_type])
+    proto = onnx.inliner.inline_selected_functions(proto, [(node.domain, node.op_type)], inline_schema_functions=True)
+    inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    return {value.name: value.type for value in inferred.graph.output}
+
+
+def write_out_defaults(proto: onnx.ModelProto, ops: Collection[str]) -> None:
+    """Give nodes of `ops` the attributes they leave to their schema: ONNX's inliner drops what a definition says of those."""
+    opset = next(entry.version for entry in proto.opset_import if entry.domain == "")
+    for node in proto.graph.node:
+        if node.op_type in ops and node.domain == "":
+            given = {attribute.name for attribute in node.attribute}
+            schema = onnx.defs.get_schema(node.op_type, opset)
+            for name, attribute in schema.attributes.items():
+                if name not in given and attribute.default_value.type:
+                    node.attribute.append(attribute.default_value)
+
+
+def _type_proto(value: ir.Value) -> onnx.TypeProto:
+    assert value.type is not None
+    proto = ir.serde.serialize_type(value.type)
+    if value.shape is not None:
+        ir.serde.serialize_shape_into(proto, value.shape)
+    return proto
+
+
+def _known_data(value: ir.Value) -> onnx.TensorProto | None:
+    """The data of a constant that may say what a shape is."""
+    tensor = value.const_value
+    if tensor is None or tensor.dtype == ir.DataType.STRING:
+        return None
+    limit = _KNOWN_INTEGERS if tensor.dtype.is_integer() else _KNOWN_OTHERS
+    return ir.serde.serialize_tensor(tensor) if tensor.size <= limit else None
+
+
+def _refine(value: ir.Value, inferred: onnx.TypeProto, node: ir.Node) -> None:
+    """Give `value`, an output of `node`, the type that was inferred, and the shape as far as it was."""
+    kind = ir.serde.deserialize_type_proto_for_type(inferred)
+    if kind is None:
+        return
+    if value.type is not None and value.type != kind and value.is_graph_output():
+        raise UserError(f"output {value.name!r} is declared as {_name(value.type)}, but {describe(node)} makes {_name(kind)}")
+    value.type = kind
+    shape = ir.serde.deserialize_type_proto_for_shape(inferred)
+    if shape is None:
+        return
+    known = value.shape
+    if known is not None and len(known) == len(shape):
+        shape = ir.Shape(new if isinstance(new, int) else old for new, old in zip(shape, known, strict=True))
+    value.shape = shape
+    check_rank(value)
+    if any(isinstance(size, int) and size < 0 for size in shape):
+        raise UserError(f"{describe(node)} makes a tensor of shape {list(shape)}, which has a negative size")
+
+
+def _name(kind: ir.TypeProtocol) -> str:
+    return str(kind.dtype.name).lower() if isinstance(kind, ir.TensorType) else str(kind)
+
+
+def _check_shape_input(node: ir.Node) -> None:
+    index = _SHAPE_INPUT.get(node.op_type)
+    value = node.inputs[index] if index is not None and index < len(node.inputs) else None
+    length = value.shape[0] if value is not None and value.shape is not None and len(value.shape) == 1 else 0
+    if isinstance(length, int) and length > RANK:
+        raise UserError(f"{describe(node)} makes a tensor of {length} dimensions, but at most {RANK} are supported")
+
+
+def _check_split(node: ir.Node) -> None:
+    """Inference believes `num_outputs`, and makes as many."""
+    parts = node.attributes.get("num_outputs")
+    if node.op_type == "Split" and parts is not None and parts.value != len(node.outputs):
+        raise UserError(f"{describe(node)} has {len(node.outputs)} outputs, but its num_outputs is {parts.value}")
+
+
+def _check_resized(node: ir.Node) -> None:
+    shape = node.outputs[0].shape
+    largest = max((size for size in shape or () if isinstance(size, int)), default=0)
+    if largest > RESIZED:
+        raise UserError(f"{describe(node)} makes an axis of {largest} elements, but at most {RESIZED} are supported")
+
+
+def _is_quick(node: ir.Node) -> bool:
+    """Whether the reference implementation of `node` answers in a moment."""
+    read = [_size(value) for value in node.inputs if value is not None]
+    made = [_size(value) for value in node.outputs]
+    if node.op_type in _CONTRACTIONS:
+        return math.prod(read) <= _PRODUCTS_LIMIT
+    return node.op_type not in _LOOPS or sum(read) + sum(made) <= _LOOP_LIMIT
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether `value` is in a file and worth streaming; integers and booleans are indices and masks."""
+    tensor = value.const_value
+    return isinstance(tensor, ir.ExternalTensor) and tensor.dtype.is_floating_point()
+
+
+def _size(value: ir.Value) -> int:
+    """Elements of `value`, 0 where they are unknown."""
+    if value.shape is None or not value.shape.is_static():
+        return 0
+    return math.prod(value.shape.numpy())
+
+
+def _nbytes(value: ir.Value) -> int:
+    return 0 if value.dtype is None else int(_size(value) * value.dtype.itemsize)
+
+
+def _reason(error: Exception) -> str:
+    """What onnx found wrong, in one line."""
+    return re.sub(r"\[(Type|Shape)InferenceError\] |Inference error\(s\): ", "", " ".join(str(error).split()))

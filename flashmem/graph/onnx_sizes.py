@@ -1,0 +1,93 @@
+"""Output sizes that onnx's shape inference gets wrong; what runtimes compute is set instead.
+
+- Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
+- Pooling with `ceil_mode`: the last window is left out where it would start in the padding after the input.
+- ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is taken as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+
+def set_size(node: ir.Node) -> None:
+    """Set the type and shape of what `node` makes, if it is one of these and all that they follow from is known."""
+    if node.domain not in ("", "ai.onnx") or not node.inputs or node.inputs[0] is None:
+        return
+    rule, x = _RULES.get(node.op_type), node.inputs[0]
+    if rule is None or x.shape is None or not x.shape.is_static():
+        return
+    sizes = rule(node, x.shape.numpy())
+    if sizes is not None:
+        node.outputs[0].type = x.type
+        for output in node.outputs:  # a second one, of pooling, holds indices
+            output.shape = ir.Shape(sizes)
+
+
+def _resized(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    given = node.inputs[2] if len(node.inputs) > 2 else None
+    if given is None or given.const_value is None:
+        return None
+    scales = given.const_value.numpy().reshape(-1).astype(np.float32)
+    axes = node.attributes.get_ints("axes") or range(len(shape))
+    if len(scales) != len(axes):  # none, where sizes are given; or wrong, which is said elsewhere
+        return None
+    sizes = list(shape)
+    for axis, scale in zip(axes, scales, strict=True):
+        sizes[axis] = math.floor(np.float32(shape[axis]) * scale)
+    return sizes
+
+
+def _pooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    kernel = node.attributes.get_ints("kernel_shape") if node.attributes.get_int("ceil_mode") else None
+    automatic = node.attributes.get_string("auto_pad", "NOTSET")
+    if not kernel or len(kernel) != len(shape) - 2 or automatic not in ("NOTSET", "VALID"):
+        return None
+    rank = len(kernel)
+    strides = node.attributes.get_ints("strides") or [1] * rank
+    dilations = node.attributes.get_ints("dilations") or [1] * rank
+    pads = node.attributes.get_ints("pads") if automatic == "NOTSET" else None
+    sizes = list(shape)
+    for axis, (size, before, after) in enumerate(zip(shape[2:], *_halves(pads or [0] * (2 * rank)), strict=True)):
+        room = size + before + after - dilations[axis] * (kernel[axis] - 1) - 1
+        if room < 0:
+            return None
+        windows = -(-room // strides[axis]) + 1
+        starts_outside = (windows - 1) * strides[axis] >= size + before
+        sizes[axis + 2] = windows - starts_outside
+    return sizes
+
+
+def _spread(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    if weight is None or weight.shape is None or not weight.shape.is_static() or len(weight.shape) != len(shape):
+        return None
+    channels, kernel = weight.shape.numpy()[1] * (node.attributes.get_int("group") or 1), weight.shape.numpy()[2:]
+    given = node.attributes.get_ints("output_shape")
+    if given and len(given) == len(kernel):
+        return [shape[0], channels, *given]
+    if not (node.attributes.get_string("auto_pad") or "").startswith("SAME"):
+        return None
+    rank = len(kernel)
+    strides = node.attributes.get_ints("strides") or [1] * rank
+    dilations = node.attributes.get_ints("dilations") or [1] * rank
+    extra = node.attributes.get_ints("output_padding") or [0] * rank
+    made = zip(shape[2:], kernel, strides, dilations, extra, strict=True)
+    return [shape[0], channels, *(min(n * s, (n - 1) * s + d * (k - 1) + 1 + e) for n, k, s, d, e in made)]
+
+
+def _halves(pads: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    return pads[: len(pads) // 2], pads[len(pads) // 2 :]
+
+
+_RULES: dict[str, Callable[[ir.Node, tuple[int, ...]], list[int] | None]] = {
+    "AveragePool": _pooled,
+    "ConvTranspose": _spread,
+    "LpPool": _pooled,
+    "MaxPool": _pooled,
+    "Resize": _resized,
+}

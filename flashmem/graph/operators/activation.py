@@ -1,0 +1,72 @@
+"""Activation functions, element by element, in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flashmem.graph.ir import Node
+from flashmem.graph.operators.arithmetic import call
+from flashmem.graph.operators.registry import FLOAT, NUMBERS, elementwise, register
+from flashmem.graph.operators.vector import Vector
+
+
+def _number(node: Node, v: Vector, name: str, default: float) -> str:
+    """An attribute as a literal."""
+    return v.literal("float32", node.attributes.get(name, default))
+
+
+def _below_zero(node: Node, x: str, v: Vector, below: str) -> str:
+    """`below` where x < 0, else x; NaN stays."""
+    dtype = node.input(0).dtype
+    return v.choose(dtype, v.truth(dtype, f"{x} < {v.literal(dtype, 0)}"), below, x)
+
+
+def _elu(node: Node, x: Sequence[str], v: Vector) -> str:
+    return _below_zero(node, x[0], v, f"{_number(node, v, 'alpha', 1.0)} * expm1({x[0]})")
+
+
+def _selu(node: Node, x: Sequence[str], v: Vector) -> str:
+    alpha, gamma = _number(node, v, "alpha", 1.67326319217681884765625), _number(node, v, "gamma", 1.05070102214813232421875)
+    return f"{gamma} * {_below_zero(node, x[0], v, f'{alpha} * expm1({x[0]})')}"
+
+
+def _hard_sigmoid(node: Node, x: Sequence[str], v: Vector) -> str:
+    line = f"{_number(node, v, 'alpha', 0.2)} * {x[0]} + {_number(node, v, 'beta', 0.5)}"
+    return f"fm_min(fm_max({line}, {v.literal('float32', 0)}), {v.literal('float32', 1)})"
+
+
+def _hard_swish(node: Node, x: Sequence[str], v: Vector) -> str:
+    return f"{x[0]} * clamp({x[0]} * {v.literal('float32', 1 / 6)} + 0.5f, 0.0f, 1.0f)"
+
+
+def _gelu(node: Node, x: Sequence[str], v: Vector) -> str:
+    half, one = v.literal("float32", 0.5), v.literal("float32", 1)
+    if node.attributes.get("approximate", "none") == "tanh":
+        cube = f"{v.literal('float32', 0.044715)} * {x[0]} * {x[0]} * {x[0]}"
+        return f"{half} * {x[0]} * ({one} + fm_tanh({v.literal('float32', math.sqrt(2 / math.pi))} * ({x[0]} + {cube})))"
+    return f"{half} * {x[0]} * ({one} + fm_erf({x[0]} * {v.literal('float32', math.sqrt(0.5))}))"
+
+
+def _softplus(node: Node, x: Sequence[str], v: Vector) -> str:
+    return f"fmax({x[0]}, {v.literal('float32', 0)}) + log1p(exp(-fabs({x[0]})))"
+
+
+register(
+    __name__,
+    elementwise("Elu", FLOAT, _elu, special=True),
+    elementwise("Gelu", FLOAT, _gelu, special=True),
+    elementwise("HardSigmoid", FLOAT, _hard_sigmoid),
+    elementwise("HardSwish", FLOAT, _hard_swish),
+    elementwise(
+        "LeakyRelu", FLOAT, lambda node, x, v: _below_zero(node, x[0], v, f"{x[0]} * {_number(node, v, 'alpha', 0.01)}")
+    ),
+    elementwise("Mish", FLOAT, lambda node, x, v: f"{x[0]} * fm_tanh(log1p(exp({x[0]})))", special=True),
+    elementwise("PRelu", NUMBERS, lambda node, x, v: _below_zero(node, x[0], v, f"{x[0]} * {x[1]}")),
+    elementwise("Relu", NUMBERS, lambda node, x, v: _below_zero(node, x[0], v, v.literal(node.input(0).dtype, 0))),
+    elementwise("Selu", FLOAT, _selu, special=True),
+    elementwise("Sigmoid", FLOAT, lambda node, x, v: f"1.0f / (1.0f + exp(-{x[0]}))", special=True),
+    elementwise("Softplus", FLOAT, _softplus, special=True),
+    elementwise("Softsign", FLOAT, lambda node, x, v: f"{x[0]} / (1.0f + fabs({x[0]}))"),
+    elementwise("Tanh", FLOAT, call("fm_tanh"), special=True),
+)

@@ -1,0 +1,54 @@
+"""Cast: between integers it wraps, from floats it truncates, to narrower floats it rounds to nearest, ties to even.
+
+The device has one floating point type, float32. A Cast to float16 or bfloat16 leaves float32 numbers that those types have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from flashmem.graph.builder import Rewriter, derived
+from flashmem.graph.ir import Node
+from flashmem.graph.operators.movement import rewrite_reshape
+from flashmem.graph.operators.registry import ANY, Operator, elementwise, register
+from flashmem.graph.operators.vector import Vector
+
+_ROUNDED: dict[int, str] = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
+
+
+def _cast(node: Node, x: Sequence[str], v: Vector) -> str:
+    source, target = node.input(0).dtype, node.outputs[0].dtype
+    value = v.convert(source, target, x[0])
+    rounding = node.attributes["rounding"]
+    return value if rounding is None else f"fm_to_{rounding}({value}, {v.named('uint')}, {v.named('float')})"
+
+
+def _rewrite_cast(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A Cast that changes nothing is a Reshape; of a constant, it is done when it is read."""
+    x, output = node.input(0), node.outputs[0]
+    rounding = _ROUNDED.get(int(node.attributes["to"]))
+    if x.constant is not None:
+
+        def convert(array: NDArray[Any]) -> NDArray[Any]:
+            narrow = onnx.helper.tensor_dtype_to_np_dtype(int(node.attributes["to"]))
+            with np.errstate(all="ignore"):
+                return array.astype(narrow).astype(output.dtype)
+
+        rewriter.replaced[output] = derived(x, output.name, output.shape, convert, output.dtype)
+    elif x.dtype == output.dtype and rounding is None:
+        rewrite_reshape(rewriter, node, opset)
+    else:
+        rewriter.add("Cast", [x], output, node.name, rounding=rounding)
+
+
+register(
+    __name__,
+    elementwise("Cast", ANY, _cast, rewrite=_rewrite_cast),
+    # What a layer does that only copies: an output of the model that is one of its inputs, or a constant.
+    Operator("Copy", (ANY,), expression=lambda node, x, v: x[0], layout="either", onnx=False),
+)

@@ -1,0 +1,197 @@
+"""Products: MatMul, Gemm, convolutions.
+
+After the rewrites `MatMul` has attribute `transposed` (1 if the constant second operand is stored [N, K]); Gemm is MatMul, Mul
+and Add; `Conv` and `ConvTranspose` are 2D, without bias, with attributes `strides`, `dilations`, `pads` (top, left, bottom,
+right) and `group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flashmem.graph.builder import Rewriter, constant, derived
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.lowering import chain, reshaped, transpose
+from flashmem.graph.operators.registry import FLOAT, WIDE, Operator, register
+
+
+def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Gemm is MatMul, Mul by alpha and Add of beta times C."""
+    a, b, c = node.input(0), node.input(1), node.optional(2)
+    alpha, beta = float(node.attributes.get("alpha", 1.0)), float(node.attributes.get("beta", 1.0))
+    output, dtype = node.outputs[0], a.dtype
+    if node.attributes.get("transA", 0):
+        a = transpose(rewriter, a, (1, 0), Value(f"{node.name}.a", a.shape[::-1], dtype))
+    transposed = int(node.attributes.get("transB", 0))
+    if transposed and b.constant is None:
+        b, transposed = transpose(rewriter, b, (1, 0), Value(f"{node.name}.b", b.shape[::-1], dtype)), 0
+    steps: list[tuple[str, Value]] = []
+    if alpha != 1.0:
+        steps.append(("Mul", constant(f"{node.name}.alpha", np.array([alpha], dtype))))
+    if c is not None and beta != 0.0:
+        if beta != 1.0 and c.constant is not None:
+            c = derived(c, f"{c.name}.scaled", c.shape, lambda array: array * np.dtype(dtype).type(beta))
+        elif beta != 1.0:
+            factor = constant(f"{node.name}.beta", np.array([beta], dtype))
+            c = rewriter.emit("Mul", [c, factor], c.shape, dtype, f"{node.name}.c")
+        steps.append(("Add", c))
+    chain(rewriter, node, "MatMul", [a, b], output, steps, transposed=transposed)
+
+
+def _rewrite_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Vectors become matrices of one row or column; a constant second operand that was transposed is read as stored."""
+    a, b, output = node.input(0), node.input(1), node.outputs[0]
+    if not a.size:  # sums of nothing
+        rewriter.replaced[output] = constant(output.name, np.zeros(output.shape, output.dtype))
+        return
+    if len(a.shape) > 1 and len(b.shape) > 1:
+        stored = rewriter.transposed.get(b)
+        rewriter.add("MatMul", [a, stored or b], output, node.name, transposed=int(stored is not None))
+        return
+    shape = output.shape
+    if len(b.shape) == 1:
+        shape = (*shape, 1)
+        b = reshaped(rewriter, b, (b.shape[0], 1))
+    if len(a.shape) == 1:
+        shape = (*shape[:-1], 1, shape[-1])
+        a = reshaped(rewriter, a, (1, a.shape[0]))
+    product = rewriter.emit("MatMul", [a, b], shape, output.dtype, node.name, transposed=0)
+    rewriter.add("Reshape", [product], output)
+
+
+def window(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Strides, dilations and pads of a 1D or 2D window; pads that ONNX leaves open follow from the shapes."""
+    rank = len(kernel)
+    strides = tuple(int(i) for i in node.attributes.get("strides") or [1] * rank)
+    dilations = tuple(int(i) for i in node.attributes.get("dilations") or [1] * rank)
+    automatic = node.attributes.get("auto_pad", "NOTSET")
+    if automatic in ("SAME_UPPER", "SAME_LOWER") or node.attributes.get("output_shape"):
+        extra = [int(i) for i in node.attributes.get("output_padding") or [0] * rank]
+        sizes = zip(node.input(0).shape[2:], node.outputs[0].shape[2:], kernel, strides, dilations, extra, strict=True)
+        totals = [_total_pad(node.op == "ConvTranspose", *each) for each in sizes]
+        smaller, larger = [total // 2 for total in totals], [total - total // 2 for total in totals]
+        pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
+    else:
+        given = node.attributes.get("pads") if automatic == "NOTSET" else None
+        pads = [int(i) for i in given or [0] * (2 * rank)]
+    return {"strides": strides, "dilations": dilations, "pads": tuple(pads)}
+
+
+def _total_pad(transposed: bool, size: int, out_size: int, kernel: int, stride: int, dilation: int, extra: int) -> int:
+    """The elements that pads add before and after, or that a transposed convolution leaves out of what it makes."""
+    reach = dilation * (kernel - 1) + 1
+    if transposed:
+        return max(0, (size - 1) * stride + reach + extra - out_size)
+    return max(0, (out_size - 1) * stride + reach - size)
+
+
+def lift(sliding: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """A 1D window as a 2D one over a single row."""
+    (pad0, pad1), stride, dilation = sliding["pads"], sliding["strides"], sliding["dilations"]
+    return {"strides": (1, *stride), "dilations": (1, *dilation), "pads": (0, pad0, 0, pad1)}
+
+
+def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Convolutions become 2D, with the bias as an Add."""
+    x, w, bias, output = node.input(0), node.input(1), node.optional(2), node.outputs[0]
+    sliding = window(node, w.shape[2:])
+    group = int(node.attributes.get("group", 1))
+    result = output
+    if len(x.shape) == 3:
+        sliding = lift(sliding)
+        x = reshaped(rewriter, x, (*x.shape[:2], 1, x.shape[2]))
+        w = reshaped(rewriter, w, (*w.shape[:2], 1, w.shape[2]))
+        result = Value(f"{output.name}.2d", (*output.shape[:2], 1, output.shape[2]), output.dtype)
+    steps = []
+    if bias is not None:
+        steps.append(("Add", reshaped(rewriter, bias, (bias.shape[0], 1, 1))))
+    chain(rewriter, node, node.op, [x, w], result, steps, group=group, **sliding)
+    if result is not output:
+        rewriter.add("Reshape", [result], output)
+
+
+def _last_columns(node: Node) -> int:
+    return len(node.outputs[0].shape) - 1
+
+
+def _check_matmul(node: Node) -> str | None:
+    a, b = node.input(0).shape, node.input(1).shape
+    if not a or not b:
+        return f"MatMul of shapes {a} and {b}"
+    inner = b[-2] if len(b) > 1 else b[0]
+    return None if a[-1] == inner else f"MatMul of shapes {a} and {b}"
+
+
+def _check_gemm(node: Node) -> str | None:
+    a, b, c = node.input(0).shape, node.input(1).shape, node.optional(2)
+    if len(a) != 2 or len(b) != 2:
+        return f"Gemm of shapes {a} and {b}"
+    rows, depth = reversed(a) if node.attributes.get("transA", 0) else a
+    depth_b, columns = reversed(b) if node.attributes.get("transB", 0) else b
+    if depth != depth_b:
+        return f"Gemm of shapes {a} and {b}"
+    if node.input(0).dtype != "float32" and not all(float(node.attributes.get(k, 1)).is_integer() for k in ("alpha", "beta")):
+        return "Gemm of integers by a fraction"
+    if c is not None and (
+        len(c.shape) > 2 or any(n not in (1, m) for n, m in zip(c.shape[::-1], (columns, rows), strict=False))
+    ):
+        return f"Gemm that adds a C of shape {c.shape} to {rows}x{columns}"
+    return None
+
+
+def _check_convolution(node: Node) -> str | None:
+    x, w, bias = node.input(0).shape, node.input(1), node.optional(2)
+    rank, group = len(x), int(node.attributes.get("group", 1))
+    transposed = node.op == "ConvTranspose"
+    if rank not in (3, 4):
+        return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1 and 2 are)"
+    if w.constant is None:
+        return f"{node.op} with weights computed at run time is not implemented"
+    if transposed and group != 1:
+        return "ConvTranspose with groups is not implemented"
+    if len(w.shape) != rank:
+        return f"{node.op} with weights of {len(w.shape)} dimensions over an input of {rank}"
+    if group < 1 or x[1] % group or (not transposed and w.shape[0] % group):
+        return f"{node.op} with {x[1]} channels, {w.shape[0]} filters and group {group}"
+    wanted = w.shape[0] if transposed else w.shape[1] * group
+    if x[1] != wanted:
+        return f"{node.op} with weights for {wanted} channels over an input of {x[1]}"
+    columns = w.shape[1] * group if transposed else w.shape[0]
+    if bias is not None and bias.shape != (columns,):
+        return f"{node.op} with a bias of shape {bias.shape} for {columns} channels"
+    kernel = node.attributes.get("kernel_shape")
+    if kernel is not None and tuple(kernel) != w.shape[2:]:
+        return f"{node.op} with kernel_shape {tuple(kernel)} but weights of shape {w.shape}"
+    return bad_window(node, w.shape[2:])
+
+
+def bad_window(node: Node, kernel: Sequence[int]) -> str | None:
+    """Why a window of `kernel` cannot slide over the node's input."""
+    rank = len(kernel)
+    for name, count, least in (("strides", rank, 1), ("dilations", rank, 1), ("pads", 2 * rank, None)):
+        given = node.attributes.get(name)
+        if given is not None and (len(given) != count or (least is not None and min(given) < least)):
+            return f"{node.op} with {name} {tuple(given)} over {rank} spatial dimensions"
+    if not kernel or min(kernel) < 1:
+        return f"{node.op} with a window of {tuple(kernel)}"
+    return None
+
+
+register(
+    __name__,
+    Operator(
+        "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
+        columns=_last_columns, operator_class="reusable",
+    ),
+    Operator(
+        "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
+        layout="channels_last", columns=_last_columns, operator_class="reusable",
+    ),
+    Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
+    Operator(
+        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=_last_columns,
+        operator_class="reusable", empty=True,
+    ),
+)  # fmt: skip

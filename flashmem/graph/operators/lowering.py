@@ -1,0 +1,99 @@
+"""What rewrites share: integers that constants give, reshapes that move no data, chains of nodes, attributes channels-last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flashmem.graph.builder import Rewriter, derived
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.registry import Remap
+
+TO_LAST = (0, 2, 3, 1)
+"""N, C, H, W -> N, H, W, C: physical axis i holds logical axis TO_LAST[i]."""
+
+TO_FIRST = (0, 3, 1, 2)
+
+
+def constant_integers(node: Node, index: int, attribute: str) -> list[int] | None:
+    """Integers given by the constant input `index` (newer operator sets) or by `attribute` (older ones)."""
+    value = node.optional(index)
+    if value is not None and value.constant is not None:
+        return [int(i) for i in value.constant.array().reshape(-1)]
+    given = node.attributes.get(attribute)
+    return None if given is None else [int(i) for i in np.atleast_1d(given)]
+
+
+def from_front(axis: int, rank: int) -> int:
+    """`axis` counted from the front."""
+    return axis + rank if axis < 0 else axis
+
+
+def bad_axis(node: Node, axes: Sequence[int], rank: int) -> str | None:
+    """Why `axes` cannot be axes of a tensor of `rank` dimensions, each named once."""
+    outside = [axis for axis in axes if not -rank <= axis < rank]
+    if outside:
+        return f"{node.op} along axis {outside[0]} of a tensor of {rank} dimensions"
+    if len({from_front(axis, rank) for axis in axes}) < len(axes):
+        return f"{node.op} names an axis twice"
+    return None
+
+
+def transpose(rewriter: Rewriter, source: Value, perm: Sequence[int], output: Value) -> Value:
+    """`source` permuted; a Reshape where only dimensions of size 1 change places, which moves no data."""
+    moving = [axis for axis in perm if source.shape[axis] != 1]
+    if moving == sorted(moving):
+        return rewriter.add("Reshape", [source], output)
+    return rewriter.add("Transpose", [source], output, perm=tuple(perm))
+
+
+def reshaped(rewriter: Rewriter, value: Value, shape: tuple[int, ...]) -> Value:
+    """`value` with another shape, in the same memory."""
+    if value.shape == shape:
+        return value
+    if value.constant is not None:
+        return derived(value, f"{value.name}.{len(shape)}d", shape, lambda a: a.reshape(shape))
+    return rewriter.emit("Reshape", [value], shape, value.dtype, f"{value.name}.{'x'.join(map(str, shape))}")
+
+
+def chain(
+    rewriter: Rewriter,
+    node: Node,
+    op: str,
+    inputs: Sequence[Value | None],
+    output: Value,
+    steps: Sequence[tuple[str, Value]],
+    **attributes: Any,
+) -> None:
+    """`op` and then the elementwise `steps` (operator, second operand), the last of them writing `output`."""
+    names = [op, *(step for step, _ in steps)]
+    value = output if not steps else Value(f"{output.name}.{op}", output.shape, output.dtype)
+    rewriter.add(op, inputs, value, node.name, **attributes)
+    for i, (step, operand) in enumerate(steps, start=1):
+        result = output if i == len(steps) else Value(f"{output.name}.{i}", output.shape, output.dtype)
+        value = rewriter.add(step, [value, operand], result, f"{node.name}.{names[i]}")
+
+
+def elementwise_chain(rewriter: Rewriter, node: Node, value: Value, steps: Sequence[tuple[str, Value]]) -> None:
+    """The elementwise `steps` (operator, second operand) from `value` to the output of `node`."""
+    output = node.outputs[0]
+    for i, (op, operand) in enumerate(steps, start=1):
+        result = output if i == len(steps) else Value(f"{output.name}.{i}", output.shape, output.dtype)
+        value = rewriter.add(op, [value, operand], result, f"{node.name}.{op}")
+
+
+def axes_last(node: Node) -> dict[str, Any]:
+    """Attribute `axes` channels-last."""
+    return {"axes": tuple(sorted(TO_FIRST[axis] for axis in node.attributes["axes"]))}
+
+
+def axis_last(node: Node) -> dict[str, Any]:
+    """Attribute `axis` channels-last."""
+    return {"axis": TO_FIRST[node.attributes["axis"]]}
+
+
+def per_dimension_last(*names: str) -> Remap:
+    """Attributes with one entry for each dimension, channels-last."""
+    return lambda node: {name: tuple(node.attributes[name][axis] for axis in TO_LAST) for name in names}

@@ -1,0 +1,121 @@
+"""Reductions. After the rewrites they have attribute `axes`, a run of neighbouring dimensions that stay with size 1."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from flashmem.graph.builder import Rewriter, constant
+from flashmem.graph.ir import Node
+from flashmem.graph.operators.lowering import axes_last, bad_axis, constant_integers, from_front, reshaped
+from flashmem.graph.operators.registry import (
+    ANY,
+    FLOAT,
+    INDEX,
+    WIDE,
+    Operator,
+    Types,
+    all_of,
+    constant_inputs,
+    each,
+    register,
+)
+
+_OF_NOTHING = {
+    "ReduceL1": 0.0, "ReduceL2": 0.0, "ReduceLogSum": -np.inf, "ReduceLogSumExp": -np.inf, "ReduceMax": -np.inf,
+    "ReduceMean": np.nan, "ReduceMin": np.inf, "ReduceProd": 1.0, "ReduceSum": 0.0, "ReduceSumSquare": 0.0,
+}  # fmt: skip
+"""What a reduction of no elements gives."""
+
+_SPLIT = {
+    "ReduceL1": ("ReduceL1", "ReduceSum"),
+    "ReduceL2": ("ReduceSumSquare", "ReduceSum"),
+    "ReduceLogSum": ("ReduceSum", "ReduceLogSum"),
+    "ReduceSumSquare": ("ReduceSumSquare", "ReduceSum"),
+}
+"""The reductions of the first run of axes and of the others, where they differ from the whole."""
+
+
+def _axes(node: Node) -> list[int]:
+    """Reduced axes, counted from the front and sorted; none if the node does nothing."""
+    rank = len(node.input(0).shape)
+    given = constant_integers(node, 1, "axes")
+    if not given and node.attributes.get("noop_with_empty_axes", 0):
+        return []
+    return sorted(from_front(axis, rank) for axis in given or range(rank))
+
+
+def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Reductions over axes that are not neighbours are done one run of axes after the other."""
+    x, output = node.input(0), node.outputs[0]
+    if not x.size:
+        kind = np.dtype(output.dtype)
+        limit = {"ReduceMax": "min", "ReduceMin": "max"}.get(node.op)
+        value = getattr(np.iinfo(kind), limit) if limit and kind.kind in "iu" else _OF_NOTHING[node.op]
+        rewriter.replaced[output] = constant(output.name, np.full(output.shape, value, kind))
+        return
+    runs: list[list[int]] = []
+    for axis in _axes(node):
+        if runs and runs[-1][-1] == axis - 1:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    value = x
+    if not runs:  # of a number, or of no axes: each element is reduced alone
+        value, runs = reshaped(rewriter, x, (*x.shape, 1)), [[len(x.shape)]]
+    inner, outer = _SPLIT.get(node.op, (node.op, node.op))
+    for i, run in enumerate(runs):
+        shape = tuple(1 if a in run else size for a, size in enumerate(value.shape))
+        op = node.op if len(runs) == 1 else inner if i == 0 else outer
+        value = rewriter.emit(op, [value], shape, x.dtype, f"{node.name}.{i}", axes=tuple(run))
+    if len(runs) > 1 and node.op == "ReduceL2":
+        value = rewriter.emit("Sqrt", [value], value.shape, x.dtype, f"{node.name}.root")
+    rewriter.add("Reshape", [value], output)
+
+
+def _check_reduce(node: Node) -> str | None:
+    shape = node.input(0).shape
+    given = constant_integers(node, 1, "axes") or []
+    if (reason := bad_axis(node, given, len(shape))) is not None:
+        return reason
+    if node.op == "ReduceMean" and node.input(0).dtype != "float32" and not node.input(0).size:
+        return "ReduceMean of no integers"
+    return None
+
+
+def _rewrite_global_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Global pooling is a reduction over the spatial axes."""
+    op = "ReduceMean" if node.op == "GlobalAveragePool" else "ReduceMax"
+    axes = tuple(range(2, len(node.input(0).shape)))
+    rewriter.add(op, [node.input(0)], node.outputs[0], node.name, axes=axes)
+
+
+def _check_global_pool(node: Node) -> str | None:
+    rank = len(node.input(0).shape)
+    return None if rank > 2 else f"{node.op} of a tensor of {rank} dimensions"
+
+
+def _reduction(name: str, types: Types) -> Operator:
+    return Operator(
+        name, (types, INDEX), check=all_of(constant_inputs(1), _check_reduce), rewrite=_rewrite_reduce, kernel="reduction",
+        layout="either", remap=axes_last, operator_class="hierarchical", empty=True,
+    )  # fmt: skip
+
+
+register(
+    __name__,
+    # The square root and the logarithm of an integer are none: ONNX does not say how they are rounded.
+    *(_reduction(f"Reduce{kind}", FLOAT) for kind in ("L2", "LogSum", "LogSumExp")),
+    *(_reduction(f"Reduce{kind}", WIDE) for kind in ("L1", "Mean", "Prod", "Sum", "SumSquare")),
+    *(_reduction(f"Reduce{kind}", ANY) for kind in ("Max", "Min")),
+    *each(
+        ("GlobalAveragePool", "GlobalMaxPool"), inputs=(FLOAT,), check=_check_global_pool, rewrite=_rewrite_global_pool,
+        operator_class="hierarchical",
+    ),
+)  # fmt: skip
+
+
+def whole_rows(node: Node) -> bool:
+    """Whether the reduced axes of a node are its input's last ones, so that a row of them lies together in memory."""
+    return math.prod(node.input(0).shape[node.attributes["axes"][-1] + 1 :]) == 1

@@ -1,0 +1,160 @@
+"""The registry: what flashmem knows of an operator, each in one declaration.
+
+A model's node becomes layers in one of three ways. It is an *expression* over its operands' elements, fused into its
+neighbours; or a *rewrite* says it in operators that exist; or a *kernel* (an emitter of `flashmem.codegen.emitters`, found by
+name) runs it. An operator may have a rewrite that brings a node into the form its kernel or expression takes: with constants as
+attributes, axes counted from the front, shapes lifted to two dimensions. Forms that only rewrites make, and no ONNX file holds,
+are declared with `onnx=False`.
+
+The importer, normalization, layout assignment, fusion, code generation, the capacity model and docs/operators.md read what they
+need from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from flashmem.graph.builder import Rewriter
+from flashmem.graph.ir import Node
+from flashmem.graph.operators.vector import Vector
+from flashmem.program import DType, OperatorClass
+
+Types = frozenset[DType]
+
+ANY: Types = frozenset(get_args(DType))
+FLOAT: Types = frozenset({"float32"})
+"""float16, bfloat16 and float64 too: they are computed in float32."""
+
+BOOL: Types = frozenset({"bool"})
+NUMBERS = ANY - BOOL
+INTEGERS = NUMBERS - FLOAT
+WIDE: Types = frozenset({"float32", "int32", "int64", "uint32", "uint64"})
+"""The numbers that ONNX multiplies and sums."""
+
+INDEX: Types = frozenset({"int32", "int64"})
+
+NEWEST_OPSET = 26
+"""The newest ONNX operator set whose operators have been compared with these declarations."""
+
+Check = Callable[[Node], str | None]
+"""Gives the reason why a node cannot run, or None. It sees nodes as ONNX has them, shapes inferred."""
+
+Rewrite = Callable[[Rewriter, Node, int], None]
+"""Says a node of an operator set (the number) in forms that exist, all of them appended to the rewriter."""
+
+Emit = Callable[[Node, Sequence[str], Vector], str]
+"""Turns a node and the names of its operands into one expression in registers. Operands are variables: they may be repeated."""
+
+Remap = Callable[[Node], dict[str, Any]]
+"""The attributes of a node, in its logical order of dimensions, that change when it runs channels-last."""
+
+Layout = Literal["logical", "channels_last", "either"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator. `docs/operators.md` is made of these fields.
+
+    Attributes:
+        name: ONNX's name of it.
+        inputs: the element types that each input may have; the last entry holds for all further inputs.
+        check: why a node cannot run.
+        rewrite: brings a node into simpler forms, or into the one that `expression` or `kernel` takes.
+        expression: its value at one place, from its operands' elements at that place.
+        kernel: the emitter that runs it.
+        layout: the order of 4D dimensions it runs on: ONNX's, channels last, or whichever its input has (see `remap`).
+        remap: for layout "either": its attributes in channels-last order.
+        columns: for an operator whose kernel finishes with fused elementwise operators: the first dimension of its output
+            that the kernel walks along (the others make rows). None: nothing may be fused after it.
+        special: whether an element costs a function call or more, rather than an instruction or two.
+        operator_class: how much it may stream while it computes (FlashMem Table 5).
+        empty: whether it can run on an input without elements when its output has some.
+        onnx: whether ONNX has it; if not, only rewrites make it.
+        family: the module that declares it.
+    """
+
+    name: str
+    inputs: tuple[Types, ...]
+    check: Check = lambda node: None
+    rewrite: Rewrite | None = None
+    expression: Emit | None = None
+    kernel: str = ""
+    layout: Layout = "logical"
+    remap: Remap = lambda node: {}
+    columns: Callable[[Node], int] | None = None
+    special: bool = False
+    operator_class: OperatorClass = "elemental"
+    empty: bool = False
+    onnx: bool = True
+    family: str = ""
+
+    def why_not(self, node: Node) -> str | None:
+        """The reason why `node` cannot run, or None if it can."""
+        for index, value in enumerate(node.inputs):
+            if value is not None and value.dtype not in self.inputs[min(index, len(self.inputs) - 1)]:
+                return f"{node.op} of {value.dtype} (input {index}, {value.name}) is not implemented"
+        has_elements = any(math.prod(value.shape) for value in node.outputs)
+        if has_elements and not self.empty and any(v is not None and v.size == 0 for v in node.inputs[:1]):
+            return f"{node.op} of a tensor without elements ({node.input(0).name}) is not implemented"
+        return self.check(node) if has_elements else None
+
+
+REGISTRY: dict[str, Operator] = {}
+"""All operators by name. The modules of this package fill it when they are imported."""
+
+
+def register(family: str, *operators: Operator) -> None:
+    """Add the declarations of a module, which names itself; each operator once."""
+    for operator in operators:
+        assert operator.name not in REGISTRY, f"{operator.name} is declared twice"
+        assert operator.rewrite or operator.expression or operator.kernel, f"{operator.name} does nothing"
+        REGISTRY[operator.name] = replace(operator, family=family)
+
+
+def elementwise(name: str, inputs: Types | tuple[Types, ...], expression: Emit, **fields: Any) -> Operator:
+    """An operator that computes each output element from the elements at the same (broadcast) place."""
+    types = inputs if isinstance(inputs, tuple) else (inputs,)
+    return Operator(name, types, expression=expression, layout="either", **fields)
+
+
+def each(names: Iterable[str], **fields: Any) -> Iterator[Operator]:
+    """One declaration for several operators that differ in nothing but their names."""
+    return (Operator(name, **fields) for name in names)
+
+
+def is_native(op: str) -> bool:
+    """Whether the ONNX operator `op` is kept as it is, rather than replaced by ONNX's definition of it in simpler operators."""
+    return op in REGISTRY and REGISTRY[op].onnx
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether `node` maps each output element from the elements at the same (broadcast) place."""
+    return REGISTRY[node.op].expression is not None
+
+
+def why_unsupported(node: Node) -> str | None:
+    """The reason why `node` cannot run, or None if it can."""
+    if not is_native(node.op):
+        return f"operator {node.op} is not implemented"
+    return REGISTRY[node.op].why_not(node)
+
+
+def constant_inputs(*indices: int) -> Check:
+    """A check: these inputs, where given, must be constants."""
+
+    def check(node: Node) -> str | None:
+        for index in indices:
+            value = node.optional(index)
+            if value is not None and value.constant is None:
+                return f"{node.op} with input {index} ({value.name}) computed at run time is not implemented"
+        return None
+
+    return check
+
+
+def all_of(*checks: Check) -> Check:
+    """A check: the first reason that any of `checks` gives."""
+    return lambda node: next((reason for check in checks if (reason := check(node)) is not None), None)

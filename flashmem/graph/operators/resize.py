@@ -1,0 +1,127 @@
+"""Resize of any dimensions as Resize of the last two of four, with attributes `scales` and `regions` for those."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashmem.graph.builder import Rewriter
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.lowering import constant_integers, from_front, reshaped
+from flashmem.graph.operators.registry import ANY, FLOAT, INDEX, constant_inputs, each, register
+
+_KEPT = ("mode", "cubic_coeff_a", "exclude_outside", "antialias")
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One dimension: elements before and after, the factor between them, and the part, in shares, that is taken of it."""
+
+    size: int
+    out_size: int
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+    @property
+    def is_resized(self) -> bool:
+        return self != _Side(self.size, self.size)
+
+
+def _rewrite_resize(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """One Resize of images for the last two dimensions, and one for each other, which become the height of images.
+
+    Dimensions are resized independently of each other, so their order does not matter. `scales` of the result are those of
+    height and width; `regions` their starts and ends, for tf_crop_and_resize.
+    """
+    x, output = node.input(0), node.outputs[0]
+    rank, sides = len(x.shape), _sides(node, opset)
+    resized = [axis for axis in range(rank) if sides[axis].is_resized]
+    last = [axis for axis in resized if axis >= rank - 2]
+    if last and (rank > 3 or len(last) == 2):
+        runs = [(rank - 2, rank - 1), *((axis, axis) for axis in resized if axis < rank - 2)]
+    else:
+        runs = [(axis, axis) for axis in resized]
+    if not resized and x.constant is not None:
+        rewriter.replaced[output] = x
+        return
+    value = x
+    for index, (first, end) in enumerate(runs, start=1):
+        across = math.prod(value.shape[end + 1 :])
+        height, width = sides[first], sides[end] if end > first else _Side(across, across)
+        images = reshaped(rewriter, value, _images(value.shape[:first], height.size, width.size))
+        made = (*value.shape[:first], *(side.out_size for side in sides[first : end + 1]), *value.shape[end + 1 :])
+        shape = _images(value.shape[:first], height.out_size, width.out_size)
+        is_last = index == len(runs) and shape == output.shape
+        result = output if is_last else Value(f"{output.name}.axis{first}", shape, output.dtype)
+        scales, regions = (height.scale, width.scale), (height.start, height.end, width.start, width.end)
+        rewriter.add("Resize", [images], result, f"{node.name}.{first}", scales=scales, regions=regions, **_rule(node, opset))
+        value = reshaped(rewriter, result, made)
+    if value is not output:
+        rewriter.add("Reshape", [value], output, node.name)
+
+
+def _images(lead: Sequence[int], height: int, width: int) -> tuple[int, int, int, int]:
+    """The dimensions before as batch and channels."""
+    return (lead[0] if len(lead) > 1 else 1, math.prod(lead[1:] if len(lead) > 1 else lead), height, width)
+
+
+def _rule(node: Node, opset: int) -> dict[str, object]:
+    """What is left of the attributes, with those that operator sets 9 and 10 lack."""
+    rule = {name: node.attributes[name] for name in _KEPT if name in node.attributes}
+    rule["coordinate_transformation_mode"] = node.attributes.get("coordinate_transformation_mode", "half_pixel")
+    rule["nearest_mode"] = node.attributes.get("nearest_mode", "round_prefer_floor")
+    rule["extrapolation_value"] = float(node.attributes.get("extrapolation_value", 0.0))
+    if opset < 11:
+        rule |= {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "simple"}
+    return rule
+
+
+def _sides(node: Node, opset: int) -> list[_Side]:
+    """Each dimension: scales are kept as given (they need not equal the ratio of the sizes), or follow from the sizes."""
+    shape, made = node.input(0).shape, node.outputs[0].shape
+    axes = [from_front(int(axis), len(shape)) for axis in node.attributes.get("axes") or range(len(shape))]
+    scales = _numbers(node.optional(1 if opset < 11 else 2)) or [float(s) for s in node.attributes.get("scales", ())]
+    if not scales:
+        sizes = constant_integers(node, 3, "sizes") or [made[axis] for axis in axes]
+        scales = [size / shape[axis] if shape[axis] else 1.0 for size, axis in zip(sizes, axes, strict=True)]
+        policy = node.attributes.get("keep_aspect_ratio_policy", "stretch")
+        if policy != "stretch":
+            scales = [min(scales) if policy == "not_larger" else max(scales)] * len(axes)
+    crops = node.attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize"
+    region = (_numbers(node.optional(1)) if crops else []) or [0.0] * len(axes) + [1.0] * len(axes)
+    sides = [_Side(size, size) for size in shape]
+    if shape == made and not crops:
+        return sides  # whatever the scales: ONNX Runtime copies, and so does the ratio of the sizes, which is ONNX's scale
+    for scale, axis, start, end in zip(scales, axes, region[: len(axes)], region[len(axes) :], strict=True):
+        sides[axis] = _Side(shape[axis], made[axis], scale, start, end)
+    return sides
+
+
+def _numbers(value: Value | None) -> list[float]:
+    """The numbers of a constant; none where it is left out, or empty."""
+    return [] if value is None or value.constant is None else [float(i) for i in value.constant.array().reshape(-1)]
+
+
+def _check_resize(node: Node) -> str | None:
+    mode, coordinates = (node.attributes.get(name) for name in ("mode", "coordinate_transformation_mode"))
+    if mode not in (None, "nearest", "linear", "cubic"):
+        return f"{node.op} with mode {mode!r} is not implemented"
+    if mode in ("linear", "cubic") and node.input(0).dtype != "float32":
+        return f"{node.op} of integers with mode {mode!r} is not implemented"
+    if node.attributes.get("antialias", 0) and mode not in ("linear", "cubic"):
+        return f"{node.op} with antialias and mode 'nearest' is not defined"
+    if coordinates == "tf_crop_and_resize" and node.optional(1) is None:
+        return f"{node.op} with tf_crop_and_resize lacks the region to crop"
+    crops = coordinates == "tf_crop_and_resize" or node.op == "Upsample"
+    return constant_inputs(*([1] if crops else []), 2, 3)(node)
+
+
+register(
+    __name__,
+    *each(
+        ("Resize", "Upsample"), inputs=(ANY, FLOAT, FLOAT, INDEX), check=_check_resize, rewrite=_rewrite_resize,
+        kernel="resize", layout="channels_last",
+    ),
+)  # fmt: skip

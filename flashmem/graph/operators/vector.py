@@ -1,0 +1,116 @@
+"""OpenCL types of vectors of elements, and the pieces of expressions that depend on them.
+
+A tensor is *stored* in the width of its element type. In *registers* there are five types: float, int, uint, long and ulong.
+Booleans and integers narrower than 32 bits are computed as int, and cut to their width after every operator (`wrap`), so that
+they overflow as their type does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashmem.program import DType
+
+STORED: dict[DType, str] = {
+    "bool": "uchar", "float32": "float", "int8": "char", "int16": "short", "int32": "int", "int64": "long",
+    "uint8": "uchar", "uint16": "ushort", "uint32": "uint", "uint64": "ulong",
+}  # fmt: skip
+"""OpenCL C's name of an element in memory."""
+
+REGISTER: dict[DType, str] = {
+    "bool": "int", "float32": "float", "int8": "int", "int16": "int", "int32": "int", "int64": "long",
+    "uint8": "int", "uint16": "int", "uint32": "uint", "uint64": "ulong",
+}  # fmt: skip
+"""OpenCL C's name of an element in a register."""
+
+_NARROW = {dtype for dtype in STORED if REGISTER[dtype] != STORED[dtype]}
+_SUFFIX = {"int": "", "uint": "u", "long": "L", "ulong": "UL"}
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Vectors of `width` elements; width 1 is a scalar."""
+
+    width: int
+
+    def named(self, scalar: str) -> str:
+        """The vector type of an OpenCL scalar type."""
+        return f"{scalar}{self.width}" if self.width > 1 else scalar
+
+    def of(self, dtype: DType) -> str:
+        """The type in registers of elements of `dtype`."""
+        return self.named(REGISTER[dtype])
+
+    def load(self, dtype: DType, pointer: str, offset: str) -> str:
+        """The vector of `dtype` at `pointer + offset`, in registers."""
+        raw = f"{pointer}[{offset}]" if self.width == 1 else f"vload{self.width}(0, {pointer} + {offset})"
+        return f"convert_{self.of(dtype)}({raw})" if dtype in _NARROW else raw
+
+    def to_stored(self, dtype: DType, value: str) -> str:
+        """`value`, in registers, as it is stored."""
+        return f"convert_{self.named(STORED[dtype])}({value})" if dtype in _NARROW else value
+
+    def literal(self, dtype: DType, value: float | int) -> str:
+        """`value` in every element."""
+        return f"(({self.of(dtype)})({scalar_literal(dtype, value)}))"
+
+    def wrap(self, dtype: DType, value: str) -> str:
+        """`value` cut to the width of `dtype`: what overflowed wraps around."""
+        if dtype not in _NARROW or dtype == "bool":
+            return value
+        return f"convert_{self.of(dtype)}(convert_{self.named(STORED[dtype])}({value}))"
+
+    def truth(self, dtype: DType, comparison: str) -> str:
+        """A comparison of operands of `dtype` as int 0 or 1. Between vectors, true is -1, in their elements' width."""
+        if self.width == 1:
+            return f"({comparison})"
+        if REGISTER[dtype] in ("long", "ulong"):
+            return f"convert_{self.named('int')}(({comparison}) & 1)"
+        return f"(({comparison}) & 1)"
+
+    def choose(self, dtype: DType, condition: str, yes: str, no: str) -> str:
+        """`yes` where the int `condition` is not 0, else `no`; both of `dtype`."""
+        if self.width == 1:
+            return f"(({condition}) ? ({yes}) : ({no}))"
+        mask = f"({condition}) != ({self.named('int')})(0)"
+        if REGISTER[dtype] in ("long", "ulong"):
+            wide = self.named("long")
+            mask = f"convert_{wide}({condition}) != ({wide})(0)"
+        return f"select({no}, {yes}, {mask})"
+
+    def convert(self, source: DType, target: DType, value: str) -> str:
+        """`value` of `source` as `target`, in registers: truncated from floats, wrapped between integers, != 0 for bool."""
+        if target == "bool":
+            return value if source == "bool" else self.truth(source, f"{value} != {self.literal(source, 0)}")
+        if REGISTER[source] == REGISTER[target]:
+            return self.wrap(target, value)
+        if source == "float32" and target == "uint32":  # by way of a wider type, so that negative numbers wrap
+            return f"convert_{self.of(target)}(convert_{self.named('long')}_rtz({value}))"
+        rounding = "_rtz" if source == "float32" else ""
+        return self.wrap(target, f"convert_{self.of(target)}{rounding}({value})")
+
+
+def scalar_literal(dtype: DType, value: float | int) -> str:
+    """`value` as a literal of `dtype` in registers."""
+    if dtype == "float32":
+        return _float(float(value))
+    kind = REGISTER[dtype]
+    number = int(value)
+    if kind in ("int", "long") and number == -(2 ** (31 if kind == "int" else 63)):  # its absolute value has no literal
+        return f"({number + 1}{_SUFFIX[kind]} - 1)"
+    return f"{number}{_SUFFIX[kind]}" if number >= 0 else f"({number}{_SUFFIX[kind]})"
+
+
+def _float(value: float) -> str:
+    if math.isnan(value):
+        return "NAN"
+    with np.errstate(over="ignore"):
+        number = np.float32(value)
+    if np.isinf(number):
+        return "INFINITY" if value > 0 else "(-INFINITY)"
+    # Hexadecimal would be exact too; the shortest decimal that gives the same float reads better.
+    text = np.format_float_scientific(number, unique=True, trim="0")
+    return f"({text}f)" if math.copysign(1, value) < 0 else f"{text}f"

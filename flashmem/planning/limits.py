@@ -1,0 +1,90 @@
+"""The user's limits and wishes, as the planner takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from flashmem.errors import UserError
+from flashmem.planning.plan import Objective, Strategy
+from flashmem.units import parse_size
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency".
+
+    `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion (`flashmem.unfusion`) ranks layers by
+    lambda |W_new| + `mu` times the loading distance, and splits where C_l grows by the share `alpha` at least. The paper names
+    neither value: `mu` is what its objective charges for distance at lambda 0.9, and `alpha` asks for a tenth.
+
+    Raises:
+        UserError: a number out of its range, a word that is unknown, or a budget together with an M_peak.
+    """
+
+    budget: int | None = None
+    m_peak: int | None = None
+    chunk: int = 1 << 20
+    lambda_: float = 0.9
+    objective: Objective | Literal["auto"] = "auto"
+    preload: tuple[str, ...] = ()
+    strategy: Strategy = "stream"
+    unfusion: bool = True
+    mu: float = 0.1
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.m_peak is not None:
+            raise UserError("budget and M_peak cannot both be given: M_peak is derived from the budget; leave one out")
+        if not 0 <= self.lambda_ <= 1:
+            raise UserError(
+                f"lambda {self.lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading"
+            )
+        for name, value in (("mu", self.mu), ("alpha", self.alpha)):
+            if not value >= 0:
+                raise UserError(f"{name} {value} is not a number of 0 or more; leave it out for 0.1")
+        objectives = ("auto", *get_args(Objective))
+        if self.objective not in objectives:
+            raise UserError(f"objective {self.objective!r} is unknown; name one of: {', '.join(objectives)}")
+        if self.strategy not in get_args(Strategy):
+            raise UserError(f"strategy {self.strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
+
+    @property
+    def resolved_objective(self) -> Objective:
+        """The objective that "auto" stands for, or the one that was named."""
+        if self.objective != "auto":
+            return self.objective
+        return "paper" if self.m_peak is not None and self.budget is None else "latency"
+
+
+def read_limits(
+    *,
+    budget: int | str | None = None,
+    m_peak: int | str | None = None,
+    chunk: int | str = Limits.chunk,
+    lambda_: float = Limits.lambda_,
+    objective: Objective | Literal["auto"] = Limits.objective,
+    preload: Sequence[str] = Limits.preload,
+    strategy: Strategy = Limits.strategy,
+    unfusion: bool = Limits.unfusion,
+    mu: float = Limits.mu,
+    alpha: float = Limits.alpha,
+) -> Limits:
+    """Limits with their sizes as people write them, for instance "256MB".
+
+    Raises:
+        UserError: one that is not a size, or what `Limits` refuses.
+    """
+    return Limits(
+        budget=None if budget is None else parse_size(budget, what="budget"),
+        m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
+        chunk=parse_size(chunk, what="chunk"),
+        lambda_=lambda_,
+        objective=objective,
+        preload=tuple(preload),
+        strategy=strategy,
+        unfusion=unfusion,
+        mu=mu,
+        alpha=alpha,
+    )

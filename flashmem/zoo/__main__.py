@@ -1,0 +1,33 @@
+"""`python -m flashmem.zoo NAME DIRECTORY`: export one model, with the choices that `flashmem zoo export` does not have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flashmem.errors import UserError
+from flashmem.zoo.export import OPSET, export
+from flashmem.zoo.models import names, tiny_names
+
+
+def main() -> None:
+    """Read the arguments, export, print the path of the file."""
+    parser = argparse.ArgumentParser(prog="python -m flashmem.zoo", description="Export a model with random weights.")
+    parser.add_argument("name", choices=names() + tiny_names())
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--size", type=int, help="pixels a side, or tokens (default: the model's own)")
+    parser.add_argument("--exporter", choices=("dynamo", "legacy"), default="dynamo")
+    parser.add_argument("--external-data", action="store_true", default=None, help="weights in a file beside the model")
+    parser.add_argument("--dynamic", action="store_true", help="leave batch and sequence symbolic")
+    parser.add_argument("--opset", type=int, default=OPSET)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--filename", default="model.onnx")
+    arguments = vars(parser.parse_args())
+    try:
+        print(export(arguments.pop("name"), arguments.pop("directory"), **arguments))
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The node tests of the onnx package, and the checked-in list of what each of them does here.
+
+`tests/onnx_nodes.txt` names every test once: those that pass, then those that do not run, under the reason why. Every line
+is an operator and a test. Written by:
+
+    python -m tests.onnx_nodes --write      runs every test on every OpenCL device and memory path (minutes)
+    python -m tests.onnx_nodes              prints what the list says: passed / total, for each operator
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+try:
+    from tests.isolated import call_isolated
+except ImportError:  # pytest puts this folder on the path, not the one above
+    from isolated import call_isolated  # type: ignore[no-redef]
+
+LIST = Path(__file__).with_suffix(".txt")
+PASSES = "passes"
+PATHS = ("buffer", "texture")
+
+_HEADER = f"""\
+# The node tests of onnx {onnx.__version__}. Written by: python -m tests.onnx_nodes --write
+# A line is an operator and a test; the heading above it says why the test does not run.
+"""
+
+
+@functools.cache
+def cases() -> Mapping[str, Any]:
+    """Every node test of the onnx package, by name: models, inputs, expected outputs, tolerances."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from onnx.backend.test.case.node import collect_testcases
+
+        return {case.name: case for case in collect_testcases(None)}
+
+
+def operator(case: Any) -> str:
+    """The operator that `case` tests; that of the original where it is written out in simpler ones."""
+    original = cases().get(case.name.split("_expanded")[0], case)
+    node = original.model.graph.node[-1]
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+def read_list() -> dict[str, list[tuple[str, str]]]:
+    """The checked-in list: (operator, test) under `PASSES` and under each reason why tests do not run."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for line in LIST.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            sections[line[1:-1]] = current = []
+        elif line and not line.startswith("#"):
+            op, name = line.split(" ")
+            current.append((op, name))
+    return sections
+
+
+def counts() -> dict[str, tuple[int, int]]:
+    """(passed, total) of the node tests of each operator, as the checked-in list has them."""
+    passed: defaultdict[str, int] = defaultdict(int)
+    total: defaultdict[str, int] = defaultdict(int)
+    for reason, tests in read_list().items():
+        for op, _ in tests:
+            passed[op] += reason == PASSES
+            total[op] += 1
+    return {op: (passed[op], total[op]) for op in sorted(total)}
+
+
+def check(case: Any, answers: Sequence[Any], expected: Sequence[Any]) -> None:
+    """AssertionError unless `answers` are as the onnx package's own runner wants them: types, shapes, its tolerances."""
+    from onnx.backend.test.runner import Runner
+
+    with np.errstate(all="ignore"):
+        Runner.assert_similar_outputs(expected, answers, case.rtol, case.atol)
+
+
+def outcome(case: Any, device: str, path: str) -> str:
+    """`PASSES`, or the sentence that says why `case` cannot be run on `device`.
+
+    Raises:
+        AssertionError: it runs and gives something else than it should.
+    """
+    import flashmem.onnx_backend as backend
+    from flashmem.errors import UnsupportedModelError, UserError
+
+    try:
+        with backend.prepare(case.model, device, memory_path=path) as prepared:
+            for inputs, expected in case.data_sets:
+                check(case, prepared.run(inputs), expected)
+    except UnsupportedModelError as error:
+        return "; ".join(dict.fromkeys(reason for _, reason in error.nodes)) or _line(error)
+    except UserError as error:
+        return _line(error)
+    return PASSES
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _everywhere(name: str) -> str:
+    """What `name` does on all devices and paths. Whatever is wrong starts with "WRONG", which the tests do not accept."""
+    from flashmem.runtime.opencl import list_devices
+
+    for device in list_devices():
+        for path in PATHS:
+            where = f"{device.descriptor_name}, {path}"
+            try:
+                reason = outcome(cases()[name], device.descriptor_name, path)
+            except Exception as error:  # a finding, whatever it is
+                return f"WRONG ({where}): {type(error).__name__}: {_line(error)[:200]}"
+            if reason != PASSES:
+                return reason
+    return PASSES
+
+
+def _write(outcomes: Mapping[str, str]) -> None:
+    sections: defaultdict[str, list[str]] = defaultdict(list)
+    for name, reason in outcomes.items():
+        sections[reason].append(f"{operator(cases()[name])} {name}\n")
+    order = [PASSES, *sorted(sections.keys() - {PASSES})]
+    blocks = [f"\n[{reason}]\n{''.join(sorted(sections[reason]))}" for reason in order]
+    LIST.write_text(_HEADER + "".join(blocks), encoding="utf-8")
+
+
+def _summary(rows: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    return "\n".join(f"{op}: {passed} / {total}" for op, (passed, total) in rows)
+
+
+def main() -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(prog="python -m tests.onnx_nodes", description="The node tests of the onnx package.")
+    parser.add_argument("--write", action="store_true", help="run all tests everywhere and write the list")
+    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes (default: one a core)")
+    arguments = parser.parse_args()
+    if arguments.write:
+        outcomes = {}
+        for name, reason in call_isolated(_everywhere, sorted(cases()), jobs=arguments.jobs, timeout=120):
+            outcomes[name] = f"WRONG: {reason}" if reason in ("crash", "hang") else reason
+            print(f"{len(outcomes)} / {len(cases())}", end="\r", flush=True)
+        _write(outcomes)
+    table = counts()
+    print(_summary(table.items()))
+    print(_summary([("all operators", tuple(map(sum, zip(*table.values(), strict=True))))]))  # type: ignore[list-item]
+
+
+if __name__ == "__main__":
+    main()

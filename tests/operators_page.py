@@ -1,0 +1,68 @@
+"""docs/operators.md, made of the operators' declarations and of the list of ONNX's node tests.
+
+python -m tests.operators_page            writes it
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashmem.graph.operators import FAMILIES, REGISTRY, Operator
+from flashmem.graph.operators.registry import ANY, BOOL, FLOAT, INDEX, INTEGERS, NEWEST_OPSET, NUMBERS, WIDE, Types
+
+try:
+    from tests.onnx_nodes import counts
+except ImportError:  # pytest puts this folder on the path, not the one above
+    from onnx_nodes import counts  # type: ignore[no-redef]
+
+PAGE = Path(__file__).parent.parent / "docs" / "operators.md"
+
+_NAMES: dict[Types, str] = {
+    ANY: "any", BOOL: "bool", FLOAT: "float", INDEX: "int32, int64", INTEGERS: "integers", NUMBERS: "numbers",
+    WIDE: "float, 32 and 64 bit integers",
+}  # fmt: skip
+
+_HEAD = f"""\
+# Operators
+
+Made by `python -m tests.operators_page` of the declarations in `flashmem/graph/operators/`.
+ONNX operator sets 11 to {NEWEST_OPSET}.
+Operators that are not listed and that ONNX defines by others run as their definition.
+
+- *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and
+  float64, all computed in float32. Integers have 8 to 64 bits, signed or not, and keep them.
+- *Runs as*: an expression fused into its neighbours, a kernel, or a rewrite into other operators.
+- *Streams*: its class in the FlashMem paper's Table 5, which says how much may be streamed beside it.
+- *Tests*: the onnx package's node tests that pass, of those it has; `tests/onnx_nodes.txt` says why the others do not run.
+"""
+
+
+def _types(operator: Operator) -> str:
+    return "; ".join(_NAMES.get(types, ", ".join(sorted(types))) for types in operator.inputs)
+
+
+def _how(operator: Operator) -> str:
+    if operator.expression is not None:
+        return "expression"
+    return f"kernel `{operator.kernel}`" if operator.kernel else "rewrite"
+
+
+def page() -> str:
+    """The text of docs/operators.md."""
+    tests = counts()
+    passed, total = (sum(count[i] for count in tests.values()) for i in (0, 1))
+    parts = [_HEAD, f"\nOf all {total} node tests {passed} pass.\n"]
+    for family in FAMILIES:
+        name = family.__name__.rsplit(".", 1)[1]
+        parts.append(f"\n## {name.capitalize()}\n\n| Operator | Inputs | Runs as | Streams | Tests |\n|---|---|---|---|---|\n")
+        for operator in sorted(REGISTRY.values(), key=lambda each: each.name):
+            if operator.onnx and operator.family == family.__name__:
+                done, of = tests.get(operator.name, (0, 0))
+                parts.append(
+                    f"| {operator.name} | {_types(operator)} | {_how(operator)} | {operator.operator_class} | {done} / {of} |\n"
+                )
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,521 @@
+"""How a node of each operator is drawn: operands, attributes, and constants that describe.
+
+An operator's element types come from its ONNX schema (`Drawing.types_of`). `FAMILIES` is the pool; a family is drawn first, so
+that the many elementwise operators do not crowd out the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .drawing import Drawing, Shape
+from .values import FLOATS, INTEGERS, RejectedNodeError, Value
+
+Draw = Callable[[Drawing, str], None]
+
+_ATTRIBUTES: dict[str, dict[str, tuple[float, ...]]] = {
+    "Celu": {"alpha": (0.5, 2.0)},
+    "Elu": {"alpha": (0.5, 2.0)},
+    "HardSigmoid": {"alpha": (0.1, 0.5), "beta": (0.3,)},
+    "LeakyRelu": {"alpha": (0.1, -0.5)},
+    "Selu": {"alpha": (1.5,), "gamma": (1.2,)},
+    "Shrink": {"lambd": (0.3,), "bias": (0.2,)},
+    "ThresholdedRelu": {"alpha": (0.5,)},
+}
+
+
+def _unary(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    attributes = {key: d.rng.choice(values) for key, values in _ATTRIBUTES.get(op, {}).items() if d.maybe()}
+    if op == "Gelu" and d.maybe():
+        d.emit(op, [x], approximate="tanh")
+    else:
+        d.emit(op, [x], **attributes)
+
+
+def _binary(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    y = d.beside(x)
+    if (op in ("Div", "Mod") and not x.is_float) or op == "BitShift":
+        y = _safe_divisor(d, x) if op != "BitShift" else _shift(d, x)
+    elif d.maybe(0.3) and op != "PRelu":
+        x, y = y, x
+    attributes: dict[str, object] = {}
+    if op == "Mod" and (x.is_float or d.maybe(0.3)):
+        attributes["fmod"] = 1
+    if op == "BitShift":
+        attributes["direction"] = d.rng.choice(("LEFT", "RIGHT"))
+    if op == "PRelu":
+        y = d.pick((x.dtype,), fits=lambda v: _broadcasts_to(v.shape, x.shape), shape=lambda: d.broadcastable(x.shape))
+    d.emit(op, [x, y], **attributes)
+
+
+def _broadcasts_to(shape: Shape, target: Shape) -> bool:
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
+
+
+def _safe_divisor(d: Drawing, x: Value) -> Value:
+    y = d.leaf(x.dtype, d.broadcastable(x.shape))
+    data = np.where(y.own == 0, np.asarray(3, y.own.dtype), y.own)
+    if data.dtype.kind == "i":
+        data = np.where(data == -1, np.asarray(-2, data.dtype), data)
+    # An input keeps its name and place; only its data is changed.
+    return type(y)(y.name, data, data, (data,) * len(y.noisy), y.leaf)
+
+
+def _shift(d: Drawing, x: Value) -> Value:
+    y = d.leaf(x.dtype, d.broadcastable(x.shape))
+    data = (np.abs(y.own.astype(np.int64)) % (8 * x.own.dtype.itemsize)).astype(x.own.dtype)
+    return type(y)(y.name, data, data, (data,) * len(y.noisy), y.leaf)
+
+
+def _pow(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    if x.is_float and d.maybe(0.6):
+        d.emit(op, [x, d.constant(d.rng.choice((2, 3, 0.5, 1, -1, 0, 1.5, 4)), x.dtype)])
+        return
+    kinds = sorted({*FLOATS, *INTEGERS} & d.types) if x.is_float else sorted({*INTEGERS} & d.types)
+    exponents = np.random.default_rng(d.rng.getrandbits(30)).integers(0, 4, d.broadcastable(x.shape))
+    d.emit(op, [x, d.constant(exponents, d.rng.choice(kinds))])
+
+
+def _variadic(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    others = [d.beside(x) for _ in range(d.rng.randint(0, 2))]
+    d.emit(op, [x, *others])
+
+
+def _where(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op, 1))
+    d.emit(op, [d.beside(x, "bool"), x, d.beside(x)])
+
+
+def _clip(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    unsigned = x.dtype.startswith("uint")
+    low = d.constant(d.rng.choice((0, 1, 2) if unsigned else (-3, -1, 0)), x.dtype) if d.maybe(0.7) else None
+    high = d.constant(d.rng.choice((3, 6)), x.dtype) if d.maybe(0.7) else None
+    d.emit(op, [x, low, high][: 3 if high else 2 if low else 1])
+
+
+def _cast(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    target = d.rng.choice(sorted(d.types - {x.dtype}))
+    from onnx import helper
+
+    from .values import DTYPES
+
+    d.emit(op, [x], to=helper.np_dtype_to_tensor_dtype(DTYPES[target]))
+
+
+def _axes(d: Drawing, rank: int, least: int = 0) -> list[int]:
+    axes = d.rng.sample(range(rank), d.rng.randint(min(least, rank), rank))
+    return [axis - rank if d.maybe(0.3) else axis for axis in axes]
+
+
+def _axis(d: Drawing, rank: int) -> int:
+    return d.rng.randrange(-rank, rank)
+
+
+def _reduce(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    axes = _axes(d, x.own.ndim)
+    inputs = [x, d.constant(axes)] if axes or d.maybe() else [x]
+    d.emit(op, inputs, keepdims=d.rng.choice((None, 0, 1)), noop_with_empty_axes=d.rng.choice((None, None, 1)))
+
+
+def _arg(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 5))
+    last = d.rng.choice((None, 1))
+    d.emit(op, [x], axis=_axis(d, x.own.ndim), keepdims=d.rng.choice((None, 0)), select_last_index=last)
+
+
+def _softmax(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 5))
+    d.emit(op, [x], axis=d.rng.choice((None, _axis(d, x.own.ndim))))
+
+
+def _layer_normalization(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    axis = _axis(d, x.own.ndim)
+    shape = x.shape[axis:]
+    operands = [x, d.leaf(x.dtype, shape)]
+    if op == "LayerNormalization" and d.maybe():
+        operands.append(d.leaf(x.dtype, shape))
+    d.emit(op, operands, axis=axis, epsilon=d.rng.choice((None, 1e-2)))
+
+
+def _batch_normalization(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (2, 4))
+    parameters = [d.leaf(x.dtype, (x.shape[1],), "constant") for _ in range(3)]
+    spread = d.constant(np.random.default_rng(d.rng.getrandbits(30)).uniform(0.5, 2, x.shape[1]), x.dtype)
+    d.emit(op, [x, *parameters, spread], epsilon=d.rng.choice((None, 1e-2)))
+
+
+def _instance_normalization(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (3, 4))
+    parameters = [d.leaf(x.dtype, (x.shape[1],), "constant") for _ in range(2)]
+    if op == "GroupNormalization":
+        groups = d.rng.choice([n for n in range(1, x.shape[1] + 1) if x.shape[1] % n == 0] or [1])
+        d.emit(op, [x, *parameters], num_groups=groups)
+    else:
+        d.emit(op, [x, *parameters])
+
+
+def _lp_normalization(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    d.emit(op, [x], axis=_axis(d, x.own.ndim), p=d.rng.choice((1, 2)))
+
+
+def _matmul(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    columns = d.rng.choice(d.sizes)
+    inner = x.shape[-1]
+
+    def shape() -> Shape:
+        choice = d.rng.random()
+        if choice < 0.15:
+            return (inner,)
+        batch = x.shape[:-2] if choice < 0.5 else tuple(1 if d.maybe(0.3) else size for size in x.shape[:-2])
+        return (*(batch if d.maybe() else ()), inner, columns)
+
+    def fits(v: Value) -> bool:
+        return v.own.ndim >= 1 and v.shape[-min(2, v.own.ndim)] == inner
+
+    d.emit(op, [x, d.pick((x.dtype,), (1, 4), fits, shape, fresh=0.6)])
+
+
+def _gemm(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (2, 2))
+    transposed, turned = d.maybe(), d.maybe()
+    inner, rows = (x.shape[0], x.shape[1]) if transposed else (x.shape[1], x.shape[0])
+    columns = d.rng.choice(d.sizes)
+    operands = [x, d.leaf(x.dtype, (columns, inner) if turned else (inner, columns))]
+    if d.maybe(0.7):
+        operands.append(d.leaf(x.dtype, d.rng.choice(((columns,), (rows, columns), (1, columns), (rows, 1), ()))))
+    scale = (None, 0.5, 2.0) if x.is_float else (None, 2.0)
+    d.emit(op, operands, transA=int(transposed), transB=int(turned), alpha=d.rng.choice(scale), beta=d.rng.choice(scale))
+
+
+def _window(d: Drawing, sizes: Shape, *, ceil: bool = False, dilated: bool = True) -> dict[str, object]:
+    """Attributes of a sliding window over `sizes`."""
+    rank = len(sizes)
+    kernel = [d.rng.randint(1, max(1, min(size, 4))) for size in sizes]
+    attributes: dict[str, object] = {"kernel_shape": kernel}
+    if d.maybe(0.6):
+        attributes["strides"] = [d.rng.randint(1, 3) for _ in range(rank)]
+    if dilated and d.maybe(0.25):
+        attributes["dilations"] = [d.rng.randint(1, 2) for _ in range(rank)]
+    choice = d.rng.random()
+    if choice < 0.4:
+        attributes["pads"] = [d.rng.randint(0, size // 2 + (size == 3)) for size in kernel * 2]
+    elif choice < 0.6:
+        attributes["auto_pad"] = d.rng.choice(("SAME_UPPER", "SAME_LOWER", "VALID"))
+    if ceil and choice < 0.5 and d.maybe(0.4):
+        attributes["ceil_mode"] = 1
+    return attributes
+
+
+def _image(d: Drawing, op: str) -> Value:
+    def fits(v: Value) -> bool:
+        return v.own.size <= 1500
+
+    return d.pick(d.types_of(op), (3, 4), fits, lambda: _image_shape(d))
+
+
+def _image_shape(d: Drawing) -> Shape:
+    sizes = [size for size in d.sizes if size <= 17] or [5]
+    spatial = [d.rng.choice((*sizes, 5, 6)) for _ in range(d.rng.choice((1, 2, 2)))]
+    return (d.rng.choice((1, 1, 2)), d.rng.choice((1, 2, 3, 4, 8)), *spatial)
+
+
+def _conv(d: Drawing, op: str) -> None:
+    x = _image(d, op)
+    channels = x.shape[1]
+    group = d.rng.choice([n for n in (1, 1, 1, 2, 4, channels) if n and channels % n == 0] or [1])
+    attributes = _window(d, x.shape[2:])
+    kernel = tuple(attributes.pop("kernel_shape")) if d.maybe(0.3) else tuple(attributes["kernel_shape"])  # type: ignore[arg-type]
+    per_group = d.rng.choice((1, 2, 3, 4))
+    if op == "Conv":
+        weight: Shape = (per_group * group, channels // group, *kernel)
+    else:
+        weight = (channels, per_group, *kernel)
+        if d.maybe(0.2) and "auto_pad" not in attributes:
+            strides = attributes.get("strides", [1] * len(kernel))
+            attributes["output_padding"] = [d.rng.randint(0, stride - 1) for stride in strides]  # type: ignore[attr-defined]
+    kind = None if d.maybe(0.1) else "constant"
+    operands = [x, d.leaf(x.dtype, weight, kind)]  # type: ignore[arg-type]
+    if d.maybe():
+        operands.append(d.leaf(x.dtype, (per_group * group,), kind))  # type: ignore[arg-type]
+    d.emit(op, operands, group=group if group > 1 else None, **attributes)
+
+
+def _pool(d: Drawing, op: str) -> None:
+    x = _image(d, op)
+    attributes = _window(d, x.shape[2:], ceil=op != "LpPool")
+    if op == "AveragePool":
+        attributes["count_include_pad"] = d.rng.choice((0, 1))
+    d.emit(op, [x], **attributes)
+
+
+def _global_pool(d: Drawing, op: str) -> None:
+    d.emit(op, [d.pick(d.types_of(op), (3, 5))])
+
+
+def _resize(d: Drawing, op: str) -> None:
+    def fits(v: Value) -> bool:
+        return 0 < v.own.size <= 128
+
+    x = d.pick(d.types_of(op), (2, 4), fits, lambda: (1, d.rng.choice((1, 2, 3)), *(d.rng.randint(1, 6) for _ in range(2))))
+    rank = x.own.ndim
+    changed = [axis >= rank - 2 or d.maybe(0.05) for axis in range(rank)]
+    mode = d.rng.choice(("nearest", "linear", "cubic")) if x.is_float else "nearest"
+    coordinates = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "half_pixel_symmetric")
+    attributes: dict[str, object] = {"mode": mode, "coordinate_transformation_mode": d.rng.choice((None, *coordinates))}
+    if mode == "nearest":
+        attributes["nearest_mode"] = d.rng.choice((None, "floor", "ceil", "round_prefer_ceil", "round_prefer_floor"))
+    if mode == "cubic":
+        attributes["cubic_coeff_a"] = d.rng.choice((None, -0.5))
+        attributes["exclude_outside"] = d.rng.choice((None, 1))
+    if mode != "nearest" and d.maybe(0.1):
+        attributes["antialias"] = 1
+    if d.maybe():
+        scales = [d.rng.choice((0.5, 0.6, 0.75, 1.0, 1.5, 2.0, 2.3, 3.0)) if c else 1.0 for c in changed]
+        if any(int(np.floor(n * s)) < 1 for n, s in zip(x.shape, scales, strict=True)):
+            raise RejectedNodeError("empty")
+        d.emit(op, [x, None, d.constant(scales, "float32")], **attributes)
+    else:
+        sizes = [d.rng.randint(1, 2 * n + 1) if c else n for n, c in zip(x.shape, changed, strict=True)]
+        d.emit(op, [x, None, None, d.constant(sizes)], **attributes)
+
+
+def _pad(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    mode = d.rng.choice(("constant", "constant", "edge", "reflect", "wrap"))
+    limits = x.shape if mode != "constant" else [max(n, 4) for n in x.shape]
+    rank = x.own.ndim
+    pads = [0] * (2 * rank)
+    for axis in range(rank):
+        if d.maybe(0.6) and x.shape[axis]:
+            pads[axis], pads[axis + rank] = (d.rng.randint(-min(1, x.shape[axis] - 1), min(3, limits[axis] - 1)) for _ in "lr")
+    if any(n + a + b < 0 for n, a, b in zip(x.shape, pads, pads[rank:], strict=False)):
+        raise RejectedNodeError("negative size")
+    operands: list[Value | None] = [x, d.constant(pads)]
+    if mode == "constant" and d.maybe():
+        operands.append(d.constant(d.rng.choice((0, 1, 7)), x.dtype))
+    d.emit(op, operands, mode=mode)
+
+
+def _slice(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 5))
+    axes = d.rng.sample(range(x.own.ndim), d.rng.randint(1, x.own.ndim))
+    starts, ends, steps = [], [], []
+    for axis in axes:
+        size = x.shape[axis]
+        far = d.rng.choice((0, 0, 3, 2**31, 2**62))
+        starts.append(d.rng.randint(-size - far, size + far))
+        ends.append(d.rng.randint(-size - far, size + far))
+        steps.append(d.rng.choice((1, 1, 2, 3, -1, -2)))
+        if d.maybe(0.7) and (starts[-1] % max(size, 1) < ends[-1] % max(size, 1)) != (steps[-1] > 0):
+            starts[-1], ends[-1] = ends[-1], starts[-1]
+    operands = [x, d.constant(starts), d.constant(ends), d.constant([a - x.own.ndim if d.maybe(0.3) else a for a in axes])]
+    if any(step != 1 for step in steps) or d.maybe(0.3):
+        operands.append(d.constant(steps))
+    d.emit(op, operands)
+
+
+def _gather(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    axis = _axis(d, x.own.ndim)
+    size = x.shape[axis]
+    if size == 0:
+        raise RejectedNodeError("empty")
+    random_ = np.random.default_rng(d.rng.getrandbits(30))
+    shape = d.rng.choice(((), (1,), (3,), (2, 3), (5,)))
+    if op == "GatherElements":
+        shape = tuple(size if a == axis % x.own.ndim else n for a, n in enumerate(x.shape))
+    data = random_.integers(-size, size, shape)
+    indices = d.constant(data, "int32" if "int32" in d.types else "int64")
+    if d.maybe():
+        indices = type(indices)(d.name("x"), indices.own, indices.own, indices.noisy, "input")
+    d.emit(op, [x, indices], axis=axis)
+
+
+def _concat(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    axis = _axis(d, x.own.ndim)
+
+    def like() -> Shape:
+        return tuple(d.rng.choice(d.sizes) if a == axis % x.own.ndim else n for a, n in enumerate(x.shape))
+
+    def fits(v: Value) -> bool:
+        return all(a == axis % x.own.ndim or n == v.shape[a] for a, n in enumerate(x.shape))
+
+    others = [d.pick((x.dtype,), (x.own.ndim,) * 2, fits, like) for _ in range(d.rng.randint(0, 2))]
+    operands = [x, *others]
+    d.rng.shuffle(operands)
+    d.emit(op, operands, axis=axis)
+
+
+def _split(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    axis = _axis(d, x.own.ndim)
+    size = x.shape[axis]
+    parts = d.rng.randint(1, 3)
+    if d.maybe():
+        if -(-size // parts) * (parts - 1) >= size:
+            raise RejectedNodeError("an empty last part")
+        d.emit(op, [x], parts, axis=axis, num_outputs=parts)
+        return
+    cuts = sorted(d.rng.randint(0, size) for _ in range(parts - 1))
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+    d.emit(op, [x, d.constant(sizes)], parts, axis=axis)
+
+
+def _transpose(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 5))
+    order = list(range(x.own.ndim))
+    d.rng.shuffle(order)
+    d.emit(op, [x], perm=order if d.maybe(0.8) else None)
+
+
+def _reshape(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    sizes = list(x.shape)
+    for _ in range(d.rng.randint(0, 3)):
+        place = d.rng.randint(0, len(sizes))
+        if len(sizes) > 1 and place < len(sizes) - 1 and d.maybe(0.6):
+            sizes[place : place + 2] = [sizes[place] * sizes[place + 1]]
+        elif len(sizes) < 5:
+            even = place < len(sizes) and sizes[place] % 2 == 0 and sizes[place] > 0
+            sizes[place : place + even] = [2, sizes[place] // 2] if even else [1]
+    if sizes and x.own.size and d.maybe(0.4):
+        sizes[d.rng.randrange(len(sizes))] = -1
+    if x.own.size == 0:
+        d.emit(op, [x, d.constant(sizes)], allowzero=1)
+    else:
+        d.emit(op, [x, d.constant(np.array(sizes, np.int64))])
+
+
+def _expand(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (0, 4), lambda v: v.own.size <= 600)
+    sizes = [d.rng.choice((1, 2, 3, 5)) if n == 1 and d.maybe() else d.rng.choice((1, n)) for n in x.shape]
+    sizes = [d.rng.choice((1, 2, 3)) for _ in range(d.rng.randint(0, 1))] + sizes
+    d.emit(op, [x, d.constant(np.array(sizes, np.int64))])
+
+
+def _tile(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4), lambda v: v.own.size <= 600)
+    d.emit(op, [x, d.constant([d.rng.choice((1, 1, 2, 3)) for _ in x.shape])])
+
+
+def _squeeze(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 5), lambda v: 1 in v.shape, lambda: (1, *d.shape(0, 3)))
+    ones = [axis for axis, size in enumerate(x.shape) if size == 1]
+    axes = d.rng.sample(ones, d.rng.randint(1, len(ones)))
+    d.emit(op, [x] if d.maybe(0.2) else [x, d.constant([a - x.own.ndim if d.maybe(0.3) else a for a in axes])])
+
+
+def _unsqueeze(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (0, 3))
+    rank = x.own.ndim + d.rng.randint(1, 2)
+    axes = d.rng.sample(range(rank), rank - x.own.ndim)
+    d.emit(op, [x, d.constant([a - rank if d.maybe(0.3) else a for a in axes])])
+
+
+def _flatten(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op))
+    d.emit(op, [x], axis=d.rng.randint(-x.own.ndim, x.own.ndim))
+
+
+def _blocks(d: Drawing, op: str) -> None:
+    block = 2
+    n, c, h, w = d.rng.choice((1, 2)), d.rng.choice((1, 2, 3)), d.rng.choice((1, 2, 3)), d.rng.choice((1, 2, 4))
+    shape = (n, c * block**2, h, w) if op == "DepthToSpace" else (n, c, h * block, w * block)
+    x = d.leaf(d.rng.choice(d.types_of(op)), shape, "input")
+    mode = {"mode": d.rng.choice(("DCR", "CRD"))} if op == "DepthToSpace" else {}
+    d.emit(op, [x], blocksize=block, **mode)
+
+
+def _cumulative(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    axis = d.constant(_axis(d, x.own.ndim))
+    d.emit(op, [x, axis], exclusive=d.rng.choice((None, 1)), reverse=d.rng.choice((None, 1)))
+
+
+def _triangle(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (2, 4))
+    operands = [x, d.constant(d.rng.randint(-3, 3))] if d.maybe() else [x]
+    d.emit(op, operands, upper=d.rng.choice((0, 1)))
+
+
+def _describe(d: Drawing, op: str) -> None:
+    d.emit(op, [d.pick(d.types_of(op))])
+
+
+FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
+    (
+        7.0,
+        _unary,
+        (
+            *("Abs", "Neg", "Ceil", "Floor", "Round", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tanh", "Sigmoid", "Erf", "Relu"),
+            *("LeakyRelu", "Elu", "Selu", "HardSigmoid", "HardSwish", "Softplus", "Softsign", "Gelu", "Mish", "Sign", "Not"),
+            *("Reciprocal", "Identity", "IsNaN", "IsInf", "Celu", "ThresholdedRelu", "Shrink", "BitwiseNot", "Tan", "Asin"),
+            *("Acos", "Atan", "Sinh", "Cosh", "Asinh", "Acosh", "Atanh"),
+        ),
+    ),
+    (
+        8.0,
+        _binary,
+        (
+            *("Add", "Sub", "Mul", "Div", "Mod", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or"),
+            *("Xor", "PRelu", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor"),
+        ),
+    ),
+    (0.5, _pow, ("Pow",)),
+    (1.0, _variadic, ("Max", "Min", "Sum", "Mean")),
+    (1.0, _where, ("Where",)),
+    (0.7, _clip, ("Clip",)),
+    (2.0, _cast, ("Cast",)),
+    (
+        2.0,
+        _reduce,
+        tuple(
+            f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+        ),
+    ),
+    (0.4, _arg, ("ArgMax", "ArgMin")),
+    (1.0, _softmax, ("Softmax", "LogSoftmax", "Hardmax")),
+    (0.8, _layer_normalization, ("LayerNormalization", "RMSNormalization")),
+    (0.3, _batch_normalization, ("BatchNormalization",)),
+    (0.5, _instance_normalization, ("InstanceNormalization", "GroupNormalization")),
+    (0.2, _lp_normalization, ("LpNormalization",)),
+    (1.5, _matmul, ("MatMul",)),
+    (1.0, _gemm, ("Gemm",)),
+    (2.0, _conv, ("Conv", "Conv", "ConvTranspose")),
+    (1.2, _pool, ("MaxPool", "AveragePool", "LpPool")),
+    (0.4, _global_pool, ("GlobalAveragePool", "GlobalMaxPool")),
+    (0.8, _resize, ("Resize",)),
+    (1.2, _pad, ("Pad",)),
+    (1.2, _slice, ("Slice",)),
+    (1.2, _gather, ("Gather", "Gather", "GatherElements")),
+    (1.2, _concat, ("Concat",)),
+    (0.8, _split, ("Split",)),
+    (1.2, _transpose, ("Transpose",)),
+    (1.0, _reshape, ("Reshape",)),
+    (0.8, _expand, ("Expand",)),
+    (0.6, _tile, ("Tile",)),
+    (0.6, _squeeze, ("Squeeze",)),
+    (0.6, _unsqueeze, ("Unsqueeze",)),
+    (0.3, _flatten, ("Flatten",)),
+    (0.3, _blocks, ("DepthToSpace", "SpaceToDepth")),
+    (0.3, _cumulative, ("CumSum",)),
+    (0.2, _triangle, ("Trilu",)),
+    (0.2, _describe, ("Shape", "Size")),
+)
+"""(weight, how a node is drawn, operators of the family)."""

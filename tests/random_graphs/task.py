@@ -1,0 +1,54 @@
+"""One graph of the command: what a worker process is given, and what it answers."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import graph, values
+from .judge import judge, save
+from .listed import listed
+
+
+@dataclass(frozen=True)
+class Task:
+    """One graph to judge."""
+
+    seed: int
+    index: int
+    device: str
+    path: str
+    folder: str
+
+    @property
+    def name(self) -> str:
+        """What its finding is called."""
+        return f"{self.seed}-{self.index}-{self.device}-{self.path}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of it. `doubts` are the nodes that were rejected because the evaluators disagree."""
+
+    kind: str
+    reasons: tuple[str, ...]
+    culprit: str
+    nodes: int
+    doubts: tuple[tuple[str, int], ...]
+    drawing_seconds: float
+
+
+def work(task: Task) -> Result:
+    """Draw and judge one graph, in a worker."""
+    begun = time.monotonic()
+    values.disagreements.clear()
+    rng = random.Random(f"{task.seed} {task.index}")
+    drawn = graph.draw(rng, rng.randint(5, 20), listed)
+    seconds = time.monotonic() - begun
+    verdict = judge(drawn, task.device, task.path)
+    if verdict.kind in ("wrong", "traceback"):
+        save(drawn, verdict, Path(task.folder) / task.name, f"seed {task.seed} graph {task.index} {task.device} {task.path}")
+    doubts = tuple(values.disagreements.items())
+    return Result(verdict.kind, verdict.reasons, verdict.culprit, len(drawn.model.graph.node), doubts, seconds)

@@ -1,0 +1,39 @@
+"""Random graphs against ONNX Runtime (`random_graphs`); the command there draws as many as there is time for."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from random_graphs.graph import draw
+from random_graphs.judge import judge
+from random_graphs.listed import listed
+
+from flashmem.runtime.opencl import list_devices
+
+DEVICES = [device.descriptor_name for device in list_devices()]
+PLACES = [(device, path) for device in DEVICES for path in ("buffer", "texture")]
+"""Building programs on PoCL takes most of the time, so it gets fewer graphs."""
+
+
+@pytest.mark.parametrize(("device", "path"), PLACES)
+def test_random_graphs(device: str, path: str) -> None:
+    count = int(os.environ.get("FLASHMEM_RANDOM_GRAPHS", "50" if device == "pocl" else "200"))
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(seed=st.integers(0, 2**32), nodes=st.integers(5, 20))
+    def agree(seed: int, nodes: int) -> None:
+        verdict = judge(draw(random.Random(seed), nodes, listed), device, path)
+        assert verdict.kind in ("agreed", "refused"), f"{verdict.culprit}: {verdict.reasons}"
+
+    agree()
