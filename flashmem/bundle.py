@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem import __version__, digests
-from flashmem.bundle_check import check_bundle
+from flashmem.bundle_check import check_bundle, check_types
 from flashmem.device import DeviceDescriptor
 from flashmem.digests import Digests, Piece, digest
 from flashmem.errors import BundleError, MissingFileError, UserError
@@ -110,6 +110,7 @@ class Bundle:
             descriptor = DeviceDescriptor.from_dict(manifest["device"], where=f"{path}/{MANIFEST}")
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again") from error
+        check_types(descriptor, f"the device in {MANIFEST}")
         check_bundle(program, plan)
         check_reach(program, texts["kernels.cl"])
         if program.weights_bytes != manifest["weights"]["nbytes"]:

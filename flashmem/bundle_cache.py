@@ -20,7 +20,7 @@ from pathlib import Path
 from flashmem.bundle import Bundle
 from flashmem.errors import UserError
 from flashmem.generations import MANIFEST, held, named_generation, remove_leftovers
-from flashmem.paths import cache_folder, can_be_written, folder_until_exit
+from flashmem.paths import VARIABLE, cache_folder, can_be_written, folder_until_exit
 from flashmem.units import parse_size
 
 LIMIT_BYTES = 10 * 1000**3
@@ -45,18 +45,18 @@ def folder() -> Path:
     return cache_folder("bundles")
 
 
-def refusal() -> str | None:
-    """Why nothing can be kept in the cache; None if it can."""
-    return None if can_be_written(folder()) else f"the bundle cache {folder()} cannot be written"
-
-
 def place(name: str) -> Path:
-    """Where a bundle of this name goes: into the cache; where that cannot be written, with a warning, for this process only."""
-    reason = refusal()
-    if reason is None:
+    """Where a bundle of this name goes: into the cache; where that cannot be written, with a warning, for this process only.
+
+    Raises:
+        UserError: no temporary folder can be written either.
+    """
+    if can_be_written(folder()):
         return folder() / (name + _SUFFIX)
     warnings.warn(
-        f"{reason}, so the bundle is removed when this process ends; set FLASHMEM_CACHE_DIR to a folder that can", stacklevel=4
+        f"the bundle cache {folder()} cannot be written, so the bundle is removed when this process ends; set {VARIABLE} to a "
+        "folder that can",
+        stacklevel=4,
     )
     return folder_until_exit("flashmem-bundles-") / (name + _SUFFIX)
 

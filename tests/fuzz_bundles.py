@@ -22,7 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -262,8 +262,9 @@ class Worker:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=DATA.parent.parent
             )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it ended; what is read says so
+            self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+            self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], patience + 60 * fresh)
         line = self._process.stdout.readline() if ready else b""
         if line:

@@ -199,6 +199,13 @@ def test_a_manifest_names_nothing_outside(generation: object, model: MiniModel) 
         Bundle.open(model.path)
 
 
+@pytest.mark.parametrize(("key", "value"), [("session_seconds", "soon"), ("disk_bandwidth", None)])
+def test_a_device_of_other_types_is_refused(key: str, value: object, model: MiniModel) -> None:
+    rewrite(model.path, "manifest.json", lambda manifest: manifest["device"]["rates"].update({key: value}))
+    with pytest.raises(BundleError, match=r"the device in manifest\.json .* wrong type or range"):
+        Bundle.open(model.path)
+
+
 def test_digests_of_another_program_are_refused(model: MiniModel) -> None:
     with (files_of(model.path) / "digests.bin").open("ab") as file:
         file.write(bytes(4))

@@ -21,6 +21,7 @@ from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
 from flashmem.interrupts import EXIT_CODE, blocked
+from flashmem.paths import VARIABLE, can_be_written
 from flashmem.units import parse_shape
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
         UserError: there is no output and no cache, among what `flashmem.compile` raises.
     """
     options.check()
-    if output is None and (reason := bundle_cache.refusal()) is not None:
-        raise UserError(f"{reason}; name a bundle with -o, or set FLASHMEM_CACHE_DIR to a folder that can")
+    if output is None and not can_be_written(folder := bundle_cache.folder()):
+        raise UserError(f"{folder} cannot be written; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
     with progress(f"compiling {model.name}") as report:
@@ -112,8 +113,7 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
 def compile_apart(model: Path, options: CompileOptions) -> Path:
     """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path.
 
-    The child shows its progress and its errors on the same stderr. Where the cache cannot be written, the bundle is kept until
-    this process ends.
+    The child shows its progress and its errors on the same stderr.
 
     Raises:
         SystemExit: the child failed or was interrupted, and has said so; with its exit code.

@@ -63,9 +63,9 @@ class Session:
             budget: most bytes to hold; the bundle's by default, and none with "preload".
             lanes: in mode "interleave", whether kernels move weights while they compute; if not, every move is a launch of its
                 own between them, to compare with.
-            trace: record when each layer ran on the device. verify_weights: compare every slice and table row that is read
-            with its digest; a damaged one fails the run. Constants
-                are compared always.
+            trace: record when each layer ran on the device.
+            verify_weights: compare every slice and table row that is read with its digest; a damaged one fails the run.
+                Constants are compared always.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
