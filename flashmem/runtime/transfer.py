@@ -138,6 +138,7 @@ class AliasTransfer(Transfer):
     def load(self, part: Slice, thread: int) -> None:
         """Read straight into the pool."""
         start = self._offsets[part.name]
+        assert self._pool is not None
         self._read(part, self._pool[start : start + part.file_bytes])
 
     def close(self) -> None:

@@ -51,11 +51,11 @@ def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
     x, output = node.input(0), node.outputs[0]
     if not x.size:
         kind = np.dtype(output.dtype)
-        value = _OF_NOTHING[node.op]
-        if kind.kind != "f" and np.isinf(value):  # the least or the largest number of the type
+        result = _OF_NOTHING[node.op]
+        if kind.kind != "f" and np.isinf(result):  # the least or the largest number of the type
             limits = (False, True) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
-            value = limits[value > 0]
-        rewriter.replaced[output] = constant(output.name, np.full(output.shape, value, kind))
+            result = limits[result > 0]
+        rewriter.replaced[output] = constant(output.name, np.full(output.shape, result, kind))
         return
     runs: list[list[int]] = []
     for axis in _axes(node):
