@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
-from flashmem.errors import UnsupportedModelError
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import import_model
 from flashmem.runtime.opencl import list_devices
@@ -174,17 +173,3 @@ def test_a_maximum_with_nan_is_nan(channels: int, device: Any, tmp_path: Path) -
         (answer,) = session.run(None, {"x": x})
     windows = np.lib.stride_tricks.sliding_window_view(x, (2, 3), axis=(2, 3))
     np.testing.assert_array_equal(answer, windows.max((4, 5)))
-
-
-@pytest.mark.parametrize(
-    ("op", "attributes"),
-    [
-        ("MaxPool", {"kernel_shape": [9]}),
-        ("AveragePool", {"kernel_shape": [4], "dilations": [2], "pads": [0, 1], "ceil_mode": 1}),
-        ("ConvTranspose", {"kernel_shape": [2], "pads": [3, 3]}),
-    ],
-)
-def test_windows_larger_than_the_input_are_refused(op: str, attributes: dict[str, Any], tmp_path: Path) -> None:
-    onnx.save(model_of([(op, attributes)], (1, 5, 5)), tmp_path / "windows.onnx")
-    with pytest.raises(UnsupportedModelError, match="larger than its padded input"):
-        flashmem.compile(tmp_path / "windows.onnx", tmp_path / "b.flashmem")
