@@ -176,6 +176,8 @@ def bad_window(node: Node, kernel: Sequence[int]) -> str | None:
             return f"{node.op} with {name} {tuple(given)} over {rank} spatial dimensions"
     if not kernel or min(kernel) < 1:
         return f"{node.op} with a window of {tuple(kernel)}"
+    if min(node.outputs[0].shape[2:], default=1) < 1:
+        return f"{node.op} whose window, or crop, is larger than its padded input"
     return None
 
 
