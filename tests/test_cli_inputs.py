@@ -252,6 +252,12 @@ def test_the_original_model_has_to_be_there(tmp_path: Path) -> None:
         reference(tmp_path / "gone.onnx", {}, [])
 
 
+def test_what_onnx_runtime_refuses_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(UserError, match=r"ONNX Runtime cannot answer with .*text\.onnx \(.*\); name the bundle's original"):
+        reference(tmp_path / "text.onnx", {}, [])
+
+
 def test_the_reference_is_onnx_runtime(tmp_path: Path) -> None:
     import onnx
     from onnx import TensorProto, helper
