@@ -18,6 +18,8 @@ def check_target(path: Path, flag: str) -> None:
         raise MissingFileError(f"{flag} {path}: there is no folder {path.parent}; create it first")
     if path.is_dir():
         raise UserError(f"{flag} {path} is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{flag} {path} is a device or a pipe, which a file would replace; name another file")
 
 
 @contextmanager

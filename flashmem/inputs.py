@@ -7,7 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from flashmem.errors import MissingFileError, UserError
 from flashmem.files import written_whole
-from flashmem.program import Port, Program
-from flashmem.runtime.ports import check_inputs
+from flashmem.program import Port, Program, port_dtype
+from flashmem.runtime.ports import check_inputs, numpy_dtype
 
 Arrays = dict[str, NDArray[Any]]
-
 
 _HOW = "write it with numpy.savez(path, name=array)"
 _PIECE = 1 << 20  # bytes decompressed at once
@@ -64,8 +63,7 @@ def read_inputs(path: Path, ports: Sequence[Port]) -> Arrays:
     with _opened(path) as archive:
         stored = _headers(path, archive)
         _refuse_unknown(stored, by_name, f"{path}: ")
-        for name, array in stored.items():
-            _check(path, by_name[name], array)
+        stored = {name: _checked(path, by_name[name], array) for name, array in stored.items()}
         return {name: _read(path, name, archive, array) for name, array in stored.items()}
 
 
@@ -127,14 +125,17 @@ def _header(member: zipfile.ZipInfo, stream: IO[bytes]) -> _Stored:
     return _Stored(member, file.tell(), shape, dtype, column_major)
 
 
-def _check(path: Path, port: Port, array: _Stored) -> None:
+def _checked(path: Path, port: Port, array: _Stored) -> _Stored:
     """Refuses what `Session.run` would, in its words; an array without memory of its own stands in for the stored one."""
+    if port.dtype == "bfloat16" and array.dtype == np.dtype("V2"):  # what numpy calls it in a file
+        array = replace(array, dtype=numpy_dtype(port.dtype))
     with _readable(path, port.name):
         stand_in = np.broadcast_to(np.empty((), array.dtype), array.shape)
     try:
         check_inputs([port], {port.name: stand_in})
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
+    return array
 
 
 def _read(path: Path, name: str, archive: zipfile.ZipFile, array: _Stored) -> NDArray[Any]:
@@ -198,7 +199,7 @@ def complete_inputs(program: Program, given: Mapping[str, NDArray[Any]], seed: i
 
 def _draw(port: Port, rows: int | None, generator: np.random.Generator) -> NDArray[Any]:
     """Standard normal numbers; row numbers for a table's indices; 0 or 1 where all that is known is that it is whole."""
-    dtype = np.dtype(port.dtype)
-    if dtype.kind == "f":
+    dtype = numpy_dtype(port.dtype)
+    if port_dtype(port) == "float32":
         return generator.standard_normal(port.shape).astype(dtype)
     return generator.integers(0, rows or 2, port.shape).astype(dtype)

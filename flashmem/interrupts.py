@@ -53,11 +53,15 @@ def blocked() -> Iterator[Callable[[], None]]:
     if not _watching or not hasattr(signal, "pthread_sigmask"):
         yield lambda: None
         return
-    came: list[int] = []  # the mask is what the child inherits; here, threads of libraries take signals for this one
+    over, came = False, list[int]()  # the mask is what the child inherits; here, threads of libraries take signals for this one
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
 
     def unblock() -> None:
+        nonlocal over
+        if over:
+            return
+        over = True
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
         signal.signal(signal.SIGINT, before)
         if came:
@@ -66,8 +70,7 @@ def blocked() -> Iterator[Callable[[], None]]:
     try:
         yield unblock
     finally:
-        if signal.getsignal(signal.SIGINT) not in (before, _end_in_silence):
-            unblock()
+        unblock()
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:

@@ -160,14 +160,7 @@ def mutants(count: int, seed: int) -> Iterator[bytes]:
         for _ in range(draw.choice((1, 1, 1, 2, 3))):
             try:
                 draw.choice(CHANGES)(model, draw)
-            except (
-                IndexError,
-                ValueError,
-                TypeError,
-                KeyError,
-                OverflowError,
-                onnx.checker.ValidationError,
-            ):  # nothing to change there, or no such value
+            except Exception:  # nothing to change there, no such value, or beyond onnx since the change before
                 continue
         yield model.SerializeToString()
 

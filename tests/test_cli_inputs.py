@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 import warnings
 import zipfile
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 
 from flashmem.commands.verify import compare, reference
 from flashmem.errors import MissingFileError, UserError
+from flashmem.files import check_target
 from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
 from flashmem.program import Port, Program, RowGather
+from flashmem.runtime.ports import numpy_dtype
 
 
 def program(*inputs: Port, rows: dict[str, int] | None = None) -> Program:
@@ -34,10 +37,11 @@ FLAGS = Port("flags", (64,), "bool", "d")
 
 
 def test_drawn_inputs_have_the_shape_the_type_and_the_range_of_their_port() -> None:
-    ports = (IMAGE, HALF, IDS, MASK, FLAGS)
+    ports = (IMAGE, HALF, IDS, MASK, FLAGS, Port("short", (9,), "bfloat16", "e"))
     drawn = complete_inputs(program(*ports, rows={"ids": 100}), {}, seed=0)
     for port in ports:
-        assert (drawn[port.name].shape, drawn[port.name].dtype) == (port.shape, np.dtype(port.dtype))
+        assert (drawn[port.name].shape, drawn[port.name].dtype) == (port.shape, numpy_dtype(port.dtype))
+    assert np.unique(drawn["short"]).size > 4
     assert 0.5 < drawn["image"].std() < 1.5
     assert (drawn["ids"].min(), drawn["ids"].max() >= 90, drawn["ids"].max() < 100) == (0, True, True)
     assert set(np.unique(drawn["mask"])) == {0, 1}
@@ -65,6 +69,7 @@ def test_inputs_are_read_by_name(tmp_path: Path) -> None:
         "mask": np.array([[1, -2], [3, 4]])[:, ::-1],
         "empty": np.zeros((0, 4), bool),
         "scalar": np.array(2.5),
+        "short": np.arange(3).astype(numpy_dtype("bfloat16")),
     }
     ports = [Port(name, array.shape, str(array.dtype), None) for name, array in arrays.items()]
     for save in (np.savez, np.savez_compressed):
@@ -173,6 +178,18 @@ def test_outputs_are_written_whatever_they_are_called(tmp_path: Path) -> None:
         for name, array in zip(names, arrays, strict=True):
             assert np.array_equal(stored[name], array)
     assert [path.name for path in tmp_path.iterdir()] == ["y.npz"]
+
+
+def test_targets_that_are_no_files_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for target, sentence in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "pipe", "is a device or a pipe"),
+        (tmp_path / "a/b", "no folder"),
+    ):
+        with pytest.raises(UserError, match=f"--output .*{sentence}"):
+            check_target(target, "--output")
+    check_target(tmp_path / "new", "--output")
 
 
 def test_outputs_that_cannot_be_written_leave_what_was_there(tmp_path: Path) -> None:

@@ -106,12 +106,12 @@ def test_weights_stay_in_the_data_file() -> None:
     assert files == {"gptneo-tiny-external.onnx.data"}
 
 
-def test_types_are_the_devices() -> None:
+def test_types_are_the_models() -> None:
     graph = tiny("gptneo-tiny")
     (port,) = graph.inputs
-    assert (port.dtype, port.value.dtype) == ("int64", "int32")
+    assert (port.dtype, port.value.dtype) == ("int64", "int64")
     masks = [value for value in graph.constants() if value.constant is not None and value.constant.dtype == np.bool_]
-    assert [(mask.shape, mask.dtype) for mask in masks] == [((1, 1, 16, 16), "int32")] * 2  # global and local
+    assert [(mask.shape, mask.dtype) for mask in masks] == [((1, 1, 16, 16), "bool")] * 2  # global and local
 
 
 def test_nodes_are_in_order_and_named() -> None:
@@ -352,7 +352,7 @@ def test_operator_set_versions(opset: int, ok: bool, path: Path) -> None:
             import_model(path)
 
 
-@pytest.mark.parametrize("elem", [TensorProto.BFLOAT16, TensorProto.INT8, TensorProto.STRING, TensorProto.UINT64])
+@pytest.mark.parametrize("elem", [TensorProto.STRING, TensorProto.COMPLEX64])
 def test_types_that_are_not_supported(elem: int, path: Path) -> None:
     onnx.save(make([helper.make_node("Identity", ["x"], ["y"])], {"x": [2]}, ["y"], elem=elem), path)
     with pytest.raises(
@@ -371,11 +371,11 @@ def test_quantised_operators(path: Path) -> None:
         import_model(path)
 
 
-def test_integers_beyond_32_bits(path: Path) -> None:
+def test_integers_keep_64_bits(path: Path) -> None:
     nodes = [helper.make_node("Add", ["x", "c"], ["y"], name="adds")]
     onnx.save(make(nodes, {"x": [2]}, ["y"], {"c": np.array([2**40])}, elem=TensorProto.INT64), path)
-    with pytest.raises(UserError, match="constant 'c', read by Add node 'adds', has integers beyond 32 bits"):
-        import_model(path)
+    (value,) = import_model(path).constants()
+    assert value.dtype == "int64" and value.constant is not None and value.constant.array().tolist() == [2**40]
 
 
 # Files

@@ -34,6 +34,7 @@ WRONG_NODES: list[tuple[list[onnx.NodeProto], str]] = [
     ([node("Relu", ["x"], ["y"], name="n", slope=1.0)], "Relu node 'n': Unrecognized attribute: slope for operator Relu"),
     ([node("Relu", ["x", "x"], ["y"], name="n")], "has input size 2 not in range [min=1, max=1]"),
     ([node("Add", ["x"], ["y"], name="n")], "has input size 1 not in range [min=2, max=2]"),
+    ([node("Constant", [], ["c"], name="n"), node("Add", ["x", "c"], ["y"])], "Constant node 'n': One and only one of the"),
     ([node("Upsample", ["x", "x"], ["y"], name="n")], "Upsample node 'n': Op registered for Upsample is deprecated"),
     ([node("Gelu", ["x"], ["y"], name="n")], "Gelu node 'n': No Op registered for Gelu with domain_version of 18"),
     (
@@ -230,12 +231,18 @@ def evaluate(value: Value, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def test_shape_and_size_can_be_outputs(path: Path) -> None:
-    model = make([node("Shape", ["x"], ["y"]), node("Size", ["x"], ["z"])], {"x": [2, 3]}, ["y", "z"])
-    for output in model.graph.output:
+    nodes = [node("Shape", ["x"], ["y"]), node("Size", ["x"], ["z"]), node("Shape", ["x"], ["again"])]
+    nodes.append(node("Expand", ["x", "y"], ["large"], name="reads a shape that is an output"))
+    model = make(nodes, {"x": [2, 3]}, ["y", "z", "again", "large"])
+    for output in model.graph.output[:3]:
         output.type.tensor_type.elem_type = TensorProto.INT64
     path.write_bytes(model.SerializeToString())
     found = {port.name: port.value.constant for port in import_model(path).outputs}
-    assert {name: constant.array().tolist() for name, constant in found.items() if constant} == {"y": [2, 3], "z": 6}
+    assert {name: constant.array().tolist() for name, constant in found.items() if constant} == {
+        "y": [2, 3],
+        "z": 6,
+        "again": [2, 3],
+    }
 
 
 def test_operators_that_are_only_defined_by_others_have_shapes(path: Path) -> None:

@@ -66,8 +66,6 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         _name_outputs(model.graph, names)
         passes.TopologicalSortPass()(model)
         passes.NameFixPass()(model)
-        if any(value.shape is None or not value.shape.is_static() for node in model.graph for value in node.outputs):
-            passes.ShapeInferencePass(strict_mode=False, data_prop=False)(model)
         _name_outputs(model.graph, names)  # once more: an output may have the name of an input
     return model
 
@@ -86,10 +84,15 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
 
 def _separate_outputs(graph: ir.Graph) -> None:
     """Make every output of `graph` a value of its own, which a node computes: inputs, constants and repeated ones too."""
+    for node in graph:  # what was an output could not become an initializer, and others may read it too
+        if node.op_type == "Constant" and node.outputs[0].const_value is not None:
+            node.attributes.clear()
+            node.attributes.add(ir.AttrTensor("value", node.outputs[0].const_value))
     seen: set[ir.Value] = set()
     for index, value in enumerate(graph.outputs):
-        if value.const_value is not None:
-            node = ir.node("Constant", [], {"value": value.const_value})
+        constant = _constant(value)
+        if constant is not None:
+            node = ir.node("Constant", [], {"value": constant})
         elif value.is_graph_input() or value in seen:
             node = ir.node("Identity", [value])
         else:
@@ -99,6 +102,15 @@ def _separate_outputs(graph: ir.Graph) -> None:
         made.type, made.shape = value.type, value.shape
         graph.append(node)
         graph.outputs[index] = made
+
+
+def _constant(value: ir.Value) -> ir.TensorProtocol | None:
+    """What `value` is, if it is constant; equal ones have become copies of one."""
+    producer = value.producer()
+    while producer is not None and producer.op_type == "Identity" and producer.inputs[0] is not None:
+        value = producer.inputs[0]
+        producer = value.producer()
+    return value.const_value
 
 
 def _name_outputs(graph: ir.Graph, names: Sequence[str]) -> None:

@@ -38,13 +38,13 @@ _COPIES = {"Cast", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", 
 # Operators whose reference implementation visits elements one by one in Python, and the most elements it may visit.
 _LOOPS = {"AffineGrid", "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GatherElements"}
 _LOOPS |= {"GatherND", "GridSample", "LRN", "LSTM", "LpPool", "MaxPool", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "RNN"}
-_LOOPS |= {"NonMaxSuppression", "Resize", "ReverseSequence", "RoiAlign", "STFT", "ScatterElements", "ScatterND", "Upsample"}
+_LOOPS |= {"NonMaxSuppression", "ReverseSequence", "RoiAlign", "STFT", "ScatterElements", "ScatterND"}
 _LOOP_LIMIT = 1 << 16
 
 _CONTRACTIONS = {"Einsum", "Gemm", "MatMul", "MatMulInteger"}
 _PRODUCTS_LIMIT = 1 << 32
 
-# Random or quantised; and what ONNX's reference gives other sizes and ties than runtimes do.
+# Random ones, quantisation, and what the reference computes with other sizes and ties than runtimes.
 _NEVER = {"Bernoulli", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeLinear", "Resize", "Upsample"}
 
 # Lengths that depend on data, never larger than the input.
@@ -84,18 +84,16 @@ class FoldPass(FoldConstantsPass):
         for value in (value for graph in model.graphs() for value in graph.initializers.values()):
             if value.const_value is not None:  # its declaration as an output may have said something else
                 value.shape, value.type = ir.Shape(value.const_value.shape.numpy()), ir.TensorType(value.const_value.dtype)
-                check_rank(value)
+                check_size(value)
         for value in model.graph.inputs:
-            check_rank(value)
+            check_size(value)
         check_concatenations(model.graph)
         return super().call(model)
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
         """What replaces `node`, if something does."""
-        is_control_flow = any(attribute.type in _GRAPHS for attribute in node.attributes.values())
-        if node.op_type != "Constant" and not is_control_flow:
+        if not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
             infer(node, self.opset_imports)
-            set_size(node)
         return super().process_node(node, is_function)
 
     def _folds(self, node: ir.Node) -> bool:
@@ -150,14 +148,22 @@ def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
     for value in node.outputs:
         if value.name in types:
             _refine(value, types[value.name], node)
+    try:
+        set_size(node)
+    except (ArithmeticError, IndexError, ValueError) as error:
+        raise UserError(f"{describe(node)}: its attributes do not fit its input ({error})") from None
+    for value in node.outputs:
+        check_size(value)
     if node.op_type in ("Resize", "Upsample"):
         _check_resized(node)
 
 
-def check_rank(value: ir.Value) -> None:
+def check_size(value: ir.Value) -> None:
     """Raise UserError if `value` has more dimensions or, unless it is a weight, more elements than are supported."""
     if value.shape is None:
         return
+    if any(isinstance(size, int) and size < 0 for size in value.shape):
+        raise UserError(f"{value.name!r} has a negative size: {list(value.shape)}")
     if len(value.shape) > RANK:
         raise UserError(f"{value.name!r} has {len(value.shape)} dimensions, but at most {RANK} are supported")
     if value.const_value is None and value.shape.is_static() and _size(value) > ELEMENTS:
@@ -261,9 +267,6 @@ def _refine(value: ir.Value, inferred: onnx.TypeProto, node: ir.Node) -> None:
     if known is not None and len(known) == len(shape):
         shape = ir.Shape(new if isinstance(new, int) else old for new, old in zip(shape, known, strict=True))
     value.shape = shape
-    check_rank(value)
-    if any(isinstance(size, int) and size < 0 for size in shape):
-        raise UserError(f"{describe(node)} makes a tensor of shape {list(shape)}, which has a negative size")
 
 
 def _name(kind: ir.TypeProtocol) -> str:

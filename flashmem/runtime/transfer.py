@@ -126,6 +126,9 @@ class AliasTransfer(Transfer):
         super().__init__(file)
         self._queue = context.queue()
         self._offsets = layout.offsets
+        self._pool = None
+        if not slices:  # a device has no buffers without bytes
+            return
         pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         self._pool = self._queue.map(pool, layout.pool_bytes)
         for part in slices:
@@ -135,12 +138,14 @@ class AliasTransfer(Transfer):
     def load(self, part: Slice, thread: int) -> None:
         """Read straight into the pool."""
         start = self._offsets[part.name]
+        assert self._pool is not None
         self._read(part, self._pool[start : start + part.file_bytes])
 
     def close(self) -> None:
         """Unmap the pool."""
         super().close()
-        self._queue.unmap(self._pool)
+        if self._pool is not None:
+            self._queue.unmap(self._pool)
 
 
 class _Homes:

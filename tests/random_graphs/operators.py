@@ -245,8 +245,10 @@ def _conv(d: Drawing, op: str) -> None:
         weight: Shape = (per_group * group, channels // group, *kernel)
     else:
         weight = (channels, per_group, *kernel)
+        strides = attributes.get("strides", [1] * len(kernel))
+        if "auto_pad" in attributes and any(s > k for s, k in zip(strides, kernel, strict=True)):  # type: ignore[call-overload]
+            raise RejectedNodeError("SAME would need negative pads")
         if d.maybe(0.2) and "auto_pad" not in attributes:
-            strides = attributes.get("strides", [1] * len(kernel))
             attributes["output_padding"] = [d.rng.randint(0, stride - 1) for stride in strides]  # type: ignore[attr-defined]
     kind = None if d.maybe(0.1) else "constant"
     operands = [x, d.leaf(x.dtype, weight, kind)]  # type: ignore[arg-type]

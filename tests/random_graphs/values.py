@@ -53,6 +53,14 @@ EXACT = frozenset({
 })  # fmt: skip
 """Operators that do no rounding."""
 
+_REFERENCE_WRONG = frozenset({
+    "GlobalMaxPool",  # of rank 3 it loses an axis
+    "LpNormalization",  # p=1 sums without taking absolute values
+    "MaxPool",  # another shape with asymmetric pads, and an empty one with SAME_LOWER
+    "Slice",  # a start before the tensor with a negative step gives nothing, where ONNX clamps it
+})  # fmt: skip
+"""Operators that the reference evaluator of onnx 1.23 gets wrong: ONNX Runtime's float64 is the second opinion."""
+
 disagreements: Counter[str] = Counter()
 """How often ONNX Runtime and the reference evaluator gave different answers, by operator and type."""
 
@@ -205,6 +213,11 @@ def _reference(node: onnx.NodeProto, inputs: Sequence[Value], opset: int) -> Cal
         raise RejectedNodeError(f"the reference evaluator: {error}") from error
 
     def run(arrays: Sequence[Array]) -> list[Array]:
+        if node.op_type in _REFERENCE_WRONG:
+            narrow = [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
+            trusted = _by_runtime(plain, arrays, opset) or _by_runtime(plain, narrow, opset)
+            if trusted is not None:
+                return [x.astype(np.float64) if x.dtype == np.float32 else x for x in trusted]
         try:
             results = evaluator.run(None, dict(zip(names, arrays, strict=True)))
         except Exception as error:  # it lacks negative pads, among others: then ONNX Runtime's float64 has to do

@@ -51,9 +51,11 @@ def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
     x, output = node.input(0), node.outputs[0]
     if not x.size:
         kind = np.dtype(output.dtype)
-        limit = {"ReduceMax": "min", "ReduceMin": "max"}.get(node.op)
-        value = getattr(np.iinfo(kind), limit) if limit and kind.kind in "iu" else _OF_NOTHING[node.op]
-        rewriter.replaced[output] = constant(output.name, np.full(output.shape, value, kind))
+        result = _OF_NOTHING[node.op]
+        if kind.kind != "f" and np.isinf(result):  # the least or the largest number of the type
+            limits = (False, True) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+            result = limits[result > 0]
+        rewriter.replaced[output] = constant(output.name, np.full(output.shape, result, kind))
         return
     runs: list[list[int]] = []
     for axis in _axes(node):
