@@ -9,7 +9,8 @@ A kernel is preceded by comments that start with `//@`:
     //@ w(panels * 4 - 1, depth - 1)      the texels that are touched of a texture
     //@ require kernel_h * kernel_w <= 1048576
 
-Expressions are C's on integers, with + - * / % and min; they are worked out on ranges. `global_0` is the launch's own size.
+Expressions are C's on integers, with + - * / % and min; they are worked out on ranges. `global_0` is the launch's own size, and
+`layers` how many there are.
 What the kernel's function `NAME_tail` reads of its operands e0, e1 ... at `row` and `col` is taken from the function itself.
 """
 
@@ -90,7 +91,7 @@ def check_reach(program: Program, source: str) -> None:
         numbers = tuple(cast(int, arg.value) for arg in launch.args if arg.kind == "int")
         key = (launch.kernel, numbers, launch.global_size)
         if key not in known:
-            known[key] = _reach(name, kernel, numbers, launch.global_size)
+            known[key] = _reach(name, kernel, numbers, launch.global_size, len(program.launches))
         reach = known[key]
         group = launch.local_size or (1,) * len(launch.global_size)
         _require(
@@ -126,13 +127,13 @@ def _check_kinds(name: str, kernel: _Kernel, launch: Launch) -> None:
         _require(arg.kind in allowed, f"{name} gives a {arg.kind} for {parameter.name!r}")
 
 
-def _reach(name: str, kernel: _Kernel, numbers: tuple[int, ...], size: tuple[int, ...]) -> _Reach:
+def _reach(name: str, kernel: _Kernel, numbers: tuple[int, ...], size: tuple[int, ...], layers: int) -> _Reach:
     """What the kernel needs with these numbers."""
     names = [parameter.name for parameter in kernel.parameters if parameter.kind == "int"]
     values = dict(zip(names, numbers, strict=True))
     for number, value in values.items():
         _require(value >= (0 if number in kernel.zero else 1), f"{name} gives {value} for {number!r}")
-    values |= {f"global_{direction}": items for direction, items in enumerate(size)}
+    values |= {"layers": layers, **{f"global_{direction}": items for direction, items in enumerate(size)}}
     known = {number: _Range(value, value) for number, value in values.items()}
     try:
         for variable, end in kernel.ranges:

@@ -94,7 +94,7 @@ def _source(path: str, channel: str) -> Source:
             //@ items 1
             //@ y[width - 1]
             //@ count[0]
-            __kernel void positive(__global const float* y, __global int* count, int width{extra}) {{
+            __kernel void positive(__global const float* y, __global long* count, int width{extra}) {{
                 {body}
                 int n = 0;
                 for (int i = 0; i < width; ++i) n += y[i] > 0.0f;
@@ -171,7 +171,7 @@ def write_mini_bundle(
             Tensor("x", (WIDTH,), "float32", 4096, 1024),
             Tensor("ping", (WIDTH,), "float32", 5120, 1024),
             Tensor("pong", (WIDTH,), "float32", 6144, 1024),
-            Tensor("count", (1,), "int32", 7168, 512),
+            Tensor("count", (1,), "int64", 7168, 512),
         )
         final = "ping" if LAYERS % 2 == 0 else "pong"
         program = Program(

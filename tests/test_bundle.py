@@ -284,7 +284,7 @@ def _grow(*keys: Any) -> Callable[[Any], None]:
         (_set("inputs", 1, "shape", [100000]), "larger than its tensor"),
         (_set("inputs", 1, "dtype", "object"), "unknown dtype 'object'"),
         (_set("inputs", 1, "dtype", "int64"), "differ in type"),
-        (_set("outputs", 0, "tensor", None), "an output has no tensor"),
+        (_set("outputs", 0, "tensor", None), "output .y. has no tensor"),
         (_grow("row_gathers", 0, "offset"), "lies outside the weight file"),
         (_grow("row_gathers", 0, "rows"), "lies outside the weight file"),
         (_grow("row_gathers", 0, "row_stride"), "lies outside the weight file"),
