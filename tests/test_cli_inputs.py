@@ -180,7 +180,7 @@ def test_outputs_are_written_whatever_they_are_called(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["y.npz"]
 
 
-def test_targets_that_are_no_files_are_refused(tmp_path: Path) -> None:
+def test_targets_that_cannot_become_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     for target, sentence in (
         (tmp_path, "is a folder"),
@@ -190,6 +190,9 @@ def test_targets_that_are_no_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"--output .*{sentence}"):
             check_target(target, "--output")
     check_target(tmp_path / "new", "--output")
+    monkeypatch.setattr(os, "access", lambda folder, mode: False)  # root may write everywhere
+    with pytest.raises(UserError, match="cannot be written"):
+        check_target(tmp_path / "new", "--output")
 
 
 def test_outputs_that_cannot_be_written_leave_what_was_there(tmp_path: Path) -> None:
