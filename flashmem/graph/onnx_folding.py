@@ -92,7 +92,10 @@ class FoldPass(FoldConstantsPass):
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
         """What replaces `node`, if something does."""
-        if not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+        if node.op_type == "Constant":  # those that onnxscript makes may be of a newer operator set
+            if len(node.attributes) != 1:
+                raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
+        elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
             infer(node, self.opset_imports)
         return super().process_node(node, is_function)
 
