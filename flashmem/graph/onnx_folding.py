@@ -23,7 +23,7 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.errors import UserError
-from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, RESIZED
+from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sizes import set_size
 from flashmem.graph.onnx_validate import printable
 
@@ -92,7 +92,10 @@ class FoldPass(FoldConstantsPass):
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
         """What replaces `node`, if something does."""
-        if not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+        if node.op_type == "Constant":  # those that onnxscript makes may be of a newer operator set
+            if len(node.attributes) != 1:
+                raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
+        elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
             infer(node, self.opset_imports)
         return super().process_node(node, is_function)
 
@@ -141,6 +144,7 @@ def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
         return
     _check_shape_input(node)
     _check_split(node)
+    _check_axes(node)
     try:
         types = _inferred(node, opset_imports)
     except (InferenceError, ValidationError) as error:
@@ -154,8 +158,8 @@ def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
         raise UserError(f"{describe(node)}: its attributes do not fit its input ({error})") from None
     for value in node.outputs:
         check_size(value)
-    if node.op_type in ("Resize", "Upsample"):
-        _check_resized(node)
+    if node.op_type == "Resize" or (node.op_type == "Pad" and node.attributes.get_string("mode", "constant") != "constant"):
+        _check_table(node)
 
 
 def check_size(value: ir.Value) -> None:
@@ -288,11 +292,28 @@ def _check_split(node: ir.Node) -> None:
         raise UserError(f"{describe(node)} has {len(node.outputs)} outputs, but its num_outputs is {parts.value}")
 
 
-def _check_resized(node: ir.Node) -> None:
+def _check_axes(node: ir.Node) -> None:
+    """Inference counts with axes before it looks at them, and onnx ends the process where they lead outside."""
+    value = node.inputs[0] if node.inputs else None
+    rank = RANK if value is None or value.shape is None else len(value.shape)
+    for name in ("axis", "axes"):
+        attribute = node.attributes.get(name)
+        if attribute is None or attribute.type not in (ir.AttributeType.INT, ir.AttributeType.INTS):
+            continue
+        axes = [attribute.value] if attribute.type == ir.AttributeType.INT else list(attribute.value)
+        more = len(axes) if node.op_type == "Unsqueeze" else 0
+        lowest = -rank - more - (node.op_type == "OneHot")
+        for axis in axes:
+            if not lowest <= axis <= rank + more:
+                raise UserError(f"{describe(node)} has {name} {axis}, but its input has {rank} dimensions")
+
+
+def _check_table(node: ir.Node) -> None:
+    """Raise UserError for an axis whose positions are too many to be looked up."""
     shape = node.outputs[0].shape
     largest = max((size for size in shape or () if isinstance(size, int)), default=0)
-    if largest > RESIZED:
-        raise UserError(f"{describe(node)} makes an axis of {largest} elements, but at most {RESIZED} are supported")
+    if largest > TABLE:
+        raise UserError(f"{describe(node)} makes an axis of {largest} elements, but at most {TABLE} are supported")
 
 
 def _is_quick(node: ir.Node) -> bool:
