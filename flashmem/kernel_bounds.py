@@ -3,15 +3,16 @@
 A kernel is preceded by comments that start with `//@`:
 
     //@ items (rows + 3) / 4, panels      work-items in each direction; a launch has them rounded up to whole work-groups
-    //@ zero first_panel, pad_top         numbers that may be 0; all others are at least 1
+    //@ zero first_panel, x0              numbers that may be 0; all others are at least 1
+    //@ any pad_top, pad_left             numbers that may be negative too
     //@ row < rows                        a name for a number from 0 up to, not including
     //@ a[row * depth + depth - 1]        the elements that are touched of a pointer
     //@ w(panels * 4 - 1, depth - 1)      the texels that are touched of a texture
     //@ require kernel_h * kernel_w <= 1048576
 
-Expressions are C's on integers, with + - * / % and min; they are worked out on ranges. `global_0` is the launch's own size, and
-`layers` how many there are.
-What the kernel's function `NAME_tail` reads of its operands e0, e1 ... at `row` and `col` is taken from the function itself.
+Expressions are C's on integers, with + - * / % and min; they are worked out on ranges. `global_0` is the launch's own size,
+and `layers` how many there are. What the kernel's function `NAME_tail` reads of its operands e0, e1 ... at `row` and `col` is
+taken from the function itself.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Kernel:
     name: str
     parameters: list[_Parameter]
     items: list[_Expression] = field(default_factory=list)
-    zero: set[str] = field(default_factory=set)
+    least: dict[str, int] = field(default_factory=dict)
     ranges: list[tuple[str, _Expression]] = field(default_factory=list)
     touched: list[tuple[str, tuple[_Expression, ...], int]] = field(default_factory=list)  # the last: elements from there on
     requirements: list[tuple[_Expression, _Expression, str]] = field(default_factory=list)
@@ -132,7 +133,7 @@ def _reach(name: str, kernel: _Kernel, numbers: tuple[int, ...], size: tuple[int
     names = [parameter.name for parameter in kernel.parameters if parameter.kind == "int"]
     values = dict(zip(names, numbers, strict=True))
     for number, value in values.items():
-        _require(value >= (0 if number in kernel.zero else 1), f"{name} gives {value} for {number!r}")
+        _require(value >= kernel.least.get(number, 1), f"{name} gives {value} for {number!r}")
     values |= {"layers": layers, **{f"global_{direction}": items for direction, items in enumerate(size)}}
     known = {number: _Range(value, value) for number, value in values.items()}
     try:
@@ -203,8 +204,8 @@ def _state(kernel: _Kernel, line: str) -> None:
     word, _, rest = line.partition(" ")
     if word == "items":
         kernel.items = [_parsed(text) for text in _arguments(rest)]
-    elif word == "zero":
-        kernel.zero |= {name.strip() for name in rest.split(",")}
+    elif word in ("zero", "any"):
+        kernel.least |= {name.strip(): 0 if word == "zero" else -(2**31) for name in rest.split(",")}
     elif word == "require":
         small, _, large = rest.partition("<=")
         kernel.requirements.append((_parsed(small), _parsed(large), rest))

@@ -313,6 +313,7 @@ def fuzz(bases: list[Base], count: int, seed: int, folder: Path, jobs: int = 1) 
                 if outcome.kind in ("crash", "hang", "traceback") or (how, outcome.kind) == ("damaged", "different"):
                     where = f"{base.name}, device {device}, mode {mode}"
                     result.findings.append(f"{index}: {outcome.kind} {outcome.text} after {what} ({where})")
+                    print(result.findings[-1], file=sys.stderr, flush=True)  # now: a long series may be ended before its end
                 shutil.rmtree(path)
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -102,15 +102,15 @@ def test_real_runs_teach_a_plan_that_gives_the_same_answer(mode: Any, tmp_path: 
 
 
 def test_a_plan_that_cannot_be_written_leaves_the_bundle(bundle: flashmem.Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {path.name: path.read_bytes() for path in bundle.path.iterdir()}
+    files = {path.name: path.read_bytes() for path in bundle.path.rglob("*.*")}
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flashmem.bundle._write_file", full)
+    monkeypatch.setattr("flashmem.generations._write", full)
     with pytest.raises(UserError, match="disk is full"):
         replace_plan(bundle, bundle.plan, bundle.meta)
-    assert {path.name: path.read_bytes() for path in bundle.path.iterdir()} == files
+    assert {path.name: path.read_bytes() for path in bundle.path.rglob("*.*")} == files
     assert [path.name for path in bundle.path.parent.iterdir()] == [bundle.path.name]
 
 
