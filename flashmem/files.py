@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import IO
 
 from flashmem.errors import MissingFileError, UserError
+from flashmem.paths import can_be_written
 
 
 def check_target(path: Path, flag: str) -> None:
     """Raises UserError if `path`, given as `flag`, cannot become a file: better before the work than after it."""
     if not path.parent.is_dir():
         raise MissingFileError(f"{flag} {path}: there is no folder {path.parent}; create it first")
+    if not can_be_written(path.parent):
+        raise UserError(f"{flag} {path}: the folder {path.parent} cannot be written; name another")
     if path.is_dir():
         raise UserError(f"{flag} {path} is a folder; name a file")
     if path.exists() and not path.is_file():

@@ -42,6 +42,8 @@ def unwinding() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done; Python is only to be shut down
+        if hasattr(signal, "SIGALRM"):
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # of `_retry`: without a handler it would kill the process
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 `tests/onnx_nodes.txt` names every test once: those that pass, then those that do not run, under the reason why. Every line
 is an operator and a test. Written by:
 
-    python -m tests.onnx_nodes --write      runs every test on every OpenCL device and memory path (minutes)
+    python -m tests.onnx_nodes --write      runs every test on every OpenCL device, on one memory path (minutes)
     python -m tests.onnx_nodes              prints what the list says: passed / total, for each operator
 """
 
@@ -108,20 +108,23 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _everywhere(name: str) -> str:
-    """What `name` does on all devices and paths. Whatever is wrong starts with "WRONG", which the tests do not accept."""
+def _everywhere(task: tuple[str, tuple[tuple[str, str], ...]]) -> str:
+    """What a test does on devices and paths. Whatever is wrong starts with "WRONG", which the tests do not accept."""
+    name, places = task
+    for device, path in places:
+        try:
+            reason = outcome(cases()[name], device, path)
+        except Exception as error:  # a finding, whatever it is
+            return f"WRONG ({device}, {path}): {type(error).__name__}: {_line(error)[:200]}"
+        if reason != PASSES:
+            return reason
+    return PASSES
+
+
+def _devices() -> tuple[str, ...]:
     from flashmem.runtime.opencl import list_devices
 
-    for device in list_devices():
-        for path in PATHS:
-            where = f"{device.descriptor_name}, {path}"
-            try:
-                reason = outcome(cases()[name], device.descriptor_name, path)
-            except Exception as error:  # a finding, whatever it is
-                return f"WRONG ({where}): {type(error).__name__}: {_line(error)[:200]}"
-            if reason != PASSES:
-                return reason
-    return PASSES
+    return tuple(device.descriptor_name for device in list_devices())
 
 
 def _write(outcomes: Mapping[str, str]) -> None:
@@ -141,11 +144,17 @@ def main() -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(prog="python -m tests.onnx_nodes", description="The node tests of the onnx package.")
     parser.add_argument("--write", action="store_true", help="run all tests everywhere and write the list")
+    parser.add_argument("--device", help="run them on these only: pocl,intel-cpu (default: all that are here)")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes (default: one a core)")
     arguments = parser.parse_args()
     if arguments.write:
+        devices = tuple(arguments.device.split(",")) if arguments.device else _devices()
+        tasks = [
+            (name, tuple((device, PATHS[(index + other) % 2]) for other, device in enumerate(devices)))
+            for index, name in enumerate(sorted(cases()))
+        ]
         outcomes = {}
-        for name, reason in call_isolated(_everywhere, sorted(cases()), jobs=arguments.jobs, timeout=120):
+        for (name, _), reason in call_isolated(_everywhere, tasks, jobs=arguments.jobs, timeout=300):
             outcomes[name] = f"WRONG: {reason}" if reason in ("crash", "hang") else reason
             print(f"{len(outcomes)} / {len(cases())}", end="\r", flush=True)
         _write(outcomes)

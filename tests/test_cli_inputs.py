@@ -180,7 +180,7 @@ def test_outputs_are_written_whatever_they_are_called(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["y.npz"]
 
 
-def test_targets_that_are_no_files_are_refused(tmp_path: Path) -> None:
+def test_targets_that_cannot_become_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     for target, sentence in (
         (tmp_path, "is a folder"),
@@ -190,6 +190,9 @@ def test_targets_that_are_no_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"--output .*{sentence}"):
             check_target(target, "--output")
     check_target(tmp_path / "new", "--output")
+    monkeypatch.setattr(os, "access", lambda folder, mode: False)  # root may write everywhere
+    with pytest.raises(UserError, match="cannot be written"):
+        check_target(tmp_path / "new", "--output")
 
 
 def test_outputs_that_cannot_be_written_leave_what_was_there(tmp_path: Path) -> None:
@@ -250,6 +253,12 @@ def test_comparing_what_is_not_ordinary(answer: list[Any], expected: list[Any], 
 def test_the_original_model_has_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"gone\.onnx.*--model"):
         reference(tmp_path / "gone.onnx", {}, [])
+
+
+def test_what_onnx_runtime_refuses_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(UserError, match=r"ONNX Runtime cannot answer with .*text\.onnx \(.*\); name the bundle's original"):
+        reference(tmp_path / "text.onnx", {}, [])
 
 
 def test_the_reference_is_onnx_runtime(tmp_path: Path) -> None:

@@ -88,6 +88,21 @@ import atexit
 import flashmem.commands.devices as devices
 devices.show_devices = lambda **options: atexit.register(interrupt)
 """
+WHILE_THE_LAST_MODULE_LOADS = """
+import flashmem.commands.devices as devices
+import atexit
+def show(**options):
+    sys.modules.pop("this", None)
+    import this
+    atexit.register(time.sleep, 0.2)
+devices.show_devices = show
+"""
+
+
+def test_an_interrupt_during_the_last_import_does_not_outlive_the_command() -> None:
+    """It is tried again when the import is over, and the command may be over by then."""
+    code, said = command("this", before=WHILE_THE_LAST_MODULE_LOADS)
+    assert (code, said) in ((0, ""), ONE_LINE)
 
 
 def test_an_interrupt_that_python_cannot_raise_is_raised_a_little_later() -> None:

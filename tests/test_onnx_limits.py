@@ -13,7 +13,7 @@ from test_onnx_import import assert_same_function, make
 from flashmem.errors import UserError
 from flashmem.graph import onnx_folding
 from flashmem.graph.onnx_import import import_model
-from flashmem.graph.onnx_limits import CONSTANTS, DEPTH, ELEMENTS, FOLDED, NODES, RANK, RESIZED
+from flashmem.graph.onnx_limits import CONSTANTS, DEPTH, ELEMENTS, FOLDED, NODES, RANK, TABLE
 
 Nodes = list[onnx.NodeProto]
 Constants = dict[str, np.ndarray]
@@ -76,9 +76,23 @@ def test_an_input_has_limits(tmp_path: Path) -> None:
 def test_resize_has_a_limit(tmp_path: Path) -> None:
     resize = node("Resize", ["x", "", "s"], ["y"], name="n")
     model = make([resize], {"x": [1, 1, 2, 2]}, ["y"], {"s": np.float32([1, 1, 1e6, 1])})
-    assert (
-        refused(model, tmp_path) == f": Resize node 'n' makes an axis of 2000000 elements, but at most {RESIZED} are supported"
+    assert refused(model, tmp_path) == f": Resize node 'n' makes an axis of 2000000 elements, but at most {TABLE} are supported"
+
+
+@pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
+def test_padding_by_what_is_there_has_a_limit(mode: str, tmp_path: Path) -> None:
+    model = make(
+        [node("Pad", ["x", "p"], ["y"], name="n", mode=mode)], {"x": [4]}, ["y"], {"p": np.array([0, 10**7])}, opset=19
     )
+    assert refused(model, tmp_path) == f": Pad node 'n' makes an axis of 10000004 elements, but at most {TABLE} are supported"
+
+
+@pytest.mark.parametrize("axis", [2**63 - 1, -10, 10])
+def test_axes_lie_inside(axis: int, tmp_path: Path) -> None:
+    """onnx ends the process where they do not."""
+    normal = node("LayerNormalization", ["x", "s"], ["y", "mean"], name="n", axis=axis)
+    model = make([normal], {"x": [2, 3]}, ["y", "mean"], {"s": np.ones(3, np.float32)})
+    assert refused(model, tmp_path) == f": LayerNormalization node 'n' has axis {axis}, but its input has 2 dimensions"
 
 
 def test_a_shape_that_is_too_long_is_refused_before_it_is_followed(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from planning_problems import layers_of, problems
+from hypothesis import example, given, settings
+from planning_problems import layers_of, problems, slices_for
 
+from flashmem.device import TransferMode
 from flashmem.errors import BudgetError
 from flashmem.planning.baselines import Baseline, Operator, fastest, fastest_within
+from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -144,3 +146,30 @@ def test_where_the_layout_of_the_latency_plan_does_not_fit_another_is_taken() ->
         fastest_within(PROBLEM, OPERATORS, 7, measure, frozenset(), 0.9)
     assert refused.value.smallest_bytes == 8
     assert measure(fastest_within(PROBLEM, OPERATORS, 8, measure, frozenset(), 0.9)) == 8
+
+
+@pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
+@pytest.mark.parametrize("images", [False, True])
+@given(problem=problems(most_layers=4, most_weights=5))
+@example(problem=Problem(layers_of([1, 1]), tuple(WeightSpec(f"w{n}", 16, 2, 2) for n in range(6)), 16, 1, 1.0))
+@settings(max_examples=4, deadline=None)
+def test_no_budget_below_the_named_one_works(problem: Problem, mode: TransferMode, images: bool) -> None:
+    """Every budget in steps of a chunk; in interleave the six weights of the example take less preloaded than in flight."""
+    problem = replace(problem, weights=tuple(replace(w, nbytes=256 * w.nbytes) for w in problem.weights), chunk_bytes=4096)
+    slices = slices_for(problem, images=images)
+    operators = [Operator(w.first_use, "a", (w.name,)) for w in sorted(problem.weights, key=lambda w: w.first_use)]
+
+    def within(budget: int) -> OverlapPlan:
+        return fastest_within(problem, operators, budget, measure, frozenset(), 0.9)
+
+    def measure(plan: OverlapPlan) -> int:
+        return 1 + lay_out_pools(slices, plan, [mode])[mode].total_bytes
+
+    with pytest.raises(BudgetError) as refusal:
+        within(0)
+    smallest = refusal.value.smallest_bytes
+    assert measure(within(smallest)) <= smallest
+    for budget in range(1, smallest - 1, problem.chunk_bytes):
+        with pytest.raises(BudgetError) as refusal:
+            within(budget)
+        assert refusal.value.smallest_bytes == smallest

@@ -153,6 +153,21 @@ def test_a_region_counts_where_the_size_stays(tmp_path: Path) -> None:
     np.testing.assert_allclose(evaluated(imported(model, tmp_path), x), expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(("op", "opset"), [("Upsample", 9), ("Resize", 10)])
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_the_first_operator_sets(op: str, opset: int, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know one rule of coordinates and one of rounding, which takes the next input where there are fewer outputs."""
+    monkeypatch.setattr("flashmem.graph.onnx_import.OPSETS", range(9, 24))
+    for factors in ((1.4, 2.0), (2.3, 3.0), (0.7, 0.3))[: 3 if op == "Resize" else 2]:
+        model = model_of(SHAPE, opset, mode=mode, scales=(1.0, 1.0, *factors))
+        model.graph.node[0].op_type = op
+        model.graph.node[0].input[:] = ["x", "scales"]
+        x = drawn(SHAPE)
+        answer, expected = evaluated(imported(model, tmp_path), x), expected_of(model, x)
+        assert answer.shape == expected.shape
+        np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=2e-5, err_msg=str(factors))
+
+
 def test_a_constant_is_resized_by_the_same_rule(tmp_path: Path) -> None:
     """Constants are folded by ONNX's reference, which has 6 elements here instead of 7."""
     model = model_of((10,), mode="nearest", scales=[0.7])

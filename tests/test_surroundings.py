@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flashmem import Session, paths
 from flashmem.errors import RunError, UserError
+from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.runtime import icd, pocl_cache
 from flashmem.runtime.engine import Engine
 from flashmem.runtime.opencl import list_devices
@@ -279,3 +280,16 @@ def test_sessions_are_not_opened_with_arguments_of_another_type(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         Session(**{"bundle": model.path, **arguments})
+
+
+def test_file_names_of_any_bytes(tmp_path: Path) -> None:
+    """The name of a file is printed byte by byte; in an ONNX model, where paths are UTF-8, it is refused."""
+    name = os.fsdecode(b"caf\xe9")
+    process = [sys.executable, "-c", "import sys; from flashmem.console import prepare_streams, say; prepare_streams();"]
+    process[-1] += "print(sys.argv[1]); say(sys.argv[1] + '\\ud800')"
+    done = subprocess.run([*process, name], capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"caf\xe9\n", b"flashmem: caf\\udce9\\ud800\n")
+    model = tmp_path / f"{name}.onnx"
+    model.write_bytes((Path(__file__).parent / "data/mobilenet-tiny.onnx").read_bytes())
+    with pytest.raises(UserError, match="ONNX names files in UTF-8"):
+        load_mapped(model)

@@ -34,7 +34,7 @@ def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence
 
     Raises:
         MissingFileError: the model is not where it was when the bundle was written.
-        UserError: onnxruntime is not installed.
+        UserError: onnxruntime is not installed, or cannot run this model on these inputs.
     """
     if not model.is_file():
         raise MissingFileError(f"{model}: the original model is needed to verify, and is not there; name it with --model")
@@ -42,9 +42,15 @@ def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence
         import onnxruntime
     except ImportError as error:
         raise UserError("--verify needs ONNX Runtime; install it with: pip install onnxruntime") from error
-    onnxruntime.set_default_logger_severity(3)
-    session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
-    answers: list[NDArray[Any]] = session.run(list(outputs), dict(inputs))
+    onnxruntime.set_default_logger_severity(4)  # what it logs, it raises as well
+    try:
+        session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+        answers: list[NDArray[Any]] = session.run(list(outputs), dict(inputs))
+    except Exception as error:  # it has a class for each kind of failure
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"ONNX Runtime cannot answer with {model} ({reason}); name the bundle's original with --model"
+        ) from error
     return answers
 
 

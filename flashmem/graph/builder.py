@@ -57,12 +57,14 @@ class Rewriter:
     """Collects the nodes of the new graph.
 
     `replaced` maps a value of the old graph to its place in the new one; `transposed` a transposed constant matrix to the
-    matrix as it is stored, so that a tied table is streamed once however it is used.
+    matrix as it is stored, and `reshaped` a constant and a shape to the constant in that shape, so that a weight is streamed
+    once however it is used.
     """
 
     nodes: list[Node] = field(default_factory=list)
     replaced: dict[Value, Value] = field(default_factory=dict)
     transposed: dict[Value, Value] = field(default_factory=dict)
+    reshaped: dict[tuple[Value, tuple[int, ...]], Value] = field(default_factory=dict)
 
     def now(self, value: Value | None) -> Value | None:
         """The value that stands for `value` in the new graph."""

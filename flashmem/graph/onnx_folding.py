@@ -14,16 +14,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection
+from typing import Any
 
+import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.errors import UserError
-from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, RESIZED
+from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sizes import set_size
 from flashmem.graph.onnx_validate import printable
 
@@ -92,13 +95,17 @@ class FoldPass(FoldConstantsPass):
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
         """What replaces `node`, if something does."""
-        if not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+        if node.op_type == "Constant":  # those that onnxscript makes may be of a newer operator set
+            if len(node.attributes) != 1:
+                raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
+        elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
             infer(node, self.opset_imports)
-        return super().process_node(node, is_function)
+        replacement = super().process_node(node, is_function)
+        return None if replacement is None or _contradicts(node, replacement) else replacement
 
     def _folds(self, node: ir.Node) -> bool:
         """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
-        if node.op_type in _NEVER or not _is_quick(node):
+        if node.op_type in _NEVER or not _is_quick(node) or (self.is_native(node.op_type) and _is_inexact(node)):
             return False
         made = sum(map(_nbytes, node.outputs))
         if any(value.shape is None or not value.shape.is_static() for value in node.outputs):
@@ -131,6 +138,33 @@ class FoldPass(FoldConstantsPass):
             raise UserError(f"the constants that the model computes take more than {CONSTANTS} bytes, the most that are kept")
 
 
+def _contradicts(node: ir.Node, replacement: Replacement) -> bool:
+    """Whether a constant that was computed for an output has not its type and shape: ONNX's reference errs there."""
+    for old, new in zip(node.outputs, replacement.new_outputs, strict=False):
+        tensor = new.const_value
+        if tensor is None or old.shape is None or not old.shape.is_static():
+            continue
+        if tuple(tensor.shape.numpy()) != tuple(old.shape.numpy()) or (old.dtype is not None and tensor.dtype != old.dtype):
+            return True
+    return False
+
+
+def _is_inexact(node: ir.Node) -> bool:
+    """Whether ONNX's reference computes something else than runtimes do: flashmem's own kernel is better."""
+    first = node.inputs[0] if node.inputs else None
+    if node.op_type.startswith("Reduce"):
+        return first is None or first.dtype is None or first.dtype.is_floating_point()
+    if node.op_type == "Slice":  # of bounds beyond the tensor, walked backwards
+        return len(node.inputs) > 4 and (steps := node.inputs[4]) is not None and bool((_data(steps) < 0).any())
+    if node.op_type == "Pad":
+        return node.attributes.get_string("mode", "constant") != "constant"
+    return "Pool" in node.op_type or node.op_type.startswith("Conv") or "Norm" in node.op_type
+
+
+def _data(value: ir.Value) -> NDArray[Any]:
+    return np.asarray([]) if value.const_value is None else value.const_value.numpy()
+
+
 def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
     """Give the outputs of `node` the types and shapes that ONNX's rules say, as far as its inputs are known.
 
@@ -141,6 +175,7 @@ def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
         return
     _check_shape_input(node)
     _check_split(node)
+    _check_axes(node)
     try:
         types = _inferred(node, opset_imports)
     except (InferenceError, ValidationError) as error:
@@ -154,8 +189,8 @@ def infer(node: ir.Node, opset_imports: dict[str, int]) -> None:
         raise UserError(f"{describe(node)}: its attributes do not fit its input ({error})") from None
     for value in node.outputs:
         check_size(value)
-    if node.op_type in ("Resize", "Upsample"):
-        _check_resized(node)
+    if node.op_type == "Resize" or (node.op_type == "Pad" and node.attributes.get_string("mode", "constant") != "constant"):
+        _check_table(node)
 
 
 def check_size(value: ir.Value) -> None:
@@ -288,11 +323,28 @@ def _check_split(node: ir.Node) -> None:
         raise UserError(f"{describe(node)} has {len(node.outputs)} outputs, but its num_outputs is {parts.value}")
 
 
-def _check_resized(node: ir.Node) -> None:
+def _check_axes(node: ir.Node) -> None:
+    """Inference counts with axes before it looks at them, and onnx ends the process where they lead outside."""
+    value = node.inputs[0] if node.inputs else None
+    rank = RANK if value is None or value.shape is None else len(value.shape)
+    for name in ("axis", "axes"):
+        attribute = node.attributes.get(name)
+        if attribute is None or attribute.type not in (ir.AttributeType.INT, ir.AttributeType.INTS):
+            continue
+        axes = [attribute.value] if attribute.type == ir.AttributeType.INT else list(attribute.value)
+        more = len(axes) if node.op_type == "Unsqueeze" else 0
+        lowest = -rank - more - (node.op_type == "OneHot")
+        for axis in axes:
+            if not lowest <= axis <= rank + more:
+                raise UserError(f"{describe(node)} has {name} {axis}, but its input has {rank} dimensions")
+
+
+def _check_table(node: ir.Node) -> None:
+    """Raise UserError for an axis whose positions are too many to be looked up."""
     shape = node.outputs[0].shape
     largest = max((size for size in shape or () if isinstance(size, int)), default=0)
-    if largest > RESIZED:
-        raise UserError(f"{describe(node)} makes an axis of {largest} elements, but at most {RESIZED} are supported")
+    if largest > TABLE:
+        raise UserError(f"{describe(node)} makes an axis of {largest} elements, but at most {TABLE} are supported")
 
 
 def _is_quick(node: ir.Node) -> bool:

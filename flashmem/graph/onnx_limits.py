@@ -25,8 +25,8 @@ RANK = 16
 ELEMENTS = 2**31 - 1
 """Elements of one activation: kernels index them with 32 bits."""
 
-RESIZED = 1 << 20
-"""Size of an axis that Resize makes: each position is looked up in a table."""
+TABLE = 1 << 20
+"""Size of an axis that Resize makes, or Pad other than by a constant: each position is looked up in a table."""
 
 FOLDED = 4 << 30
 """Bytes of all constants that are computed at import, those that others are computed from included."""

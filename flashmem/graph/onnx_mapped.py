@@ -55,6 +55,10 @@ def load_mapped(path: Path) -> onnx.ModelProto:
     Raises MissingFileError, and UserError for a file that is empty, truncated or not ONNX.
     """
     try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{path}: ONNX names files in UTF-8, and this path is not; rename the file or its folder") from None
+    try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:

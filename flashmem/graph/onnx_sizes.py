@@ -29,7 +29,7 @@ def set_size(node: ir.Node) -> None:
 
 
 def _resized(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
-    given = node.inputs[2] if len(node.inputs) > 2 else None
+    given = node.inputs[min(2, len(node.inputs) - 1)]  # the second of two before operator set 11
     if given is None or given.const_value is None:
         return None
     scales = given.const_value.numpy().reshape(-1).astype(np.float32)
@@ -90,4 +90,5 @@ _RULES: dict[str, Callable[[ir.Node, tuple[int, ...]], list[int] | None]] = {
     "LpPool": _pooled,
     "MaxPool": _pooled,
     "Resize": _resized,
+    "Upsample": _resized,
 }

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -170,17 +171,40 @@ class Baseline:
         )
 
     def _resident_within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
-        """W filled in each of a few orders; the plan that the clock says answers first."""
+        """W filled in each of a few orders; the plan that the clock says answers first, or the one with the fewest bytes."""
         base = self.least_preload(problem)
         rest = [w for w in problem.weights if w.name not in base]
         plans = []
         for name, order in _ORDERS.items():
-            preload = base | _most_that_fit(
-                [w.name for w in sorted(rest, key=order)],
-                lambda added: measure(self._tight(problem, base | added)) <= budget,
-            )
-            plans.append(self._stretched(problem, budget, measure, preload, f"; W filled {name}"))
+            names = [w.name for w in sorted(rest, key=order)]
+            preload = base | _most_that_fit(names, lambda added: measure(self._tight(problem, base | added)) <= budget)
+            with suppress(BudgetError):
+                plans.append(self._stretched(problem, budget, measure, preload, f"; W filled {name}"))
+        if not plans:
+            plans.append(self._leanest_within(problem, budget, measure))
         return min(plans, key=lambda plan: plan.objective)
+
+    def _leanest_within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
+        """The plan with the fewest bytes, whatever its W: where moving a weight takes staging beside its place, a larger W can
+        take less than what it saves in flight.
+
+        Raises:
+            BudgetError: that is more than `budget`; it names how much.
+        """
+        base = self.least_preload(problem)
+        rest = [w for w in problem.weights if w.name not in base]
+        sizes = {len(rest) * step // _LEAN_STEPS for step in range(_LEAN_STEPS + 1)}
+        chosen = {frozenset(w.name for w in sorted(rest, key=order)[:size]) for order in _ORDERS.values() for size in sizes}
+        plans = [self._tight(problem, base | added) for added in sorted(chosen, key=lambda added: (len(added), sorted(added)))]
+        needed, plan = min(((measure(plan), plan) for plan in plans), key=lambda pair: pair[0])
+        if needed > budget:
+            raise BudgetError(
+                f"budget of {budget} bytes is too small: {needed} bytes are needed, with {plan.preload_ratio:.0%} of the "
+                f"weights preloaded; raise the budget to {needed} bytes or more",
+                smallest_bytes=needed,
+                binding=self.smallest(problem, base)[1],
+            )
+        return plan
 
     def _tight(self, problem: Problem, preload: frozenset[str]) -> OverlapPlan:
         """The plan with W = `preload` in the smallest M_peak."""
@@ -192,6 +216,10 @@ _ORDERS: Mapping[str, Callable[[WeightSpec], tuple[int, ...]]] = {
     "from the last layer back": lambda w: (-w.first_use,),
     "largest first": lambda w: (-w.nbytes, w.first_use),
 }
+
+
+_LEAN_STEPS = 32
+"""Sizes of W, from the least to all weights, among which the plan with the fewest bytes is looked for."""
 
 
 def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool]) -> frozenset[str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
-from flashmem.planning.budget import Measure, plan_within
+from flashmem.planning.budget import Measure
 from flashmem.planning.latency import smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.limits import Limits
@@ -61,7 +61,7 @@ def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits
         return solve(problem, objective=objective, lambda_=limits.lambda_, preload=preload)
     if objective == "latency":
         return fastest_within(problem, operators_of(program), limits.budget, measure, preload, limits.lambda_)
-    return _paper_plan_within(problem, limits, preload, measure)
+    return _paper_plan_within(problem, program, limits, preload, measure)
 
 
 def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
@@ -89,7 +89,9 @@ def _baseline(problem: Problem, program: Program, limits: Limits, preload: froze
     return baseline.plan(problem)
 
 
-def _paper_plan_within(program_problem: Problem, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
+def _paper_plan_within(
+    program_problem: Problem, program: Program, limits: Limits, preload: frozenset[str], measure: Measure
+) -> OverlapPlan:
     """The paper's objective under a budget: W and M_peak share it, the largest share for M_peak that works."""
     assert limits.budget is not None
     smallest, _ = smallest_m_peak(program_problem, preload)
@@ -106,7 +108,7 @@ def _paper_plan_within(program_problem: Problem, limits: Limits, preload: frozen
         if measure(plan) <= limits.budget:
             return plan
     # The latency planner knows the smallest budget, or finds the plan that the shares above stepped over.
-    plan = plan_within(program_problem, limits.budget, measure, preload=preload, lambda_=limits.lambda_)[0]
+    plan = fastest_within(program_problem, operators_of(program), limits.budget, measure, preload, limits.lambda_)
     return replace(plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for latency"))
 
 

@@ -55,7 +55,7 @@ def main() -> int:
                 found[f"{result.kind}: {result.culprit.split('(')[0]}"] += 1
                 print(f"{result.kind}: {task.name}: {result.culprit}: {result.reasons[-1]}", file=sys.stderr, flush=True)
         done = sum(kinds.values())
-        if done % 500 == 0:
+        if done % 100 == 0:
             print(f"{done}: {dict(kinds)}", file=sys.stderr, flush=True)
     seconds = time.monotonic() - begun
     print(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flashmem.graph.onnx_import import is_native
+from flashmem.graph.operators import is_native
 
-_DEFINED = {"Shape", "Size", "Mean", "HardSwish", "Celu", "ThresholdedRelu", "Shrink", "RMSNormalization"}
-"""Folded when compiling, or written out in others by ONNX's own definition."""
+_DEFINED = frozenset({"Celu", "HardSwish", "Mean", "RMSNormalization", "Shape", "Shrink", "Size", "ThresholdedRelu"})
+"""Folded when compiling, or written out in others by ONNX's own definition, and so without a declaration."""
 
 
 def listed(op: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,9 +46,11 @@ def work(task: Task) -> Result:
     begun = time.monotonic()
     values.disagreements.clear()
     rng = random.Random(f"{task.seed} {task.index}")
-    drawn = graph.draw(rng, rng.randint(5, 20), listed)
-    seconds = time.monotonic() - begun
-    verdict = judge(drawn, task.device, task.path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy's, of what a graph is asked to compute
+        drawn = graph.draw(rng, rng.randint(5, 20), listed)
+        seconds = time.monotonic() - begun
+        verdict = judge(drawn, task.device, task.path)
     if verdict.kind in ("wrong", "traceback"):
         save(drawn, verdict, Path(task.folder) / task.name, f"seed {task.seed} graph {task.index} {task.device} {task.path}")
     doubts = tuple(values.disagreements.items())

@@ -306,4 +306,4 @@ def _special(array: Array) -> Array:
 
 def _spread(exact: Array, others: Sequence[Array]) -> float:
     finite = np.isfinite(exact)
-    return max((float(np.abs(other - exact)[finite].max(initial=0)) for other in others), default=0.0)
+    return max((float(np.abs(other[finite] - exact[finite]).max(initial=0)) for other in others), default=0.0)

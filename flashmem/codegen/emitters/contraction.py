@@ -147,7 +147,8 @@ def _placed(emitter: Emitter, node: Node, packing: Packing) -> list[tuple[str, P
     weight = node.input(1)
     key = (weight, packing)
     if key not in emitter.packed:
-        name = weight.name if all(w is not weight for w, _ in emitter.packed) else f"{weight.name}#{len(emitter.packed)}"
+        taken = any(each.name == f"{weight.name}[0]" for each in emitter.slices)
+        name = f"{weight.name}#{len(emitter.packed)}" if taken else weight.name
         parts = packing.slices(emitter.slice_bytes)
 
         def pieces() -> Iterator[NDArray[np.floating]]:

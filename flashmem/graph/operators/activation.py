@@ -31,6 +31,11 @@ def _selu(node: Node, x: Sequence[str], v: Vector) -> str:
     return f"{gamma} * {_below_zero(node, x[0], v, f'{alpha} * expm1({x[0]})')}"
 
 
+def _celu(node: Node, x: Sequence[str], v: Vector) -> str:
+    alpha = _number(node, v, "alpha", 1.0)
+    return _below_zero(node, x[0], v, f"{alpha} * expm1({x[0]} / {alpha})")
+
+
 def _hard_sigmoid(node: Node, x: Sequence[str], v: Vector) -> str:
     line = f"{_number(node, v, 'alpha', 0.2)} * {x[0]} + {_number(node, v, 'beta', 0.5)}"
     return f"fm_min(fm_max({line}, {v.literal('float32', 0)}), {v.literal('float32', 1)})"
@@ -54,6 +59,7 @@ def _softplus(node: Node, x: Sequence[str], v: Vector) -> str:
 
 register(
     __name__,
+    elementwise("Celu", FLOAT, _celu, special=True),
     elementwise("Elu", FLOAT, _elu, special=True),
     elementwise("Gelu", FLOAT, _gelu, special=True),
     elementwise("HardSigmoid", FLOAT, _hard_sigmoid),

@@ -176,6 +176,15 @@ def bad_window(node: Node, kernel: Sequence[int]) -> str | None:
             return f"{node.op} with {name} {tuple(given)} over {rank} spatial dimensions"
     if not kernel or min(kernel) < 1:
         return f"{node.op} with a window of {tuple(kernel)}"
+    dilations, pads = node.attributes.get("dilations") or [1] * rank, node.attributes.get("pads") or [0] * (2 * rank)
+    automatic = str(node.attributes.get("auto_pad", "NOTSET"))
+    rooms = [
+        size + (pads[axis] + pads[axis + rank] if automatic == "NOTSET" else 0) - dilations[axis] * (kernel[axis] - 1) - 1
+        for axis, size in enumerate(node.input(0).shape[2:])
+    ]
+    too_large = node.op != "ConvTranspose" and not automatic.startswith("SAME") and min(rooms) < 0
+    if too_large or min(node.outputs[0].shape[2:], default=1) < 1:
+        return f"{node.op} whose window, or crop, is larger than its padded input"
     return None
 
 

@@ -54,7 +54,10 @@ def reshaped(rewriter: Rewriter, value: Value, shape: tuple[int, ...]) -> Value:
     if value.shape == shape:
         return value
     if value.constant is not None:
-        return derived(value, f"{value.name}.{len(shape)}d", shape, lambda a: a.reshape(shape))
+        if (value, shape) not in rewriter.reshaped:  # one value for all its readers, so that a weight is streamed once
+            made = derived(value, f"{value.name}.{len(shape)}d", shape, lambda a: a.reshape(shape))
+            rewriter.reshaped[value, shape] = made
+        return rewriter.reshaped[value, shape]
     return rewriter.emit("Reshape", [value], shape, value.dtype, f"{value.name}.{'x'.join(map(str, shape))}")
 
 

@@ -88,8 +88,14 @@ def _slices(node: Node) -> list[tuple[int, int, int]]:
     found = [(0, 1, size) for size in shape]
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         axis = from_front(axis, rank)
-        chosen = range(*slice(start, end, step).indices(shape[axis]))
-        found[axis] = (chosen.start, step, len(chosen))
+        size = shape[axis]
+        low, high = (
+            (0, size) if step > 0 else (0, size - 1)
+        )  # ONNX clamps a start to the first element, Python does not
+        first = min(max(start + size if start < 0 else start, low), high)
+        low, high = (0, size) if step > 0 else (-1, size - 1)
+        last = min(max(end + size if end < 0 else end, low), high)
+        found[axis] = (first, step, len(range(first, last, step)) if size else 0)
     return found
 
 
@@ -164,7 +170,9 @@ def _rewrite_pad(rewriter: Rewriter, node: Node, opset: int) -> None:
     for axis, (first, last) in enumerate(zip(before, after, strict=True)):
         if not first and not last:
             continue
-        at = _mirrored(mode, x.shape[axis], first, last)
+        # Negative pads crop, and what is left is mirrored.
+        cropped = x.shape[axis] - max(0, -first) - max(0, -last)
+        at = _mirrored(mode, cropped, max(0, first), max(0, last)) + max(0, -first)
         shape = tuple(len(at) if a == axis else size for a, size in enumerate(x.shape))
         indices = constant(f"{output.name}.at{axis}", at.astype(np.int64))
         part = Value(f"{output.name}.pad{axis}", shape, output.dtype)

@@ -12,7 +12,6 @@ need from here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -96,10 +95,10 @@ class Operator:
         for index, value in enumerate(node.inputs):
             if value is not None and value.dtype not in self.inputs[min(index, len(self.inputs) - 1)]:
                 return f"{node.op} of {value.dtype} (input {index}, {value.name}) is not implemented"
-        has_elements = any(math.prod(value.shape) for value in node.outputs)
-        if has_elements and not self.empty and any(v is not None and v.size == 0 for v in node.inputs[:1]):
+        is_read = all(value is None or value.size for value in node.inputs[:1])
+        if not is_read and not self.empty and any(value.size for value in node.outputs):
             return f"{node.op} of a tensor without elements ({node.input(0).name}) is not implemented"
-        return self.check(node) if has_elements else None
+        return self.check(node) if is_read or self.empty else None
 
 
 REGISTRY: dict[str, Operator] = {}
