@@ -296,6 +296,8 @@ def _in_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
     A model that uses an operator which changed in between stays as it is, and is refused when it is compiled.
     """
+    if model.functions or any(attribute.HasField("g") for node in model.graph.node for attribute in node.attribute):
+        return model
     other = onnx.ModelProto()
     other.CopyFrom(model)
     for entry in other.opset_import:

@@ -173,11 +173,10 @@ def main() -> None:
             if arguments.only in name
         ]
         outcomes = {name: reason for reason, tests in read_list().items() for _, name in tests} if arguments.only else {}
-        done = 0
-        for (name, _), reason in call_isolated(_everywhere, tasks, jobs=arguments.jobs, timeout=300):
+        done = call_isolated(_everywhere, tasks, jobs=arguments.jobs, timeout=300)
+        for count, ((name, _), reason) in enumerate(done, 1):
             outcomes[name] = f"WRONG: {reason}" if reason in ("crash", "hang") else reason
-            done += 1
-            print(f"{done} / {len(tasks)}", end="\r", flush=True)
+            print(f"{count} / {len(tasks)}", end="\r", flush=True)
         _write(outcomes)
     table = counts()
     print(_summary(table.items()))
