@@ -140,7 +140,7 @@ TITLES = [output.name for output in MODEL.outputs]
 def expected() -> dict[str, Array]:
     session = onnxruntime.InferenceSession(MODEL.proto().SerializeToString(), providers=["CPUExecutionProvider"])
     answers = dict(zip(TITLES, session.run(TITLES, MODEL.feeds), strict=True))
-    # ONNX Runtime sums int64 in float64, and drops some NaN: what ONNX says is numpy's answer.
+    # ONNX Runtime sums int64 in float64 and drops some NaN; numpy says what ONNX does.
     wide, numbers = MODEL.feeds["x1"], next(data for data in MODEL.feeds.values() if np.isnan(data.astype(float)).any())
     return answers | {"sum of int64": wide.sum(keepdims=True), "largest": numbers.max(1, keepdims=True)}
 
