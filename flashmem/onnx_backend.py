@@ -294,7 +294,8 @@ def _bound(model: onnx.ModelProto, arrays: Mapping[str, Array], fixed: Sequence[
 def _in_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     """`model` declared for the nearest operator set that flashmem reads, where its own is another and no operator differs.
 
-    A model that uses an operator which changed in between stays as it is, and is refused when it is compiled.
+    An operator of a newer set may take more element types, but no other inputs, outputs or attributes. A model that uses an
+    operator which changed otherwise stays as it is, and is refused when it is compiled.
     """
     if model.functions or any(attribute.HasField("g") for node in model.graph.node for attribute in node.attribute):
         return model
@@ -303,10 +304,21 @@ def _in_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     for entry in other.opset_import:
         if entry.domain in ("", "ai.onnx"):
             version = min(max(entry.version, OPSETS[0]), OPSETS[-1])
-            if any(_version(node, entry.version) != _version(node, version) for node in model.graph.node):
+            same = _signature if version < entry.version else _version
+            if any(same(node, entry.version) != same(node, version) for node in model.graph.node):
                 return model
             entry.version = version
     return other
+
+
+def _signature(node: onnx.NodeProto, opset: int) -> object:
+    """What the node's operator takes and gives in an operator set, but for element types."""
+    if _version(node, opset) is None:
+        return None
+    schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+    ports = [[(port.name, port.option) for port in side] for side in (schema.inputs, schema.outputs)]
+    attributes = {name: (each.required, each.default_value.SerializeToString()) for name, each in schema.attributes.items()}
+    return ports, attributes
 
 
 def _version(node: onnx.NodeProto, opset: int) -> int | None:
