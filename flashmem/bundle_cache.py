@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmem.bundle import Bundle
-from flashmem.errors import UserError
+from flashmem.errors import FlashmemWarning, UserError
 from flashmem.generations import MANIFEST, held, named_generation, remove_leftovers
 from flashmem.paths import VARIABLE, cache_folder, can_be_written, folder_until_exit
 from flashmem.units import parse_size
@@ -56,6 +56,7 @@ def place(name: str) -> Path:
     warnings.warn(
         f"the bundle cache {folder()} cannot be written, so the bundle is removed when this process ends; set {VARIABLE} to a "
         "folder that can",
+        FlashmemWarning,
         stacklevel=4,
     )
     return folder_until_exit("flashmem-bundles-") / (name + _SUFFIX)

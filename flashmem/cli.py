@@ -32,7 +32,7 @@ from flashmem.interrupts import unwinding
 
 
 class _Commands(TyperGroup):
-    """Errors of a command are told here, because typer has words of its own for some of them."""
+    """Errors of a command are reported here, because typer has words of its own for some of them."""
 
     def invoke(self, ctx: Any) -> Any:
         with exit_codes(), unwinding():

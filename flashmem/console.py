@@ -96,7 +96,7 @@ def exit_codes() -> Iterator[None]:
         try:
             yield
         finally:
-            _flush()  # here, where a full disk and a reader who left can still be told
+            _flush()  # here, where a full disk and a reader who left can still be reported
     except (UserError, FileNotFoundError) as error:
         _fail(str(error), EXIT_USER_ERROR)
     except RunError as error:

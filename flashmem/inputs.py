@@ -42,7 +42,7 @@ class _Stored:
 
 
 def check_input_file(path: Path) -> None:
-    """Reads the headers of an .npz file, so that a file that cannot be used is told before a model is compiled for it.
+    """Reads the headers of an .npz file, so that a file that cannot be used is refused before a model is compiled for it.
 
     Raises:
         MissingFileError: no such file.

@@ -292,21 +292,26 @@ def _bound(model: onnx.ModelProto, arrays: Mapping[str, Array], fixed: Sequence[
 
 
 def _in_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`model` declared for the newest operator set that flashmem reads, where its own is newer and the model is valid in both.
+    """`model` declared for the nearest operator set that flashmem reads, where its own is another and no operator differs.
 
-    ONNX's sets grow: a newer version of an operator mostly takes more element types, so that a node which both versions accept
-    means the same. A model that is not valid in the older set stays as it is, and is refused when it is compiled.
+    A model that uses an operator which changed in between stays as it is, and is refused when it is compiled.
     """
-    newest = OPSETS[-1]
-    if not any(entry.domain in ("", "ai.onnx") and entry.version > newest for entry in model.opset_import):
+    if model.functions or any(attribute.HasField("g") for node in model.graph.node for attribute in node.attribute):
         return model
-    older = onnx.ModelProto()
-    older.CopyFrom(model)
-    for entry in older.opset_import:
+    other = onnx.ModelProto()
+    other.CopyFrom(model)
+    for entry in other.opset_import:
         if entry.domain in ("", "ai.onnx"):
-            entry.version = newest
+            version = min(max(entry.version, OPSETS[0]), OPSETS[-1])
+            if any(_version(node, entry.version) != _version(node, version) for node in model.graph.node):
+                return model
+            entry.version = version
+    return other
+
+
+def _version(node: onnx.NodeProto, opset: int) -> int | None:
+    """The version of the node's operator in an operator set."""
     try:
-        onnx.checker.check_model(older, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
-        return model
-    return older
+        return int(onnx.defs.get_schema(node.op_type, opset, node.domain).since_version)
+    except onnx.defs.SchemaError:
+        return None

@@ -38,7 +38,7 @@ DATA = Path(__file__).parent / "data"
 DESCRIPTOR = Path(__file__).parents[1] / "devices" / "generic-cpu.toml"  # as a file: no OpenCL is asked
 SECONDS = 10
 SPARE = 2 << 30
-PER_BYTE = 64
+PER_BYTE = 128
 SHAPES: dict[str, tuple[int, ...]] = {"input_ids": (1, 16)}
 
 EXTREMES = [0, 1, -1, 2, 3, 7, 255, 65537, 2**20, 10**9, 2**31 - 1, -(2**31), 2**32, 2**63 - 1, -(2**63)]

@@ -183,7 +183,7 @@ def test_a_budget_too_small_names_one_that_works(flashmem: Command) -> None:
     assert flashmem("run", GPTNEO, "--budget", needed, "--verify").code == 0
 
 
-TEXT, NO_FILE, CUT = "text.onnx", "gone.onnx", "cut.onnx"
+TEXT, NO_FILE, CUT, BUNDLE = "text.onnx", "gone.onnx", "cut.onnx", "a bundle"
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ TEXT, NO_FILE, CUT = "text.onnx", "gone.onnx", "cut.onnx"
         ("run", RESNET, "--device", "adreno9000"),
         ("run", RESNET, "--input", "gone.npz"),
         ("run", RESNET, "--input", TEXT),
-        ("run", RESNET, "--input", "wrong-name.npz"),
-        ("run", RESNET, "--input", "wrong-shape.npz"),
-        ("run", RESNET, "--input", "wrong-type.npz"),
+        ("run", BUNDLE, "--input", "wrong-name.npz"),
+        ("run", BUNDLE, "--input", "wrong-shape.npz"),
+        ("run", BUNDLE, "--input", "wrong-type.npz"),
         ("run", RESNET, "--output", "no/such/folder/y.npz"),
         ("run", RESNET, "--trace", "no/such/folder/trace.json"),
-        ("run", RESNET, "--repeat", "0"),
-        ("run", RESNET, "--mode", "teleport"),
+        ("run", BUNDLE, "--repeat", "0"),
+        ("run", BUNDLE, "--mode", "teleport"),
         ("run",),
         ("fly",),
         ("zoo", "export", "no-such-model", "-o", "."),
@@ -229,7 +229,7 @@ TEXT, NO_FILE, CUT = "text.onnx", "gone.onnx", "cut.onnx"
     ids=lambda words: " ".join(Path(word).name for word in map(str, words)),
 )
 def test_what_the_user_has_to_change(
-    words: tuple[str, ...], flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], flashmem: Command, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(TEXT).write_text("these are words, not a model")
@@ -238,7 +238,7 @@ def test_what_the_user_has_to_change(
     np.savez("wrong-shape.npz", pixel_values=np.zeros((1, 3, 32, 31), np.float32))
     np.savez("wrong-type.npz", pixel_values=np.zeros((1, 3, 32, 32), np.int64))
     before = sorted(tmp_path.iterdir())
-    outcome = flashmem(*words)
+    outcome = flashmem(*(bundle if word == BUNDLE else word for word in words))
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     sentence = outcome.err.strip().splitlines()[-1]

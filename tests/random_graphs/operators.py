@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from onnx import helper
 
 from .drawing import Drawing, Shape
-from .values import FLOATS, INTEGERS, RejectedNodeError, Value
+from .values import DTYPES, FLOATS, INTEGERS, Array, RejectedNodeError, Value, leaf
 
 Draw = Callable[[Drawing, str], None]
 
@@ -64,14 +65,19 @@ def _safe_divisor(d: Drawing, x: Value) -> Value:
     data = np.where(y.own == 0, np.asarray(3, y.own.dtype), y.own)
     if data.dtype.kind == "i":
         data = np.where(data == -1, np.asarray(-2, data.dtype), data)
-    # An input keeps its name and place; only its data is changed.
-    return type(y)(y.name, data, data, (data,) * len(y.noisy), y.leaf)
+    return _with_data(y, data)
 
 
 def _shift(d: Drawing, x: Value) -> Value:
     y = d.leaf(x.dtype, d.broadcastable(x.shape))
     data = (np.abs(y.own.astype(np.int64)) % (8 * x.own.dtype.itemsize)).astype(x.own.dtype)
-    return type(y)(y.name, data, data, (data,) * len(y.noisy), y.leaf)
+    return _with_data(y, data)
+
+
+def _with_data(y: Value, data: Array) -> Value:
+    """The leaf `y` with other data."""
+    assert y.leaf is not None
+    return leaf(y.name, data, y.leaf)
 
 
 def _pow(d: Drawing, op: str) -> None:
@@ -106,10 +112,6 @@ def _clip(d: Drawing, op: str) -> None:
 def _cast(d: Drawing, op: str) -> None:
     x = d.pick(d.types_of(op))
     target = d.rng.choice(sorted(d.types - {x.dtype}))
-    from onnx import helper
-
-    from .values import DTYPES
-
     d.emit(op, [x], to=helper.np_dtype_to_tensor_dtype(DTYPES[target]))
 
 
@@ -344,7 +346,7 @@ def _gather(d: Drawing, op: str) -> None:
     data = random_.integers(-size, size, shape)
     indices = d.constant(data, "int32" if "int32" in d.types else "int64")
     if d.maybe():
-        indices = type(indices)(d.name("x"), indices.own, indices.own, indices.noisy, "input")
+        indices = leaf(d.name("x"), indices.own, "input")
     d.emit(op, [x, indices], axis=axis)
 
 

@@ -36,6 +36,12 @@ def _celu(node: Node, x: Sequence[str], v: Vector) -> str:
     return _below_zero(node, x[0], v, f"{alpha} * expm1({x[0]} / {alpha})")
 
 
+def _check_slope(node: Node) -> str | None:
+    shape, slope = node.input(0).shape, node.input(1).shape
+    fits = len(slope) <= len(shape) and all(n in (1, m) for n, m in zip(slope[::-1], shape[::-1], strict=False))
+    return None if fits else f"PRelu of shape {shape} with a slope of shape {slope}"
+
+
 def _hard_sigmoid(node: Node, x: Sequence[str], v: Vector) -> str:
     line = f"{_number(node, v, 'alpha', 0.2)} * {x[0]} + {_number(node, v, 'beta', 0.5)}"
     return f"fm_min(fm_max({line}, {v.literal('float32', 0)}), {v.literal('float32', 1)})"
@@ -68,7 +74,7 @@ register(
         "LeakyRelu", FLOAT, lambda node, x, v: _below_zero(node, x[0], v, f"{x[0]} * {_number(node, v, 'alpha', 0.01)}")
     ),
     elementwise("Mish", FLOAT, lambda node, x, v: f"{x[0]} * fm_tanh(log1p(exp({x[0]})))", special=True),
-    elementwise("PRelu", NUMBERS, lambda node, x, v: _below_zero(node, x[0], v, f"{x[0]} * {x[1]}")),
+    elementwise("PRelu", NUMBERS, lambda node, x, v: _below_zero(node, x[0], v, f"{x[0]} * {x[1]}"), check=_check_slope),
     elementwise("Relu", NUMBERS, lambda node, x, v: _below_zero(node, x[0], v, v.literal(node.input(0).dtype, 0))),
     elementwise("Selu", FLOAT, _selu, special=True),
     elementwise("Sigmoid", FLOAT, lambda node, x, v: f"1.0f / (1.0f + exp(-{x[0]}))", special=True),

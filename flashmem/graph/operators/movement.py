@@ -89,9 +89,7 @@ def _slices(node: Node) -> list[tuple[int, int, int]]:
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         axis = from_front(axis, rank)
         size = shape[axis]
-        low, high = (
-            (0, size) if step > 0 else (0, size - 1)
-        )  # ONNX clamps a start to the first element, Python does not
+        low, high = (0, size) if step > 0 else (0, size - 1)  # ONNX clamps a start to the first element, Python does not
         first = min(max(start + size if start < 0 else start, low), high)
         low, high = (0, size) if step > 0 else (-1, size - 1)
         last = min(max(end + size if end < 0 else end, low), high)
