@@ -279,7 +279,7 @@ def _grow(*keys: Any) -> Callable[[Any], None]:
         (_set("launches", 1, "global_size", [0]), "bad global or local size"),
         (_set("launches", 1, "global_size", [1, 1, 1, 1]), "bad global or local size"),
         (_set("launches", 1, "local_size", [3]), "bad global or local size"),
-        (_set("launches", []), "no layers"),
+        (_set("launches", []), "no layer reads the slice"),
         (_set("inputs", 1, "tensor", "nowhere"), "names the unknown tensor 'nowhere'"),
         (_set("inputs", 1, "shape", [100000]), "larger than its tensor"),
         (_set("inputs", 1, "dtype", "object"), "unknown dtype 'object'"),
