@@ -51,7 +51,7 @@ class PackingList:
         return offsets
 
     def write(self, sink: WeightSink, on_piece: Callable[[str, int], None] = lambda name, nbytes: None) -> None:
-        """Make every piece and append it to `sink`, which must be empty; `on_piece(weight, bytes)` is told, for progress."""
+        """Make every piece and append it to `sink`, which must be empty; `on_piece(weight, bytes)` is called, for progress."""
         for entry in self._entries:
             for (offset, nbytes), piece in zip(entry.places, entry.pieces(), strict=True):
                 written = sink.append(piece, SLICE_ALIGNMENT)

@@ -61,7 +61,7 @@ _JOINED = 1 << 20
 _SHAPE_INPUT = {"AffineGrid": 1, "CenterCropPad": 1, "ConstantOfShape": 0, "Expand": 1, "MaxUnpool": 2, "Reshape": 1}
 _SHAPE_INPUT |= {"Resize": 3, "Tile": 1}
 
-_KNOWN_INTEGERS, _KNOWN_OTHERS = 1024, 20  # elements of constants that inference is told
+_KNOWN_INTEGERS, _KNOWN_OTHERS = 1024, 20  # elements of constants that inference is given
 
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 

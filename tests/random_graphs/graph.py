@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
@@ -35,7 +36,7 @@ class Drawn:
     @property
     def feeds(self) -> dict[str, Array]:
         """An array for each input."""
-        return {port.name: self.values[port.name].own for port in self.model.graph.input}
+        return {port.name: np.asarray(self.values[port.name].own) for port in self.model.graph.input}
 
     @property
     def outputs(self) -> list[Value]:

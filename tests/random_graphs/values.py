@@ -145,6 +145,7 @@ def evaluate(node: onnx.NodeProto, operands: Sequence[Value | None], opset: int,
                     arrays = [_shaken(x, _EPS32, random) if v.is_float else x for x, v in zip(arrays, inputs, strict=True)]
                 noisy.append(reference(arrays))
         if own is None:
+            _require_trusted(node, inputs)
             own = _rounded(exact, node, inputs, opset)
         made = []
         for index, name in enumerate(node.output):
@@ -178,6 +179,31 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
             x = inputs[0].exact
             if not np.isfinite(x).all() or ((x <= float(limits.min) - 1) | (x >= float(limits.max))).any():
                 raise RejectedNodeError("a float cast to an integer that cannot hold it")
+
+    if op == "Shrink" and not inputs[0].is_float:
+        raise RejectedNodeError("fractions of integers: ONNX's definition truncates them, ONNX Runtime the result")
+    if op in ("MaxPool", "GlobalMaxPool") and inputs[0].is_float and np.isnan(inputs[0].own.astype(np.float64)).any():
+        raise RejectedNodeError("NaN in a window: ONNX Runtime drops some")
+    if op.endswith("Pool") and not inputs[0].own.size:
+        raise RejectedNodeError("windows over nothing")
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if op.endswith("Pool") and b"SAME" in attributes.get("auto_pad", b"") and max(attributes.get("dilations", [1])) > 1:
+        raise RejectedNodeError("ONNX Runtime's SAME pads of pools forget dilations")
+    if op in ("BatchNormalization", "Resize") and not all(_is_finite(value) for value in inputs):
+        raise RejectedNodeError("infinity times zero, in some orders of evaluation")
+
+
+def _require_trusted(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
+    """What the reference evaluator does otherwise than ONNX says, where ONNX Runtime has no kernel to ask."""
+    op = node.op_type
+    if op == "Resize" or (op == "ReduceMean" and not inputs[0].is_float):
+        raise RejectedNodeError("by way of floats, or of other ties")
+    if op.startswith("Conv") and not all(_is_finite(value) for value in inputs):
+        raise RejectedNodeError("infinite weights times padding")
+
+
+def _is_finite(value: Value) -> bool:
+    return not value.is_float or bool(np.isfinite(value.own.astype(np.float64)).all())
 
 
 def _is_narrowing(node: onnx.NodeProto) -> bool:

@@ -87,7 +87,7 @@ def _check_mod(node: Node) -> str | None:
 def _pow(node: Node, x: Sequence[str], v: Vector) -> str:
     dtype = node.input(0).dtype
     if dtype != "float32":
-        return f"fm_pow_{v.of(dtype)}({x[0]}, {v.convert(node.input(1).dtype, 'int64', x[1])})"
+        return f"fm_pow_{v.of(dtype)}({x[0]}, {_exponent(node.input(1).dtype, x[1], v)})"
     exponent = node.attributes.get("exponent")
     if exponent is None:
         return f"pow({x[0]}, {v.convert(node.input(1).dtype, 'float32', x[1])})"
@@ -95,6 +95,14 @@ def _pow(node: Node, x: Sequence[str], v: Vector) -> str:
     if exponent in exact:
         return exact[exponent].format(x[0])
     return f"pow({x[0]}, {v.literal('float32', exponent)})"
+
+
+def _exponent(dtype: DType, y: str, v: Vector) -> str:
+    """`y` as int64. To a power of 2**62 or more an even number is 0, and an odd one repeats: 2**62 stands for the bits above."""
+    if dtype == "uint64":
+        least = v.literal(dtype, 2**62)
+        y = v.choose(dtype, v.truth(dtype, f"{y} >= {least}"), f"({y} & {v.literal(dtype, 2**62 - 1)}) | {least}", y)
+    return v.convert(dtype, "int64", y)
 
 
 def _whole_exponents(node: Node) -> bool:
@@ -206,7 +214,7 @@ register(
     elementwise("Mul", NUMBERS, infix("*")),
     elementwise("Neg", NUMBERS, lambda node, x, v: f"-{x[0]}"),
     elementwise(
-        "Pow", (NUMBERS, NUMBERS - {"uint64"}), _pow, check=_check_pow, rewrite=_rewrite_pow, special=True
+        "Pow", (NUMBERS, NUMBERS), _pow, check=_check_pow, rewrite=_rewrite_pow, special=True
     ),
     elementwise("Reciprocal", FLOAT, lambda node, x, v: f"1.0f / {x[0]}"),
     elementwise("Round", FLOAT, call("rint")),
