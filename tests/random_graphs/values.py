@@ -170,6 +170,8 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
             raise RejectedNodeError("the sign of a computed zero")
     if op == "Pow" and inputs[1].own.dtype.kind == "i" and not inputs[0].is_float and (inputs[1].own < 0).any():
         raise RejectedNodeError("an integer to a negative power")
+    if op in ("MaxPool", "GlobalMaxPool") and np.isnan(inputs[0].exact).any():
+        raise RejectedNodeError("ONNX Runtime drops NaN, the reference evaluator keeps it")
     if op == "BitShift" and (inputs[1].own >= 8 * inputs[0].own.dtype.itemsize).any():
         raise RejectedNodeError("a shift past the width")
     if op == "Cast" and inputs[0].is_float:
