@@ -282,7 +282,7 @@ def _bound(model: onnx.ModelProto, arrays: Mapping[str, Array], fixed: Sequence[
     del bound.graph.input[:]
     bound.graph.input.extend(inputs)
     bound.graph.initializer.extend(numpy_helper.from_array(arrays[name], name) for name in fixed)
-    for value in inputs:
+    for value in bound.graph.input:
         if value.name in arrays and value.type.HasField("tensor_type"):
             shape = value.type.tensor_type.shape
             shape.Clear()

@@ -122,7 +122,7 @@ def test_other_data_in_an_input_that_became_a_constant() -> None:
         onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [6]),
         onnx.helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, [2]),
     ]
-    graph = onnx.helper.make_graph([node], "g", ports, [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)])
+    graph = onnx.helper.make_graph([node], "g", ports, [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["a", "b"])])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=8)
     with backend.prepare(model) as prepared:
         for shape in ((2, 3), (3, 2)):
