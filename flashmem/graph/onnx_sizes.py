@@ -45,10 +45,12 @@ def _resized(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
 def _pooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     kernel = node.attributes.get_ints("kernel_shape") if node.attributes.get_int("ceil_mode") else None
     automatic = node.attributes.get_string("auto_pad", "NOTSET")
-    if not kernel or len(kernel) != len(shape) - 2 or automatic not in ("NOTSET", "VALID"):
+    if not kernel or len(kernel) != len(shape) - 2:
         return None
     rank = len(kernel)
     strides = node.attributes.get_ints("strides") or [1] * rank
+    if automatic not in ("NOTSET", "VALID"):  # SAME: one window a stride
+        return [*shape[:2], *(-(-size // stride) for size, stride in zip(shape[2:], strides, strict=True))]
     dilations = node.attributes.get_ints("dilations") or [1] * rank
     pads = node.attributes.get_ints("pads") if automatic == "NOTSET" else None
     sizes = list(shape)

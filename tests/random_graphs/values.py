@@ -131,7 +131,7 @@ def evaluate(node: onnx.NodeProto, operands: Sequence[Value | None], opset: int,
         warnings.simplefilter("ignore")
         inputs = list(dict.fromkeys(value for value in operands if value is not None))
         _require_defined(node, [value for value in operands if value is not None])
-        own = _by_runtime(node, [value.own for value in inputs], opset)
+        own = _wrapped_gemm(node, operands) or _by_runtime(node, [value.own for value in inputs], opset)
         reference = _reference(node, inputs, opset)
         exact = reference([value.exact for value in inputs])
         noisy = [exact] * _SAMPLES
@@ -182,12 +182,17 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
             if not np.isfinite(x).all() or ((x <= float(limits.min) - 1) | (x >= float(limits.max))).any():
                 raise RejectedNodeError("a float cast to an integer that cannot hold it")
 
-    if op == "Shrink" and not inputs[0].is_float:
-        raise RejectedNodeError("fractions of integers: ONNX's definition truncates them, ONNX Runtime the result")
+    if op == "Shrink" and inputs[0].dtype != "float32":
+        raise RejectedNodeError("fractions in narrower types: ONNX's definition rounds them, ONNX Runtime the result")
+    if op in ("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual") and inputs[0].dtype in ("float16", "bfloat16"):
+        one, other = (value.own.astype(np.float64) for value in (inputs[0], inputs[-1]))
+        near = np.abs(one - other) <= 4 * _EPS[inputs[0].dtype] * np.maximum(np.abs(one), np.abs(other))
+        if near.any() and not all(value.leaf for value in inputs):
+            raise RejectedNodeError("rounding decides, and float32 keeps more of it")
     if op in ("MaxPool", "GlobalMaxPool") and inputs[0].is_float and np.isnan(inputs[0].own.astype(np.float64)).any():
         raise RejectedNodeError("NaN in a window: ONNX Runtime drops some")
-    if op.endswith("Pool") and not inputs[0].own.size:
-        raise RejectedNodeError("windows over nothing")
+    if (op.endswith("Pool") or op.startswith("Conv")) and not all(value.own.size for value in inputs):
+        raise RejectedNodeError("windows over nothing, from which ONNX Runtime may never return")
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if op.endswith("Pool") and b"SAME" in attributes.get("auto_pad", b"") and max(attributes.get("dilations", [1])) > 1:
         raise RejectedNodeError("ONNX Runtime's SAME pads of pools forget dilations")
@@ -198,10 +203,26 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
 def _require_trusted(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
     """What the reference evaluator does otherwise than ONNX says, where ONNX Runtime has no kernel to ask."""
     op = node.op_type
+    if op in ("MatMul", "Gemm", "PRelu") and not all(_is_finite(value) for value in inputs):
+        raise RejectedNodeError("zero times infinity, which BLAS leaves out")
+    if op.endswith("Pool") and any(attribute.name == "dilations" for attribute in node.attribute):
+        raise RejectedNodeError("dilated windows, whose number it miscounts")
     if op == "Resize" or (op == "ReduceMean" and not inputs[0].is_float):
         raise RejectedNodeError("by way of floats, or of other ties")
     if op.startswith("Conv") and not all(_is_finite(value) for value in inputs):
         raise RejectedNodeError("infinite weights times padding")
+
+
+def _wrapped_gemm(node: onnx.NodeProto, operands: Sequence[Value | None]) -> list[Array] | None:
+    """Gemm of integers, which ONNX Runtime and the reference evaluator both compute in floats."""
+    if node.op_type != "Gemm":
+        return None
+    a, b, *rest = (value.own for value in operands if value is not None)
+    if a.dtype.kind not in "iu":
+        return None
+    turned = {attribute.name: attribute.i for attribute in node.attribute}
+    product = (a.T if turned.get("transA") else a) @ (b.T if turned.get("transB") else b)
+    return [product + rest[0] if rest else product]
 
 
 def _is_finite(value: Value) -> bool:

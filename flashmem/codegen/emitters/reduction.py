@@ -27,9 +27,14 @@ _JOINED: dict[str, tuple[float, str, str, str]] = {
 _LIMITS = {"int": (-(2**31), 2**31 - 1), "uint": (0, 2**32 - 1), "long": (-(2**63), 2**63 - 1), "ulong": (0, 2**64 - 1)}
 
 
+_SUMMED: dict[DType, DType] = {"int32": "int64", "uint32": "uint64"}
+"""The type in which a mean of integers sums, so that it does not overflow on the way."""
+
+
 def _context(op: str, dtype: DType, epsilon: float) -> dict[str, Any]:
     """The pieces of the template that depend on the reduction and on the element type."""
-    kind = REGISTER[dtype]
+    computed = _SUMMED.get(dtype, dtype) if op == "ReduceMean" else dtype
+    kind = REGISTER[computed]
     neutral, each, join, final = _JOINED.get(op, (0, "", "", ""))
     if kind != "float":
         neutral = _LIMITS[kind][neutral > 0] if math.isinf(neutral) else neutral
@@ -38,7 +43,8 @@ def _context(op: str, dtype: DType, epsilon: float) -> dict[str, Any]:
         "op": op,
         "kind": kind,
         "stored": STORED[dtype],
-        "neutral": scalar_literal(dtype, neutral),
+        "computed": computed,
+        "neutral": scalar_literal(computed, neutral),
         "each": each,
         "join": join,
         "final": final.replace("columns", f"({kind})columns"),
@@ -48,17 +54,17 @@ def _context(op: str, dtype: DType, epsilon: float) -> dict[str, Any]:
 
 def _typed(context: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
     """`context` with what depends on the width of vectors: their types, and how one is read and written."""
-    kinds = Vector(vector)
+    kinds, computed = Vector(vector), context["computed"]
     absolute = {"float": "fabs(v)", "int": f"convert_{kinds.of(dtype)}(abs(v))", "long": f"convert_{kinds.of(dtype)}(abs(v))"}
     return {
         **context,
         "each": context["each"].replace("|v|", absolute.get(context["kind"], "v")),
         "vector": vector,
-        "vec": kinds.of(dtype),
-        "mask": kinds.named("long" if REGISTER[dtype] in ("long", "ulong") else "int"),
-        "load_vector": kinds.load(dtype, "x", "AT"),
-        "stored_value": Vector(1).to_stored(dtype, "VALUE"),
-        "stored_vector": kinds.to_stored(dtype, "VALUE"),
+        "vec": kinds.of(computed),
+        "mask": kinds.named("long" if REGISTER[computed] in ("long", "ulong") else "int"),
+        "load_vector": kinds.convert(dtype, computed, kinds.load(dtype, "x", "AT")),
+        "stored_value": Vector(1).to_stored(dtype, Vector(1).convert(computed, dtype, "VALUE")),
+        "stored_vector": kinds.to_stored(dtype, kinds.convert(computed, dtype, "VALUE")),
     }
 
 

@@ -98,7 +98,7 @@ def _pow(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _exponent(dtype: DType, y: str, v: Vector) -> str:
-    """`y` as int64. To a power of 2**62 or more an even number is 0, and an odd one repeats: 2**62 stands for the bits above."""
+    """`y` as int64. To a power of 2**62 or more an even number is 0 and an odd one repeats: 2**62 stands for all above."""
     if dtype == "uint64":
         least = v.literal(dtype, 2**62)
         y = v.choose(dtype, v.truth(dtype, f"{y} >= {least}"), f"({y} & {v.literal(dtype, 2**62 - 1)}) | {least}", y)
