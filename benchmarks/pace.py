@@ -13,12 +13,11 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
+from flashmem.device import DeviceDescriptor
+from flashmem.errors import UserError
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.bench import Pace as References
 from flashmem.profiler.dataset import SUFFIX, read_dataset
-
-from flashmem.device import DeviceDescriptor
-from flashmem.errors import UserError
 from flashmem.runtime.opencl import find_device
 from flashmem.simulation.scenario import Scenario
 

@@ -162,7 +162,9 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
 
     pipeline = Pipeline(program, problem, plan)
     chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    return refine(graph, pipeline, limits, mode, chunk_seconds)
+    generated, made = refine(graph, pipeline, limits, mode, chunk_seconds)
+    notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
+    return generated, replace(made, notes=(*made.notes, *notes))
 
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:

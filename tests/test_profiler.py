@@ -10,15 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flashmem.profiler.bench import Bench
-from flashmem.profiler.cases import FAMILIES as DRAWN
-from flashmem.profiler.cases import Target, sampled, sampled_family
-from flashmem.profiler.dataset import Growing, Row, at_usual_pace, read_dataset, write_dataset
-from flashmem.profiler.descriptor import write_descriptor
-from flashmem.profiler.rates import lane_contention
-from flashmem.profiler.report import agreement, repeats
-from flashmem.profiler.run import _measure_launch
-from flashmem.profiler.train import save, train
 from made_profile import BASIS, features, law
 from typer.testing import CliRunner
 
@@ -29,6 +20,15 @@ from flashmem.capacity.response import learn_classes
 from flashmem.cli import app
 from flashmem.device import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.errors import UserError
+from flashmem.profiler.bench import Bench
+from flashmem.profiler.cases import FAMILIES as DRAWN
+from flashmem.profiler.cases import Target, sampled, sampled_family
+from flashmem.profiler.dataset import Growing, Row, at_usual_pace, read_dataset, write_dataset
+from flashmem.profiler.descriptor import write_descriptor
+from flashmem.profiler.rates import lane_contention
+from flashmem.profiler.report import agreement, repeats
+from flashmem.profiler.run import _measure_launch
+from flashmem.profiler.train import save, train
 from flashmem.program import KernelShape, Launch
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from command_line import Command, command_line
-from flashmem.profiler import bench, run, sessions, train
-from flashmem.profiler.dataset import Growing, read_dataset
 
 from flashmem.capacity.model import default_model
 from flashmem.device import load_descriptor
+from flashmem.profiler import bench, run, sessions, train
+from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.runtime.opencl import list_devices
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"

@@ -13,12 +13,6 @@ from typing import Any, NoReturn
 
 import onnx
 import pytest
-from flashmem.profiler import run, sessions
-from flashmem.profiler.bench import Bench
-from flashmem.profiler.cases import elementwise_target
-from flashmem.profiler.dataset import Growing, read_dataset
-from flashmem.profiler.models import read_models
-from flashmem.profiler.rates import MachineRates
 from made_profile import BASIS, law
 from onnx import TensorProto, helper
 from typer.testing import CliRunner
@@ -27,6 +21,12 @@ from flashmem.capacity.features import launch_features
 from flashmem.cli import app
 from flashmem.device import load_descriptor
 from flashmem.errors import RunError, UserError
+from flashmem.profiler import run, sessions
+from flashmem.profiler.bench import Bench
+from flashmem.profiler.cases import elementwise_target
+from flashmem.profiler.dataset import Growing, read_dataset
+from flashmem.profiler.models import read_models
+from flashmem.profiler.rates import MachineRates
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 

@@ -133,13 +133,14 @@ class GraphPort:
 
 @dataclass
 class Graph:
-    """A model: nodes in topological order."""
+    """A model: nodes in topological order. `widened`: the floating point types in it that the device computes as float32."""
 
     name: str
     inputs: list[GraphPort]
     outputs: list[GraphPort]
     nodes: list[Node]
     opset: int = 23
+    widened: tuple[str, ...] = ()
 
     def consumers(self) -> dict[Value, list[Node]]:
         """The nodes that read each value, in execution order; a node that reads it twice is listed once."""

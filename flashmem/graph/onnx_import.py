@@ -124,6 +124,7 @@ class _Importer:
         self.shapeless: set[ir.Value] = set()
         self.arrays: dict[tuple[str, tuple[int, ...], bytes], Value] = {}
         self.names: Counter[str] = Counter()
+        self.widened: set[str] = set()
 
     def graph(self) -> Graph:
         source = self.model.graph
@@ -152,7 +153,9 @@ class _Importer:
             names = ", ".join(sorted(_printable(str(value.name)) for value in self.shapeless))
             raise UserError(f"{self.path}: no static shape can be inferred for {names}")
         outputs = [self._port(value) for value in source.outputs]
-        return Graph(source.name or self.path.stem, inputs, outputs, nodes, self.model.opset_imports.get("", OPSETS[-1]))
+        opset = self.model.opset_imports.get("", OPSETS[-1])
+        widened = tuple(sorted(self.widened))
+        return Graph(source.name or self.path.stem, inputs, outputs, nodes, opset, widened)
 
     def _port(self, value: ir.Value) -> GraphPort:
         made = self._value(value)
@@ -181,6 +184,8 @@ class _Importer:
                 f"{self.path}: {value.name!r} has element type {value.dtype.name.lower()}, which is not supported: "
                 f"export the model with floats of 16 to 64 bits, integers of 8 to 64 bits, and booleans"
             )
+        if _DTYPES[value.dtype] == "float32" and value.dtype != ir.DataType.FLOAT:
+            self.widened.add(np.dtype(value.dtype.numpy()).name)
         return _DTYPES[value.dtype]
 
     def _constant(self, value: ir.Value) -> None:
