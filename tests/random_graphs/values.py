@@ -207,6 +207,8 @@ def _require_trusted(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
         raise RejectedNodeError("zero times infinity, which BLAS leaves out")
     if op.endswith("Pool") and any(attribute.name == "dilations" for attribute in node.attribute):
         raise RejectedNodeError("dilated windows, whose number it miscounts")
+    if op == "AveragePool" and not all(_is_finite(value) for value in inputs):
+        raise RejectedNodeError("it takes NaN for padding")
     if op == "Resize" or (op == "ReduceMean" and not inputs[0].is_float):
         raise RejectedNodeError("by way of floats, or of other ties")
     if op.startswith("Conv") and not all(_is_finite(value) for value in inputs):

@@ -54,8 +54,9 @@ def _hard_swish(node: Node, x: Sequence[str], v: Vector) -> str:
 def _gelu(node: Node, x: Sequence[str], v: Vector) -> str:
     half, one = v.literal("float32", 0.5), v.literal("float32", 1)
     if node.attributes.get("approximate", "none") == "tanh":
+        # (1 + tanh(u)) / 2 as a sigmoid of 2 u, which does not cancel where tanh is close to -1
         cube = f"{v.literal('float32', 0.044715)} * {x[0]} * {x[0]} * {x[0]}"
-        return f"{half} * {x[0]} * ({one} + fm_tanh({v.literal('float32', math.sqrt(2 / math.pi))} * ({x[0]} + {cube})))"
+        return f"{x[0]} / ({one} + exp({v.literal('float32', -2 * math.sqrt(2 / math.pi))} * ({x[0]} + {cube})))"
     return f"{half} * {x[0]} * ({one} + fm_erf({x[0]} * {v.literal('float32', math.sqrt(0.5))}))"
 
 
