@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ from flashmem.planning.cp_models import cp_solver
 
 MODEL = Path(__file__).parent / "data/mobilenet-tiny.onnx"
 ONE_LINE = (130, "flashmem: interrupted\n")
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_not_ignored() -> Iterator[None]:
+    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 _COMMAND = """
 import signal, sys, time

@@ -102,7 +102,7 @@ def test_where_memory_is_not_shared_staging_is_never_mapped(
     model = models[path, "float"]
     inputs = model.inputs(seed=5)
     monkeypatch.setattr(Queue, "map", spy)
-    monkeypatch.setattr("flashmem.runtime.session.find_device", lambda *_, **__: replace(device, unified_memory=False))
+    monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: replace(device, unified_memory=False))
     with Session(model.path, mode="interleave") as session:
         for _ in range(2):
             np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)

@@ -157,7 +157,7 @@ def _is_inexact(node: ir.Node) -> bool:
     first = node.inputs[0] if node.inputs else None
     if first is not None and first.dtype in _NARROW and node.op_type not in _EXACT:
         return True  # the reference rounds after every step, where kernels compute in float32
-    if node.op_type.startswith("Reduce"):
+    if node.op_type.startswith("Reduce") and node.op_type not in ("ReduceMax", "ReduceMin"):
         return first is None or first.dtype is None or first.dtype.is_floating_point()
     if node.op_type == "Slice":  # of bounds beyond the tensor, walked backwards
         return len(node.inputs) > 4 and (steps := node.inputs[4]) is not None and bool((_data(steps) < 0).any())
