@@ -199,6 +199,8 @@ INVALID = {
     "no group": _invalid("Conv", [(1, 3, 5, 5), (2, 3, 1, 1)], group=0),
     "C": _invalid("Gemm", [(2, 3), (3, 4), (3,)]),
     "scale": _invalid("LayerNormalization", [(2, 3), (4,)]),
+    "rounding": _invalid("Resize", [(1, 1, 2, 2), (0,), (4,)], nearest_mode=""),
+    "coordinates": _invalid("Resize", [(1, 1, 2, 2), (0,), (4,)], coordinate_transformation_mode="none"),
     "window": _invalid("MaxPool", [(1, 1, 3, 3)], kernel_shape=[4, 4]),
 }
 

@@ -41,6 +41,7 @@ WRONG_NODES: list[tuple[list[onnx.NodeProto], str]] = [
         [node("Neg", ["b"], ["a"]), node("Neg", ["a"], ["b"]), node("Add", ["x", "a"], ["y"])],
         "Neg node 'Neg_a' reads 'b', which nothing computes before it",
     ),
+    ([node("Neg*\x0f", ["b"], ["y"], name="n")], r"'Neg*\x0f' node 'n' reads 'b', which nothing computes before it"),
     ([node("Neg", ["x"], ["y"]), node("Exp", ["x"], ["y"])], "'y' has been used as output names multiple times"),
     ([node("Neg", ["x"], ["x"]), node("Exp", ["x"], ["y"])], "'x' has been used as output names multiple times"),
     ([node("Neg", ["x"], ["a"])], "Graph output 'y' is not an output of any node in graph"),

@@ -224,7 +224,7 @@ class _Importer:
 
     def _read(self, value: ir.Value, node: ir.Node) -> Value:
         if value.producer() is None and not value.is_graph_input() and value.const_value is None:
-            raise UserError(f"{self.path}: {node.op_type} node {node.name!r} reads {value.name!r}, which nothing computes")
+            raise UserError(f"{self.path}: {_op(node)} node {node.name!r} reads {value.name!r}, which nothing computes")
         return self._value(value)
 
     def _unshaped(self, value: ir.Value) -> Value:

@@ -112,7 +112,7 @@ def _sentence(error: Exception) -> str:
     """What onnx's checker found, in one line, the node first."""
     text = " ".join(str(error).split())
     if found := _UNSORTED.search(text):
-        return f"{found['op']} node {found['name']!r} reads {found['input']!r}, which nothing computes before it"
+        return f"{printable(found['op'])} node {found['name']!r} reads {found['input']!r}, which nothing computes before it"
     if found := _CONTEXT.search(text):
         return printable(f"{found['op']} node {found['name']!r}: {text[: found.start()].rstrip('. ')}")
     return printable(text)

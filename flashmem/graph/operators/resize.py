@@ -104,10 +104,23 @@ def _numbers(value: Value | None) -> list[float]:
     return [] if value is None or value.constant is None else [float(i) for i in value.constant.array().reshape(-1)]
 
 
+_CHOICES = {
+    "coordinate_transformation_mode": (
+        "align_corners", "asymmetric", "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "tf_crop_and_resize",
+        "tf_half_pixel_for_nn",
+    ),
+    "nearest_mode": ("ceil", "floor", "round_prefer_ceil", "round_prefer_floor"),
+    "keep_aspect_ratio_policy": ("stretch", "not_larger", "not_smaller"),
+}  # fmt: skip
+
+
 def _check_resize(node: Node) -> str | None:
     mode, coordinates = (node.attributes.get(name) for name in ("mode", "coordinate_transformation_mode"))
     if mode not in (None, "nearest", "linear", "cubic"):
         return f"{node.op} with mode {mode!r} is not implemented"
+    for name, known in _CHOICES.items():
+        if (chosen := node.attributes.get(name)) not in (None, *known):
+            return f"{node.op} with {name} {chosen!r}"
     if mode in ("linear", "cubic") and node.input(0).dtype != "float32":
         return f"{node.op} of integers with mode {mode!r} is not implemented"
     if node.attributes.get("antialias", 0) and mode not in ("linear", "cubic"):
