@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flashmem.graph.ir import Node
 from flashmem.graph.operators.arithmetic import call
+from flashmem.graph.operators.lowering import spreads
 from flashmem.graph.operators.registry import FLOAT, NUMBERS, elementwise, register
 from flashmem.graph.operators.vector import Vector
 
@@ -38,8 +39,7 @@ def _celu(node: Node, x: Sequence[str], v: Vector) -> str:
 
 def _check_slope(node: Node) -> str | None:
     shape, slope = node.input(0).shape, node.input(1).shape
-    fits = len(slope) <= len(shape) and all(n in (1, m) for n, m in zip(slope[::-1], shape[::-1], strict=False))
-    return None if fits else f"PRelu of shape {shape} with a slope of shape {slope}"
+    return None if spreads(slope, shape) else f"PRelu of shape {shape} with a slope of shape {slope}"
 
 
 def _hard_sigmoid(node: Node, x: Sequence[str], v: Vector) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flashmem.graph.builder import Rewriter, constant, derived
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.lowering import chain, reshaped, transpose
+from flashmem.graph.operators.lowering import chain, reshaped, spreads, transpose
 from flashmem.graph.operators.registry import FLOAT, WIDE, Operator, register
 
 
@@ -134,9 +134,7 @@ def _check_gemm(node: Node) -> str | None:
         return f"Gemm of shapes {a} and {b}"
     if node.input(0).dtype != "float32" and not all(float(node.attributes.get(k, 1)).is_integer() for k in ("alpha", "beta")):
         return "Gemm of integers by a fraction"
-    if c is not None and (
-        len(c.shape) > 2 or any(n not in (1, m) for n, m in zip(c.shape[::-1], (columns, rows), strict=False))
-    ):
+    if c is not None and not spreads(c.shape, (rows, columns)):
         return f"Gemm that adds a C of shape {c.shape} to {rows}x{columns}"
     return None
 

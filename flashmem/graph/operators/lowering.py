@@ -41,6 +41,11 @@ def bad_axis(node: Node, axes: Sequence[int], rank: int) -> str | None:
     return None
 
 
+def spreads(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether a tensor of `shape` broadcasts to `target`, which stays as it is."""
+    return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(shape[::-1], target[::-1], strict=False))
+
+
 def transpose(rewriter: Rewriter, source: Value, perm: Sequence[int], output: Value) -> Value:
     """`source` permuted; a Reshape where only dimensions of size 1 change places, which moves no data."""
     moving = [axis for axis in perm if source.shape[axis] != 1]

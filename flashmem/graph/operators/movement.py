@@ -78,13 +78,19 @@ def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequ
         rewriter.add("Slice", [x], output, name, starts=tuple(starts), steps=tuple(steps))
 
 
+def _bounds(node: Node) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Starts, ends, axes and steps of a Slice, as given or by default."""
+    starts, ends = constant_integers(node, 1, "starts") or [], constant_integers(node, 2, "ends") or []
+    axes = constant_integers(node, 3, "axes") or list(range(len(starts)))
+    steps = constant_integers(node, 4, "steps") or [1] * len(starts)
+    return starts, ends, axes, steps
+
+
 def _slices(node: Node) -> list[tuple[int, int, int]]:
     """(first index, step, size) of a Slice in every dimension, bounds clamped as ONNX clamps them."""
     shape = node.input(0).shape
     rank = len(shape)
-    starts, ends = constant_integers(node, 1, "starts") or [], constant_integers(node, 2, "ends") or []
-    axes = constant_integers(node, 3, "axes") or list(range(len(starts)))
-    steps = constant_integers(node, 4, "steps") or [1] * len(starts)
+    starts, ends, axes, steps = _bounds(node)
     found = [(0, 1, size) for size in shape]
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
         axis = from_front(axis, rank)
@@ -106,9 +112,7 @@ def _rewrite_slice(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _check_slice(node: Node) -> str | None:
     rank = len(node.input(0).shape)
-    starts, ends = constant_integers(node, 1, "starts") or [], constant_integers(node, 2, "ends") or []
-    axes = constant_integers(node, 3, "axes") or list(range(len(starts)))
-    steps = constant_integers(node, 4, "steps") or [1] * len(starts)
+    starts, ends, axes, steps = _bounds(node)
     if not len(starts) == len(ends) == len(axes) == len(steps):
         return f"Slice with {len(starts)} starts, {len(ends)} ends, {len(axes)} axes and {len(steps)} steps"
     if 0 in steps:

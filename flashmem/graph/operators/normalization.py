@@ -6,7 +6,7 @@ import numpy as np
 
 from flashmem.graph.builder import Rewriter, constant, derived
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.lowering import axes_last, bad_axis, chain, elementwise_chain, from_front, reshaped
+from flashmem.graph.operators.lowering import axes_last, bad_axis, chain, elementwise_chain, from_front, reshaped, spreads
 from flashmem.graph.operators.reduction import whole_rows
 from flashmem.graph.operators.registry import FLOAT, Check, Operator, all_of, constant_inputs, each, register
 
@@ -94,16 +94,9 @@ def _check_layer_normalization(node: Node) -> str | None:
         return reason
     shape = node.input(0).shape
     for value in (node.input(1), node.optional(2)):
-        if value is not None and (len(value.shape) > len(shape) or np.broadcast_shapes(value.shape, shape) != shape):
+        if value is not None and not spreads(value.shape, shape):
             return f"LayerNormalization of shape {shape} with {value.name} of shape {value.shape}"
     return None
-
-
-def _broadcasts(node: Node) -> str | None:
-    try:
-        return _check_layer_normalization(node)
-    except ValueError:
-        return f"LayerNormalization of shape {node.input(0).shape} with a scale of shape {node.input(1).shape}"
 
 
 def _rewrite_instance_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -165,7 +158,7 @@ register(
         rewrite=_rewrite_instance_normalization, operator_class="hierarchical",
     ),
     Operator(
-        "LayerNormalization", (FLOAT,), check=_broadcasts, rewrite=_rewrite_layer_normalization,
+        "LayerNormalization", (FLOAT,), check=_check_layer_normalization, rewrite=_rewrite_layer_normalization,
         operator_class="hierarchical",
     ),
     *each(
