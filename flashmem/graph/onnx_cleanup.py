@@ -51,9 +51,11 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         names = [output.name for output in proto.graph.output]
         model = ir.from_proto(onnx.inliner.inline_local_functions(proto, convert_version=True))
         _simplify(model, is_native)
-        wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
-        defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
-        if defined:
+        for _ in range(DEPTH):  # a definition may use operators that have definitions
+            wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
+            defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
+            if not defined:
+                break
             proto = ir.to_proto(model)
             write_out_defaults(proto, defined)
             proto = onnx.inliner.inline_selected_functions(proto, [("", op) for op in defined], inline_schema_functions=True)

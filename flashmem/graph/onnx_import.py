@@ -22,6 +22,7 @@ from flashmem.graph.onnx_shapes import bind_shapes
 from flashmem.graph.onnx_validate import check_structure, printable, tidy
 from flashmem.graph.operators import is_native
 from flashmem.graph.operators.registry import NEWEST_OPSET
+from flashmem.graph.operators.selection import SHAPED_BY_DATA
 from flashmem.program import DType
 
 OPSETS = range(11, NEWEST_OPSET + 1)
@@ -214,7 +215,9 @@ class _Importer:
         reason = _never(node)
         outputs = [self._value(value) if reason is None else self._unshaped(value) for value in named]
         if reason is None and blameless and any(value in self.shapeless for value in named):
-            reason = f"{_op(node)} is not supported: the shape of its output depends on data, or its inputs are wrong"
+            remedy = SHAPED_BY_DATA.get(node.op_type)
+            reason = f"{_op(node)} is not supported: the shape of its output depends on data"
+            reason += f"; {remedy}" if remedy else ", or its inputs are wrong"
         made = Node(_op(node), self._name(node), inputs, outputs, _attributes(node))
         for output in outputs:
             output.producer = made

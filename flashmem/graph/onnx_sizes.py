@@ -2,6 +2,7 @@
 
 - Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
 - Pooling with `ceil_mode`: the last window is left out where it would start in the padding after the input.
+- Compress by a constant condition, for which the inference gives no size.
 - ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is taken as it is.
 """
 
@@ -82,12 +83,22 @@ def _spread(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     return [shape[0], channels, *(min(n * s, (n - 1) * s + d * (k - 1) + 1 + e) for n, k, s, d, e in made)]
 
 
+def _compressed(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    condition = node.inputs[1] if len(node.inputs) > 1 else None
+    if condition is None or condition.const_value is None:
+        return None
+    axis = node.attributes.get("axis")
+    chosen = int(np.count_nonzero(condition.const_value.numpy()))
+    return [chosen] if axis is None else [chosen if a == axis.as_int() % len(shape) else n for a, n in enumerate(shape)]
+
+
 def _halves(pads: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return pads[: len(pads) // 2], pads[len(pads) // 2 :]
 
 
 _RULES: dict[str, Callable[[ir.Node, tuple[int, ...]], list[int] | None]] = {
     "AveragePool": _pooled,
+    "Compress": _compressed,
     "ConvTranspose": _spread,
     "LpPool": _pooled,
     "MaxPool": _pooled,

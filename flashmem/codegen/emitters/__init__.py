@@ -7,6 +7,7 @@ from collections.abc import Callable
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.contraction import emit_convolution, emit_matmul
 from flashmem.codegen.emitters.elementwise import emit_elementwise
+from flashmem.codegen.emitters.indexing import emit_gather_at, emit_place, emit_scatter
 from flashmem.codegen.emitters.movement import (
     emit_concat,
     emit_expand,
@@ -17,6 +18,7 @@ from flashmem.codegen.emitters.movement import (
     emit_transpose,
 )
 from flashmem.codegen.emitters.reduction import emit_reduction
+from flashmem.codegen.emitters.selection import emit_extreme, emit_scan, emit_top
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators import REGISTRY
@@ -25,14 +27,20 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "concat": emit_concat,
     "convolution": emit_convolution,
     "expand": emit_expand,
+    "extreme": emit_extreme,
     "gather": emit_gather,
+    "gather_at": emit_gather_at,
     "matmul": emit_matmul,
     "pad": emit_pad,
+    "place": emit_place,
     "pool": emit_pool,
     "reduction": emit_reduction,
     "resize": emit_resize,
+    "scan": emit_scan,
+    "scatter": emit_scatter,
     "slice": emit_slice,
     "tile": emit_tile,
+    "top": emit_top,
     "transpose": emit_transpose,
 }
 """By the name that declarations use (`graph.operators.registry.Operator.kernel`)."""

@@ -43,7 +43,7 @@ def _jump(region: Sequence[int], strides: Sequence[int]) -> int:
     return 1
 
 
-def _move(
+def move(
     emitter: Emitter,
     layer: Layer,
     source: Value | None,
@@ -87,7 +87,7 @@ def emit_transpose(emitter: Emitter, layer: Layer) -> None:
     """Transpose: the source is read with permuted strides."""
     x, y, perm = layer.main.input(0), layer.output, layer.main.attributes["perm"]
     strides = _strides(x.shape)
-    _move(emitter, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
+    move(emitter, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
 
 
 def emit_slice(emitter: Emitter, layer: Layer) -> None:
@@ -96,13 +96,13 @@ def emit_slice(emitter: Emitter, layer: Layer) -> None:
     strides = _strides(x.shape)
     start = _dot(strides, layer.main.attributes["starts"])
     stepped = [stride * step for stride, step in zip(strides, layer.main.attributes["steps"], strict=True)]
-    _move(emitter, layer, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
+    move(emitter, layer, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
 
 
 def emit_expand(emitter: Emitter, layer: Layer) -> None:
     """Expand: broadcast dimensions have stride 0."""
     x, y = layer.main.input(0), layer.output
-    _move(emitter, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
+    move(emitter, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
 
 
 def emit_tile(emitter: Emitter, layer: Layer) -> None:
@@ -112,7 +112,7 @@ def emit_tile(emitter: Emitter, layer: Layer) -> None:
     for size, stride, repeat in zip(x.shape, _strides(x.shape), layer.main.attributes["repeats"], strict=True):
         region += [repeat, size]
         source += [0, stride]
-    _move(emitter, layer, x, y, region, source, _strides(region))
+    move(emitter, layer, x, y, region, source, _strides(region))
 
 
 def emit_concat(emitter: Emitter, layer: Layer) -> None:
@@ -120,7 +120,7 @@ def emit_concat(emitter: Emitter, layer: Layer) -> None:
     y, axis = layer.output, layer.main.attributes["axis"]
     target, start = _strides(y.shape), 0
     for i, x in enumerate(value for value in layer.main.inputs if value is not None):
-        _move(emitter, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
+        move(emitter, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
         start += x.shape[axis]
 
 
@@ -128,7 +128,7 @@ def emit_pad(emitter: Emitter, layer: Layer) -> None:
     """Pad with a number: fill, then copy."""
     x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
     fill = scalar_literal(y.dtype, layer.main.attributes["value"])
-    _move(emitter, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
+    move(emitter, layer, None, y, y.shape, _strides(y.shape), _strides(y.shape), fill=fill, part="[fill]")
     # A negative pad crops: the region starts inside the source.
     firsts = [max(0, -b) for b in before]
     starts = [max(0, b) for b in before]
@@ -136,7 +136,7 @@ def emit_pad(emitter: Emitter, layer: Layer) -> None:
         max(0, min(size - first, out - start)) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)
     ]
     source, target = _strides(x.shape), _strides(y.shape)
-    _move(
+    move(
         emitter, layer, x, y, region, source, target,
         source_start=_dot(firsts, source), target_start=_dot(starts, target), part="[copy]",
     )  # fmt: skip

@@ -7,16 +7,31 @@ from flashmem.graph.operators import (
     arithmetic,
     casting,
     contraction,
+    indexing,
     logic,
     movement,
     normalization,
     pooling,
     reduction,
     resize,
+    selection,
 )
 from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
-FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, movement)
+FAMILIES = (
+    arithmetic,
+    logic,
+    activation,
+    casting,
+    contraction,
+    reduction,
+    normalization,
+    pooling,
+    resize,
+    movement,
+    indexing,
+    selection,
+)
 """The modules that declare operators, in the order of docs/operators.md."""
 
 __all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]

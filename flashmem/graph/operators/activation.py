@@ -60,6 +60,18 @@ def _gelu(node: Node, x: Sequence[str], v: Vector) -> str:
     return f"{half} * {x[0]} * ({one} + fm_erf({x[0]} * {v.literal('float32', math.sqrt(0.5))}))"
 
 
+def _shrink(node: Node, x: Sequence[str], v: Vector) -> str:
+    """Bounds and shift are cut to the type of the input, as ONNX's definition has it."""
+    dtype = node.input(0).dtype
+    bound, shift = float(node.attributes.get("lambd", 0.5)), float(node.attributes.get("bias", 0.0))
+    if dtype != "float32":
+        bound, shift = int(bound), int(shift)
+    below = v.truth(dtype, f"{x[0]} < {v.literal(dtype, -bound)}")
+    above = v.truth(dtype, f"{x[0]} > {v.literal(dtype, bound)}")
+    less = v.choose(dtype, above, f"{x[0]} - {v.literal(dtype, shift)}", v.literal(dtype, 0))
+    return v.choose(dtype, below, f"{x[0]} + {v.literal(dtype, shift)}", less)
+
+
 def _softplus(node: Node, x: Sequence[str], v: Vector) -> str:
     return f"fmax({x[0]}, {v.literal('float32', 0)}) + log1p(exp(-fabs({x[0]})))"
 
@@ -78,6 +90,7 @@ register(
     elementwise("PRelu", NUMBERS, lambda node, x, v: _below_zero(node, x[0], v, f"{x[0]} * {x[1]}"), check=_check_slope),
     elementwise("Relu", NUMBERS, lambda node, x, v: _below_zero(node, x[0], v, v.literal(node.input(0).dtype, 0))),
     elementwise("Selu", FLOAT, _selu, special=True),
+    elementwise("Shrink", NUMBERS, _shrink),
     elementwise("Sigmoid", FLOAT, lambda node, x, v: f"1.0f / (1.0f + exp(-{x[0]}))", special=True),
     elementwise("Softplus", FLOAT, _softplus, special=True),
     elementwise("Softsign", FLOAT, lambda node, x, v: f"{x[0]} / (1.0f + fabs({x[0]}))"),

@@ -10,7 +10,7 @@ from flashmem.graph.builder import Rewriter, constant
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.registry import FLOAT, INTEGERS, NUMBERS, Emit, Operator, elementwise, register
 from flashmem.graph.operators.vector import Vector
-from flashmem.program import DType
+from flashmem.program import ITEMSIZE, DType
 
 
 def infix(symbol: str) -> Emit:
@@ -66,22 +66,18 @@ def _div(node: Node, x: Sequence[str], v: Vector) -> str:
 
 def _mod(node: Node, x: Sequence[str], v: Vector) -> str:
     """The sign of the divisor, as in Python, or with `fmod` that of the dividend, as in C."""
-    if is_float(node):
-        return f"fmod({x[0]}, {x[1]})"
     dtype = node.input(0).dtype
-    rest = f"{x[0]} % {_divisor(dtype, x[1], v)}"
-    if not _signed(dtype) or node.attributes.get("fmod", 0):
+    rest = f"fmod({x[0]}, {x[1]})" if is_float(node) else f"{x[0]} % {_divisor(dtype, x[1], v)}"
+    if dtype.startswith("uint") or node.attributes.get("fmod", 0):
         return rest
     zero = v.literal(dtype, 0)
-    opposite = v.truth(dtype, f"(({rest}) ^ {x[1]}) < {zero}")
     inexact = v.truth(dtype, f"({rest}) != {zero}")
+    if is_float(node):
+        opposite = f"{v.truth(dtype, f'({rest}) < {zero}')} ^ {v.truth(dtype, f'{x[1]} < {zero}')}"
+        turned = v.choose(dtype, opposite, f"{rest} + {x[1]}", rest)
+        return v.choose(dtype, inexact, turned, f"copysign({zero}, {x[1]})")
+    opposite = v.truth(dtype, f"(({rest}) ^ {x[1]}) < {zero}")
     return f"({rest}) + {v.choose(dtype, f'{opposite} & {inexact}', x[1], zero)}"
-
-
-def _check_mod(node: Node) -> str | None:
-    if is_float(node) and not node.attributes.get("fmod", 0):
-        return "Mod of floating point numbers needs fmod=1"
-    return None
 
 
 def _pow(node: Node, x: Sequence[str], v: Vector) -> str:
@@ -130,7 +126,19 @@ def _rewrite_pow(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _shift(node: Node, x: Sequence[str], v: Vector) -> str:
-    return f"{x[0]} {'<<' if node.attributes['direction'] == 'LEFT' else '>>'} {x[1]}"
+    """A shift by no less than the width, or by less than nothing, leaves only copies of the sign, or zeros."""
+    dtype, is_left = node.input(0).dtype, node.attributes["direction"] == "LEFT"
+    bits = 8 * ITEMSIZE[dtype]
+    inside = v.truth(dtype, f"{x[1]} < {v.literal(dtype, bits)}")
+    if _signed(dtype):
+        inside = f"{inside} & {v.truth(dtype, f'{x[1]} >= {v.literal(dtype, 0)}')}"
+    beyond = f"{x[0]} >> {v.literal(dtype, bits - 1)}" if _signed(dtype) and not is_left else v.literal(dtype, 0)
+    return v.choose(dtype, inside, f"{x[0]} {'<<' if is_left else '>>'} {x[1]}", beyond)
+
+
+def _check_shift(node: Node) -> str | None:
+    direction = node.attributes.get("direction")
+    return None if direction in ("LEFT", "RIGHT") else f"BitShift with direction {direction!r}; there are LEFT and RIGHT"
 
 
 def _abs(node: Node, x: Sequence[str], v: Vector) -> str:
@@ -210,7 +218,7 @@ register(
     elementwise("Max", NUMBERS, fold("max", "fm_max")),
     Operator("Mean", (FLOAT,), rewrite=_rewrite_mean),
     elementwise("Min", NUMBERS, fold("min", "fm_min")),
-    elementwise("Mod", NUMBERS, _mod, check=_check_mod, special=True),
+    elementwise("Mod", NUMBERS, _mod, special=True),
     elementwise("Mul", NUMBERS, infix("*")),
     elementwise("Neg", NUMBERS, lambda node, x, v: f"-{x[0]}"),
     elementwise(
@@ -228,7 +236,7 @@ register(
             "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Exp", "Log", "Sin", "Sinh", "Tan",
         )
     ),
-    elementwise("BitShift", INTEGERS, _shift),
+    elementwise("BitShift", INTEGERS, _shift, check=_check_shift),
     elementwise("BitwiseAnd", INTEGERS, infix("&")),
     elementwise("BitwiseNot", INTEGERS, lambda node, x, v: f"~{x[0]}"),
     elementwise("BitwiseOr", INTEGERS, infix("|")),

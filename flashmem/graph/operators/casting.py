@@ -17,6 +17,7 @@ from flashmem.graph.ir import Node
 from flashmem.graph.operators.movement import rewrite_reshape
 from flashmem.graph.operators.registry import ANY, Operator, elementwise, register
 from flashmem.graph.operators.vector import Vector
+from flashmem.program import ITEMSIZE
 
 _ROUNDED: dict[int, str] = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
 
@@ -46,8 +47,26 @@ def _rewrite_cast(rewriter: Rewriter, node: Node, opset: int) -> None:
         rewriter.add("Cast", [x], output, node.name, rounding=rounding)
 
 
+def _bit_cast(node: Node, x: Sequence[str], v: Vector) -> str:
+    source, target = node.input(0).dtype, node.outputs[0].dtype
+    if "float32" in (source, target) and source != target:
+        return f"as_{v.of(target)}({x[0]})"
+    return v.convert(source, target, x[0])
+
+
+def _check_bit_cast(node: Node) -> str | None:
+    source, target, to = node.input(0).dtype, node.outputs[0].dtype, int(node.attributes["to"])
+    is_wide = target == "float32" and to != onnx.TensorProto.FLOAT
+    if not is_wide and ITEMSIZE[source] == ITEMSIZE[target]:
+        return None
+    if "float32" in (source, target):
+        return "BitCast from or to float16, bfloat16 or float64, which are computed as float32, is not implemented"
+    return f"BitCast from {source} to {target}, which differ in width"
+
+
 register(
     __name__,
+    elementwise("BitCast", ANY, _bit_cast, check=_check_bit_cast),
     elementwise("Cast", ANY, _cast, rewrite=_rewrite_cast),
     # What a layer does that only copies: an output of the model that is one of its inputs, or a constant.
     Operator("Copy", (ANY,), expression=lambda node, x, v: x[0], layout="either", onnx=False),

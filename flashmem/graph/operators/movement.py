@@ -23,7 +23,7 @@ from flashmem.graph.operators.lowering import (
     per_dimension_last,
     transpose,
 )
-from flashmem.graph.operators.registry import ANY, INDEX, INTEGERS, Operator, all_of, constant_inputs, each, register
+from flashmem.graph.operators.registry import ANY, BOOL, INDEX, INTEGERS, Operator, all_of, constant_inputs, each, register
 
 
 def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -294,6 +294,54 @@ def _rewrite_shape(rewriter: Rewriter, node: Node, opset: int) -> None:
     rewriter.replaced[node.outputs[0]] = constant(node.outputs[0].name, data)
 
 
+def _rewrite_dropout(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Nothing is dropped where nothing is trained: the input, and a mask of ones."""
+    rewriter.add("Reshape", [node.input(0)], node.outputs[0], node.name)
+    for mask in node.outputs[1:]:
+        rewriter.replaced[mask] = constant(mask.name, np.ones(mask.shape, mask.dtype))
+
+
+def _check_dropout(node: Node) -> str | None:
+    training, ratio = node.optional(2), node.optional(1)
+    if training is None:
+        return None
+    if training.constant is None:
+        return f"Dropout that trains or not as {training.name} says is not implemented: export the model for inference"
+    if not training.constant.array().any():
+        return None
+    if ratio is not None and ratio.constant is not None and not ratio.constant.array().any():
+        return None
+    return "Dropout in training mode drops at random, and is not implemented: export the model for inference"
+
+
+def _rewrite_blocks(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A block's place becomes part of the channel, or the other way round: `DCR` puts it before the channel, `CRD` behind."""
+    x, output, block = node.input(0), node.outputs[0], int(node.attributes["blocksize"])
+    batch, channels, height, width = x.shape if node.op == "SpaceToDepth" else output.shape
+    height, width = height // block, width // block
+    is_behind = node.attributes.get("mode", "DCR") == "CRD"
+    spread = (batch, channels, height, block, width, block)
+    # From the channels with the blocks' places to rows and columns of blocks.
+    perm = (0, 1, 4, 2, 5, 3) if is_behind else (0, 3, 4, 1, 5, 2)
+    packed = (batch, channels, block, block, height, width) if is_behind else (batch, block, block, channels, height, width)
+    if node.op == "SpaceToDepth":
+        spread, packed, perm = packed, spread, tuple(perm.index(axis) for axis in range(6))
+    before = rewriter.emit("Reshape", [x], packed, x.dtype, f"{node.name}.blocks")
+    moved = transpose(rewriter, before, perm, Value(f"{node.name}.moved", spread, x.dtype))
+    rewriter.add("Reshape", [moved], output, node.name)
+
+
+def _check_blocks(node: Node) -> str | None:
+    shape, block, mode = node.input(0).shape, int(node.attributes["blocksize"]), node.attributes.get("mode", "DCR")
+    if mode not in ("DCR", "CRD"):
+        return f"{node.op} with mode {mode!r}; there are DCR and CRD"
+    divided = (1,) if node.op == "DepthToSpace" else (2, 3)
+    parts = block**2 if node.op == "DepthToSpace" else block
+    if len(shape) != 4 or block < 1 or any(shape[axis] % parts for axis in divided):
+        return f"{node.op} of a tensor of shape {shape} with blocks of {block}"
+    return None
+
+
 _RENAMING: dict[str, Any] = {"inputs": (ANY, INTEGERS), "rewrite": rewrite_reshape, "check": _check_reshape}
 
 register(
@@ -302,6 +350,8 @@ register(
         "Concat", (ANY,), check=_check_concat, rewrite=_rewrite_concat, kernel="concat", layout="either", remap=axis_last,
         empty=True,
     ),
+    *each(("DepthToSpace", "SpaceToDepth"), inputs=(ANY,), check=_check_blocks, rewrite=_rewrite_blocks),
+    Operator("Dropout", (ANY, ANY, BOOL), check=_check_dropout, rewrite=_rewrite_dropout, empty=True),
     Operator("Expand", (ANY, INDEX), rewrite=_rewrite_expand, kernel="expand"),
     *each(("Flatten", "Identity", "Squeeze", "Unsqueeze"), **_RENAMING),
     Operator("Reshape", (ANY, INTEGERS), check=_check_reshape, rewrite=rewrite_reshape),

@@ -1,0 +1,118 @@
+"""Reading and writing elements where indices say (see `graph.operators.indexing` for the attributes)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitters.movement import move
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Node
+from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
+from flashmem.graph.placement import affine
+from flashmem.program import DType, KernelShape
+
+_PARALLEL = {"cpu": 64, "gpu": 8192}
+"""Work-items that keep a device busy, where cutting the work into more makes more of it."""
+
+
+def _parts(node: Node) -> list[tuple[int, int]]:
+    return list(zip(node.attributes["sizes"], node.attributes["strides"], strict=True))
+
+
+def emit_gather_at(emitter: Emitter, layer: Layer) -> None:
+    """A run of elements for each position."""
+    node = layer.main
+    x, indices, positions, run = node.input(0), node.input(1), node.attributes["positions"], node.attributes["run"]
+    count = math.prod(positions)
+    items = (run, count)
+    local = emitter.work_group(items)
+    parts = _parts(node)
+    kernel = emitter.kernels.kernel(
+        "gather_at",
+        attributes=emitter.attributes(local),
+        scalar=STORED[x.dtype],
+        index=STORED[indices.dtype],
+        base=affine(positions, node.attributes["base"], "position"),
+        at=affine(positions, node.attributes["index"], "position"),
+        parts=parts,
+        reach=sum((size - 1) * stride for size, stride in parts),
+    )
+    args = [emitter.operand(x), emitter.operand(indices), emitter.tensor(layer.output), emitter.status()]
+    shape = KernelShape(rows=count, columns=run, run=run, stride=run)
+    nbytes = 2 * nbytes_of(layer.output) + nbytes_of(indices)
+    emitter.launch(layer, kernel, [*args, count, run, len(emitter.launches) + 1], items, local, shape, nbytes=nbytes)
+
+
+def _copy(emitter: Emitter, layer: Layer) -> None:
+    """The data as it is before anything is written into it; nothing where all of it will be."""
+    if layer.main.attributes["covered"]:
+        return
+    x, y, fill = layer.main.input(0), layer.output, layer.main.attributes["fill"]
+    source = x if fill is None else None
+    number = "" if fill is None else scalar_literal(y.dtype, fill)
+    move(emitter, layer, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
+
+
+def emit_place(emitter: Emitter, layer: Layer) -> None:
+    """A copy of the data, and one of the updates into its region."""
+    _copy(emitter, layer)
+    given, updates = layer.main.attributes, layer.main.input(1)
+    start = given["start"]
+    move(
+        emitter, layer, updates, layer.output, given["region"], given["source"], given["target"], target_start=start,
+        part="[place]",
+    )  # fmt: skip
+
+
+def _joined(dtype: DType, reduction: str) -> str:
+    """What the element `a` becomes with the update `b`, as it is stored."""
+    if reduction == "none":
+        return ""
+    if dtype == "bool":
+        text = "a | b" if reduction in ("add", "max") else "a & b"
+    elif reduction in ("add", "mul"):
+        text = f"a {'+' if reduction == 'add' else '*'} b"
+    else:
+        text = f"{'fm_' if dtype == 'float32' else ''}{reduction}(a, b)"
+    scalar = Vector(1)
+    return scalar.to_stored(dtype, scalar.wrap(dtype, text))
+
+
+def emit_scatter(emitter: Emitter, layer: Layer) -> None:
+    """A copy of the data, into which the updates are written: each by itself, or in order if two may reach the same element."""
+    _copy(emitter, layer)
+    node, y = layer.main, layer.output
+    given, indices, updates = node.attributes, node.input(1), node.input(2)
+    count, steps, places = math.prod(given["items"]), given["steps"], given["places"]
+    is_ordered = given["ordered"] and steps > 1
+    # A span of places costs a walk through all indices: no more of them than it takes to be busy.
+    spans = min(places, max(1, _PARALLEL[emitter.descriptor.kind] // count))
+    items = (count, spans if is_ordered else steps)
+    local = emitter.work_group(items)
+
+    def at(strides: Sequence[int]) -> str:
+        return affine(given["items"], strides, "item")
+
+    context: dict[str, Any] = {name: given[name] for name in ("index_step", "update_step", "stride", "places")}
+    kernel = emitter.kernels.kernel(
+        "scatter",
+        attributes=emitter.attributes(local),
+        scalar=STORED[y.dtype],
+        kind=REGISTER[y.dtype],
+        index=STORED[indices.dtype],
+        index_at=at(given["index"]),
+        update=at(given["update"]),
+        target=at(given["target"]),
+        parts=_parts(node),
+        ordered=is_ordered,
+        joined=_joined(y.dtype, given["reduction"]),
+        **context,
+    )
+    args = [emitter.operand(updates), emitter.operand(indices), emitter.tensor(y), emitter.status()]
+    numbers = [count, steps, *([spans] if is_ordered else []), len(emitter.launches) + 1]
+    shape = KernelShape(rows=steps, columns=count, depth=steps if is_ordered else 1, stride=given["stride"])
+    nbytes = 2 * nbytes_of(updates) + nbytes_of(indices)
+    emitter.launch(layer, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")

@@ -1,0 +1,122 @@
+"""Searching, sorting and running sums along an axis: every tensor is seen as x[outer, depth, inner]."""
+
+from __future__ import annotations
+
+import math
+
+from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.vector import REGISTER, STORED
+from flashmem.program import KernelShape
+
+_RUN = 32
+"""Elements of the runs with which a sort begins; each is compared with all of its run."""
+
+_BUSY = {"cpu": 16, "gpu": 4096}
+"""Columns from which a device is busy with one work-item for each."""
+
+_CHUNK, _CHUNKS = 256, 256
+"""The least elements of a chunk of a running sum, and the most chunks of a column, which each adds up what is before it."""
+
+
+def _cut(node: Node) -> tuple[int, int, int]:
+    """(outer, depth, inner): the dimensions of the input before, along, and after the node's axis."""
+    shape, axis = node.input(0).shape, node.attributes["axis"]
+    return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+
+
+def emit_extreme(emitter: Emitter, layer: Layer) -> None:
+    """One column for each output; several work-items share a column where there are few."""
+    node = layer.main
+    x, (outer, depth, inner) = node.input(0), _cut(node)
+    columns = outer * inner
+    lanes = emitter.descriptor.tile.lanes if columns < _BUSY[emitter.descriptor.kind] else 1
+    local = (lanes, 1) if lanes > 1 else emitter.work_group((1, columns))
+    kernel = emitter.kernels.kernel(
+        "extreme",
+        attributes=emitter.attributes(local),
+        lanes=lanes,
+        stored=STORED[x.dtype],
+        kind=REGISTER[x.dtype],
+        symbol=">" if node.op == "ArgMax" else "<",
+        last=node.attributes["last"],
+    )
+    args = [emitter.operand(x), emitter.tensor(layer.output), columns, depth, inner]
+    emitter.launch(layer, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
+
+
+def emit_top(emitter: Emitter, layer: Layer) -> None:
+    """A merge sort of places, of which each run keeps no more than are asked for: runs of a few elements, then merges."""
+    node = layer.main
+    x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
+    columns = outer * inner
+    context = {
+        "scalar": STORED[x.dtype],
+        "kind": REGISTER[x.dtype],
+        "symbol": ">" if node.attributes["largest"] else "<",
+    }
+
+    def results(stored: int, runs: int) -> Value:
+        if runs == 1:
+            return layer.output
+        return Value(f"{layer.output.name}.runs{runs}", (outer, stored, inner), "int32")
+
+    runs, kept = -(-depth // _RUN), min(_RUN, k)
+    stored = (runs - 1) * kept + min(kept, depth - (runs - 1) * _RUN)
+    target = results(stored, runs)
+    items = (depth, columns)
+    local = emitter.work_group(items)
+    kernel = emitter.kernels.kernel(
+        "sort_runs", attributes=emitter.attributes(local), run=_RUN, index=STORED[target.dtype], **context
+    )
+    args = [emitter.operand(x), emitter.tensor(target), columns, depth, inner, kept, stored]
+    shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
+    emitter.launch(layer, kernel, args, items, local, shape, nbytes=nbytes_of(x) + nbytes_of(target), part="[runs]")
+    while runs > 1:
+        source, left = target, stored - (runs - 1) // 2 * 2 * kept  # what the last pair of runs holds, or the last one alone
+        runs, before, had = -(-runs // 2), kept, stored
+        kept = min(2 * kept, k)
+        stored = (runs - 1) * kept + min(kept, left)
+        target = results(stored, runs)
+        items = (had, columns)
+        local = emitter.work_group(items)
+        kernel = emitter.kernels.kernel(
+            "sort_merge", attributes=emitter.attributes(local), index=STORED[target.dtype], **context
+        )
+        pointers = [emitter.operand(x), emitter.tensor(source), emitter.tensor(target)]
+        shape = KernelShape(rows=outer * had, columns=inner, depth=before.bit_length(), stride=inner)
+        nbytes = nbytes_of(source) + nbytes_of(target)
+        numbers = [columns, depth, inner, before, had, kept, stored]
+        emitter.launch(layer, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
+
+
+def emit_scan(emitter: Emitter, layer: Layer) -> None:
+    """A work-item for each column, or, of few long columns, for each chunk of one."""
+    node = layer.main
+    x, (outer, depth, inner) = node.input(0), _cut(node)
+    columns = outer * inner
+    chunks = max(1, min(_BUSY[emitter.descriptor.kind] // columns, depth // _CHUNK, _CHUNKS))
+    chunk = -(-depth // chunks)
+    chunks = -(-depth // chunk)
+    items = (columns, chunks)
+    local = emitter.work_group(items)
+    parts = emitter.tensor(Value(f"{layer.output.name}.chunks", (chunks, columns), x.dtype)) if chunks > 1 else None
+    for is_first in (True, False)[parts is None :]:
+        kernel = emitter.kernels.kernel(
+            "scan",
+            attributes=emitter.attributes(local),
+            scalar=STORED[x.dtype],
+            symbol="+" if node.op == "CumSum" else "*",
+            neutral=0 if node.op == "CumSum" else 1,
+            exclusive=node.attributes["exclusive"],
+            reverse=node.attributes["reverse"],
+            parts=parts is not None,
+            totals=is_first,
+        )
+        pointers = [emitter.operand(x), *([parts] if parts is not None else [])]
+        if not is_first:
+            pointers.append(emitter.tensor(layer.output))
+        shape = KernelShape(rows=chunks, columns=columns, depth=chunk, stride=inner)
+        args = [*pointers, columns, depth, inner, chunk, chunks]
+        emitter.launch(layer, kernel, args, items, local, shape, part="[chunks]" if is_first else "")

@@ -1,0 +1,399 @@
+"""Reading and writing elements where indices say.
+
+After the rewrites there are three forms, which no ONNX file holds:
+
+- `GatherAt` reads: position p of the output, in row-major order over `positions`, is the `run` elements at
+  p · `base` + Σ index_c · `strides`_c, where the indices of p lie side by side at p · `index`.
+- `ScatterAt` writes into a copy: element (item, step) of the updates, at item · `update` + step · `update_step`, goes to
+  item · `target` + `stride` · Σ index_c · `strides`_c, with the indices at item · `index` + step · `index_step`. An element
+  that several steps of an item reach takes them in in their order; different items never reach the same.
+- `Place` writes a regular region (`region`, `source`, `target`, `start`) into a copy: what constant indices often come to.
+
+`sizes` are the dimensions that indices count in, from the end where they are negative. `positions`, `items` and `region` are
+sizes; what is multiplied with them, like all strides, is in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.graph.builder import Rewriter, constant
+from flashmem.graph.ir import ArrayConstant, Node, Value
+from flashmem.graph.operators.lowering import bad_axis, from_front, reshaped
+from flashmem.graph.operators.registry import ANY, BOOL, INDEX, Operator, Types, all_of, constant_inputs, each, register
+
+_INT64: Types = frozenset({"int64"})
+
+_REDUCTIONS = ("none", "add", "mul", "max", "min")
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """The distance between neighbours along each dimension of a row-major tensor, in elements."""
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def _without(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
+    return (*sizes[:axis], *sizes[axis + 1 :])
+
+
+def _outside(node: Node, indices: NDArray[np.integer], sizes: Sequence[int]) -> str | None:
+    """Why constant `indices`, of one dimension each along their last axis, do not fit `sizes`."""
+    for position, size in enumerate(sizes):
+        given = indices[..., position].reshape(-1)
+        wrong = given[(given < -size) | (given >= size)]
+        if wrong.size:
+            return f"{node.op} with index {wrong[0]} in a dimension of {size} elements ({node.input(0).name})"
+    return None
+
+
+def _from_front(indices: Value, sizes: Sequence[int]) -> Value:
+    """`indices`, whose last axis goes through `sizes`; constant ones counted from the front."""
+    if indices.constant is None:
+        return indices
+    data = np.asarray(indices.constant.array(), np.int64).reshape(-1, len(sizes))
+    counted = np.where(data < 0, data + np.array(sizes), data).astype(np.int32)
+    return constant(indices.name, counted.reshape(indices.shape))
+
+
+def _gather_elements(rewriter: Rewriter, name: str, x: Value, indices: Value, axis: int, output: Value) -> None:
+    strides = strides_of(x.shape)
+    rewriter.add(
+        "GatherAt", [x, _from_front(indices, [x.shape[axis]])], output, name,
+        positions=indices.shape, base=(*strides[:axis], 0, *strides[axis + 1 :]), index=tuple(strides_of(indices.shape)),
+        sizes=(x.shape[axis],), strides=(strides[axis],), run=1,
+    )  # fmt: skip
+
+
+def gather_elements(rewriter: Rewriter, x: Value, indices: Value, axis: int, output: Value, name: str) -> None:
+    """`output` is what `indices`, which are known to be right, choose from `x` along `axis`."""
+    _gather_elements(rewriter, name, x, indices, axis, output)
+
+
+def _rewrite_gather_elements(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """One index for each element of the output."""
+    x = node.input(0)
+    axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
+    _gather_elements(rewriter, node.name, x, node.input(1), axis, node.outputs[0])
+
+
+def _check_elements(node: Node) -> str | None:
+    """The same for GatherElements and ScatterElements: an axis, and indices over no more than the other axes have."""
+    shape, indices = node.input(0).shape, node.input(1)
+    axis = int(node.attributes.get("axis", 0))
+    if (reason := bad_axis(node, [axis], len(shape))) is not None:
+        return reason
+    axis = from_front(axis, len(shape))
+    if len(indices.shape) != len(shape) or any(
+        n > m for n, m in zip(_without(indices.shape, axis), _without(shape, axis), strict=True)
+    ):
+        return f"{node.op} with indices of shape {indices.shape} for a tensor of shape {shape} along axis {axis}"
+    if indices.constant is not None:
+        return _outside(node, indices.constant.array()[..., None], [shape[axis]])
+    return None
+
+
+def _rewrite_gather_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Some indices, side by side, for each run of elements."""
+    x, indices = node.input(0), node.input(1)
+    batch, parts = int(node.attributes.get("batch_dims", 0)), indices.shape[-1]
+    sizes, strides = x.shape[batch : batch + parts], strides_of(x.shape)
+    positions = indices.shape[:-1]
+    rewriter.add(
+        "GatherAt", [x, _from_front(indices, sizes)], node.outputs[0], node.name,
+        positions=positions, base=(*strides[:batch], *[0] * (len(positions) - batch)),
+        index=tuple(parts * stride for stride in strides_of(positions)),
+        sizes=sizes, strides=tuple(strides[batch : batch + parts]), run=math.prod(x.shape[batch + parts :]),
+    )  # fmt: skip
+
+
+def _check_nd(node: Node) -> str | None:
+    """The same for GatherND and ScatterND."""
+    shape, indices = node.input(0).shape, node.input(1)
+    batch = int(node.attributes.get("batch_dims", 0))
+    parts = indices.shape[-1] if indices.shape else 0
+    room = min(len(shape), len(indices.shape)) - 1
+    if not 0 <= batch <= max(room, 0) or not 0 < parts <= len(shape) - batch:
+        return f"{node.op} with indices of shape {indices.shape} for a tensor of shape {shape}, batch_dims {batch}"
+    if indices.shape[:batch] != shape[:batch]:
+        return f"{node.op} with batch_dims {batch} of shapes {shape} and {indices.shape}"
+    if indices.constant is not None:
+        return _outside(node, indices.constant.array(), shape[batch : batch + parts])
+    return None
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """The attributes of `ScatterAt`; the steps of an item are in row-major order over `steps`."""
+
+    items: tuple[int, ...]
+    index: tuple[int, ...]
+    update: tuple[int, ...]
+    target: tuple[int, ...]
+    steps: tuple[int, ...]
+    index_step: int
+    update_step: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    stride: int
+    places: int
+
+
+def _scattered(rewriter: Rewriter, node: Node, indices: Value, updates: Value, plan: _Scatter, repeats: bool = True) -> None:
+    """Updates at indices, in their order. Constant indices that make a regular region need no index when running, and those
+    that meet no element twice need no order. `repeats`: whether indices computed at run time may.
+    """
+    x, output, reduction = node.input(0), node.outputs[0], node.attributes.get("reduction", "none")
+    if not updates.size:
+        rewriter.add("Reshape", [x], output)
+        return
+    indices = _from_front(indices, plan.sizes)
+    covered = False
+    if indices.constant is not None:
+        offsets, dims = _offsets(indices.constant.array(), plan)
+        repeats = bool(np.unique(offsets).size < offsets.size)
+        covered = reduction == "none" and not repeats and updates.size == x.size
+        steps = _even(offsets)
+        if reduction == "none" and not repeats and steps is not None:
+            by_update = sorted(zip(dims[0], dims[1], [*steps, *dims[2]], strict=True), key=lambda dim: -dim[1])
+            region, source, target = (tuple(int(dim[i]) for dim in by_update) for i in range(3))
+            rewriter.add(
+                "Place", [x, updates], output, node.name,
+                region=region, source=source, target=target, start=int(offsets.flat[0]), covered=covered, fill=_filled(x),
+            )  # fmt: skip
+            return
+    rewriter.add(
+        "ScatterAt", [x, indices, updates], output, node.name,
+        items=plan.items, index=plan.index, update=plan.update, target=plan.target, steps=math.prod(plan.steps),
+        index_step=plan.index_step, update_step=plan.update_step, sizes=plan.sizes, strides=plan.strides, stride=plan.stride,
+        places=plan.places, reduction=reduction, ordered=repeats, covered=covered, fill=_filled(x),
+    )  # fmt: skip
+
+
+def _offsets(indices: NDArray[np.integer], plan: _Scatter) -> tuple[NDArray[np.int64], tuple[list[int], list[int], list[int]]]:
+    """Where constant indices lead, for the items that have indices of their own, and their steps.
+
+    And of all dimensions, the other items last, the sizes and the strides of their updates, and of the other items those of
+    their targets.
+    """
+    own = [i for i, stride in enumerate(plan.index) if stride]
+    free = [i for i in range(len(plan.items)) if i not in own]
+    shape = (*(plan.items[i] for i in own), *plan.steps)
+    steps = np.array(strides_of(plan.steps), np.int64)
+    at = _sum([*(plan.index[i] for i in own), *(plan.index_step * steps).tolist()], shape)
+    flat = indices.reshape(-1).astype(np.int64)
+    offsets = _sum([*(plan.target[i] for i in own), *[0] * len(plan.steps)], shape)
+    for c, stride in enumerate(plan.strides):
+        offsets += flat[at + c] * (stride * plan.stride)
+    sizes = [*shape, *(plan.items[i] for i in free)]
+    updates = [*(plan.update[i] for i in own), *(plan.update_step * steps).tolist(), *(plan.update[i] for i in free)]
+    return offsets, (sizes, updates, [plan.target[i] for i in free])
+
+
+def _sum(strides: Sequence[int], shape: Sequence[int]) -> NDArray[np.int64]:
+    """For each place of `shape`, the sum of its coordinates times `strides`."""
+    total = np.zeros(tuple(shape), np.int64)
+    for axis, (stride, size) in enumerate(zip(strides, shape, strict=True)):
+        total += (np.arange(size) * stride).reshape(-1, *[1] * (len(shape) - 1 - axis))
+    return total
+
+
+def _even(offsets: NDArray[np.int64]) -> list[int] | None:
+    """The distances between neighbours along each axis, if there is one for each axis."""
+    first = (0,) * offsets.ndim
+    strides = [
+        int(offsets[(*first[:axis], 1, *first[axis + 1 :])] - offsets[first]) if size > 1 else 0
+        for axis, size in enumerate(offsets.shape)
+    ]
+    return strides if np.array_equal(offsets, offsets[first] + _sum(strides, offsets.shape)) else None
+
+
+def _filled(x: Value) -> float | int | None:
+    """The number that all elements of `x` are, if it is a constant that was computed: then nothing is read to copy it."""
+    if not isinstance(x.constant, ArrayConstant) or not x.size:
+        return None
+    data = x.constant.array()
+    number = data.reshape(-1)[0]
+    return number.item() if bool(np.all(data == number)) else None
+
+
+def _rewrite_scatter_elements(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """An item for each line of the indices along the axis."""
+    x, indices, updates = node.input(0), node.input(1), node.input(2)
+    axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
+    given, target = strides_of(indices.shape), strides_of(x.shape)
+    others = _without(given, axis)
+    plan = _Scatter(
+        _without(indices.shape, axis), others, others, _without(target, axis), (indices.shape[axis],), given[axis], given[axis],
+        (x.shape[axis],), (1,), target[axis], x.shape[axis],
+    )  # fmt: skip
+    _scattered(rewriter, node, indices, updates, plan)
+
+
+def _rewrite_scatter_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """An item for each element of what an index names, as neighbours lie side by side in the updates and in the output."""
+    x, indices, updates = node.input(0), node.input(1), node.input(2)
+    parts = indices.shape[-1]
+    run = math.prod(x.shape[parts:])
+    sizes = x.shape[:parts]
+    plan = _Scatter(
+        (run,), (0,), (1,), (1,), indices.shape[:-1] or (1,), parts, run, sizes, tuple(strides_of(sizes)), run, math.prod(sizes)
+    )
+    _scattered(rewriter, node, indices, updates, plan)
+
+
+def _check_updates(node: Node) -> str | None:
+    """One update for each index, of the type of the data; a reduction that ONNX has."""
+    x, indices, updates = node.input(0), node.input(1), node.input(2)
+    wanted = (*indices.shape[:-1], *x.shape[indices.shape[-1] :]) if node.op == "ScatterND" else indices.shape
+    if updates.shape != wanted:
+        return f"{node.op} with updates of shape {updates.shape}, not {wanted}"
+    if updates.dtype != x.dtype:
+        return f"{node.op} of {updates.dtype} into {x.dtype} ({x.name})"
+    reduction = node.attributes.get("reduction", "none")
+    return None if reduction in _REDUCTIONS else f"{node.op} with reduction {reduction!r}; there are {', '.join(_REDUCTIONS)}"
+
+
+def _rewrite_tensor_scatter(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A run of updates along the axis for each entry of the batch, from its index on."""
+    x, updates, first = node.input(0), node.input(1), node.optional(2)
+    axis = from_front(int(node.attributes.get("axis", -2)), len(x.shape))
+    batch, length, size = x.shape[0], updates.shape[axis], x.shape[axis]
+    is_circular = node.attributes.get("mode", "linear") == "circular"
+    steps = np.arange(length)
+    if first is None or first.constant is not None:
+        starts = np.zeros(batch, np.int64) if first is None or first.constant is None else first.constant.array()
+        at = starts.reshape(-1, 1) + steps
+        indices = constant(f"{node.name}.at", at % size if is_circular else at)
+    else:
+        start = reshaped(rewriter, first, (batch, 1))
+        span = constant(f"{node.name}.steps", steps)
+        indices = rewriter.emit("Add", [start, span], (batch, length), "int64", f"{node.name}.at")
+        if is_circular:
+            around = constant(f"{node.name}.size", np.array(size))
+            indices = rewriter.emit("Mod", [indices, around], indices.shape, "int64", f"{node.name}.around")
+    given, target = strides_of(updates.shape), strides_of(x.shape)
+    items = _without(updates.shape, axis)
+    plan = _Scatter(
+        items, (length, *[0] * (len(items) - 1)), _without(given, axis), _without(target, axis), (length,), 1, given[axis],
+        (size,), (1,), target[axis], size,
+    )  # fmt: skip
+    _scattered(rewriter, node, indices, updates, plan, repeats=False)
+
+
+def _check_tensor_scatter(node: Node) -> str | None:
+    x, updates, first = node.input(0), node.input(1), node.optional(2)
+    axis = int(node.attributes.get("axis", -2))
+    if (reason := bad_axis(node, [axis], len(x.shape))) is not None:
+        return reason
+    axis, mode = from_front(axis, len(x.shape)), node.attributes.get("mode", "linear")
+    if axis == 0:
+        return "TensorScatter along axis 0, which is the batch"
+    if mode not in ("linear", "circular"):
+        return f"TensorScatter with mode {mode!r}; there are linear and circular"
+    if len(updates.shape) != len(x.shape) or _without(updates.shape, axis) != _without(x.shape, axis):
+        return f"TensorScatter of shape {updates.shape} into {x.shape} along axis {axis}"
+    if updates.shape[axis] > x.shape[axis]:
+        return f"TensorScatter of {updates.shape[axis]} elements into {x.shape[axis]}"
+    if updates.dtype != x.dtype:
+        return f"TensorScatter of {updates.dtype} into {x.dtype} ({x.name})"
+    if first is not None and first.shape != x.shape[:1]:
+        return f"TensorScatter with write_indices of shape {first.shape}, not {x.shape[:1]}"
+    if mode == "linear" and first is not None and first.constant is not None:
+        starts = first.constant.array()
+        last = x.shape[axis] - updates.shape[axis]
+        wrong = starts[(starts < 0) | (starts > last)]
+        if wrong.size:
+            return f"TensorScatter from index {wrong[0]}, where {x.shape[axis]} elements end"
+    return None
+
+
+def _rewrite_reverse_sequence(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Step t of a sequence of n is step n - 1 - t of it; what follows the sequence stays."""
+    x, lengths = node.input(0), node.input(1)
+    time = int(node.attributes.get("time_axis", 0))
+    steps, entries, positions = x.shape[time], x.shape[1 - time], x.shape[:2]
+    strides = strides_of(x.shape)
+
+    def along(axis: int, size: int) -> tuple[int, int]:
+        return (size, 1) if axis == 0 else (1, size)
+
+    step = constant(f"{node.name}.step", np.arange(steps).reshape(along(time, steps)))
+    length = reshaped(rewriter, lengths, along(1 - time, entries))
+    one = constant(f"{node.name}.one", np.array(1, np.int64))
+    last = rewriter.emit("Sub", [length, one], length.shape, "int64", f"{node.name}.last")
+    inside = rewriter.emit("Less", [step, length], positions, "bool", f"{node.name}.inside")
+    reverse = rewriter.emit("Sub", [last, step], positions, "int64", f"{node.name}.reverse")
+    indices = rewriter.emit("Where", [inside, reverse, step], positions, "int64", f"{node.name}.indices")
+    rewriter.add(
+        "GatherAt", [x, indices], node.outputs[0], node.name,
+        positions=positions, base=tuple(0 if axis == time else strides[axis] for axis in (0, 1)),
+        index=tuple(strides_of(positions)), sizes=(steps,), strides=(strides[time],), run=math.prod(x.shape[2:]),
+    )  # fmt: skip
+
+
+def _check_reverse_sequence(node: Node) -> str | None:
+    shape, lengths = node.input(0).shape, node.input(1)
+    batch, time = int(node.attributes.get("batch_axis", 1)), int(node.attributes.get("time_axis", 0))
+    if len(shape) < 2 or {batch, time} != {0, 1}:
+        return f"ReverseSequence with batch_axis {batch} and time_axis {time} of a tensor of {len(shape)} dimensions"
+    if lengths.shape != (shape[batch],):
+        return f"ReverseSequence with lengths of shape {lengths.shape} for {shape[batch]} sequences"
+    if lengths.constant is not None:
+        given = lengths.constant.array()
+        wrong = given[(given < 0) | (given > shape[time])]
+        if wrong.size:
+            return f"ReverseSequence of {wrong[0]} steps among {shape[time]}"
+    return None
+
+
+def _rewrite_compress(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A Gather of what the condition names, which is a constant."""
+    x, condition, output = node.input(0), node.input(1).constant, node.outputs[0]
+    assert condition is not None
+    axis = node.attributes.get("axis")
+    if axis is None:
+        x = reshaped(rewriter, x, (x.size,))
+    chosen = constant(f"{node.name}.chosen", np.flatnonzero(condition.array()))
+    rewriter.add("Gather", [x, chosen], output, node.name, axis=from_front(int(axis or 0), len(x.shape)))
+
+
+def _check_compress(node: Node) -> str | None:
+    x, axis = node.input(0), node.attributes.get("axis")
+    if axis is not None and (reason := bad_axis(node, [int(axis)], len(x.shape))) is not None:
+        return reason
+    condition = node.input(1).constant
+    size = x.size if axis is None else x.shape[int(axis)]
+    if condition is not None and np.flatnonzero(condition.array()).max(initial=0) >= size:
+        return f"Compress with a condition of {condition.shape[0]} elements for {size}"
+    return None
+
+
+_SCATTERED = {
+    "inputs": (ANY, INDEX, ANY),
+    "check": all_of(_check_elements, _check_updates),
+    "rewrite": _rewrite_scatter_elements,
+}
+
+register(
+    __name__,
+    Operator(
+        "Compress", (ANY, BOOL), check=all_of(constant_inputs(1), _check_compress), rewrite=_rewrite_compress
+    ),
+    Operator("GatherElements", (ANY, INDEX), check=_check_elements, rewrite=_rewrite_gather_elements),
+    Operator("GatherND", (ANY, _INT64), check=_check_nd, rewrite=_rewrite_gather_nd),
+    Operator("ReverseSequence", (ANY, _INT64), check=_check_reverse_sequence, rewrite=_rewrite_reverse_sequence),
+    *each(
+        ("Scatter", "ScatterElements"), inputs=(ANY, INDEX, ANY), check=all_of(_check_elements, _check_updates),
+        rewrite=_rewrite_scatter_elements,
+    ),
+    Operator("ScatterND", (ANY, _INT64, ANY), check=all_of(_check_nd, _check_updates), rewrite=_rewrite_scatter_nd),
+    Operator("TensorScatter", (ANY, ANY, _INT64), check=_check_tensor_scatter, rewrite=_rewrite_tensor_scatter),
+    Operator("GatherAt", (ANY, INDEX), kernel="gather_at", onnx=False),
+    Operator("Place", (ANY, ANY), kernel="place", onnx=False),
+    Operator("ScatterAt", (ANY, INDEX, ANY), kernel="scatter", onnx=False),
+)  # fmt: skip

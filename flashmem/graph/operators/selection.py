@@ -1,0 +1,194 @@
+"""Choosing and counting along an axis: the largest elements and where they are, running sums, masks made of positions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashmem.graph.builder import Rewriter, constant
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.indexing import gather_elements
+from flashmem.graph.operators.lowering import bad_axis, constant_integers, from_front, reshaped
+from flashmem.graph.operators.registry import (
+    ANY,
+    FLOAT,
+    NUMBERS,
+    WIDE,
+    Operator,
+    Types,
+    all_of,
+    constant_inputs,
+    each,
+    register,
+)
+
+SHAPED_BY_DATA = {
+    "Compress": "make its condition a constant, or keep all elements and mask them with Where",
+    "NonMaxSuppression": "end the model at the boxes and scores, and select among them outside of it",
+    "NonZero": "keep all elements and mask them with Where, or end the model before it",
+    "Unique": "end the model before it",
+}
+"""Operators whose output has a shape that depends on data, and what to do about it: shapes are known when compiling."""
+
+_INT64: Types = frozenset({"int64"})
+
+
+def _rewrite_extreme(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """The axis counted from the front. An axis that stays with size 1 changes nothing in memory."""
+    x = node.input(0)
+    axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
+    last = bool(node.attributes.get("select_last_index", 0))
+    rewriter.add(node.op, [x], node.outputs[0], node.name, axis=axis, last=last)
+
+
+def _check_axis(node: Node) -> str | None:
+    return bad_axis(node, [int(node.attributes.get("axis", 0))], len(node.input(0).shape))
+
+
+def _rewrite_top(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Where the elements are, and a look-up of what they are. All results are sorted, those that need not be too."""
+    x, values = node.input(0), node.outputs[0]
+    axis = from_front(int(node.attributes.get("axis", -1)), len(x.shape))
+    indices = node.outputs[1] if len(node.outputs) > 1 else Value(f"{values.name}.indices", values.shape, "int64")
+    if not indices.name:  # nobody asked for them
+        indices = Value(f"{values.name}.indices", values.shape, "int64")
+    largest = bool(node.attributes.get("largest", 1))
+    rewriter.add("TopK", [x], indices, f"{node.name}.indices", axis=axis, k=indices.shape[axis], largest=largest)
+    if values.name:
+        gather_elements(rewriter, x, indices, axis, values, node.name)
+
+
+def _check_top(node: Node) -> str | None:
+    shape, axis = node.input(0).shape, int(node.attributes.get("axis", -1))
+    if (reason := bad_axis(node, [axis], len(shape))) is not None:
+        return reason
+    k = (constant_integers(node, 1, "k") or [0])[0]
+    return None if 0 <= k <= shape[axis] else f"TopK of {k} among {shape[axis]} elements"
+
+
+def _rewrite_scan(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """The axis as an attribute, counted from the front."""
+    x = node.input(0)
+    axis = from_front((constant_integers(node, 1, "axis") or [0])[0], len(x.shape))
+    exclusive, reverse = (bool(node.attributes.get(name, 0)) for name in ("exclusive", "reverse"))
+    rewriter.add(node.op, [x], node.outputs[0], node.name, axis=axis, exclusive=exclusive, reverse=reverse)
+
+
+def _check_scan(node: Node) -> str | None:
+    axes = constant_integers(node, 1, "axis") or []
+    if len(axes) != 1:
+        return f"{node.op} along {len(axes)} axes"
+    return bad_axis(node, axes, len(node.input(0).shape))
+
+
+def _positions(name: str, size: int, axis: int = 0, rank: int = 1) -> Value:
+    """0, 1, 2 ... along an axis of a tensor of `rank` dimensions."""
+    return constant(name, np.arange(size).reshape(tuple(size if a == axis else 1 for a in range(rank))))
+
+
+def _rewrite_hardmax(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """1 where ArgMax points; before operator set 13 everything from the axis on is one dimension."""
+    x, output = node.input(0), node.outputs[0]
+    rank = len(x.shape)
+    axis = from_front(int(node.attributes.get("axis", -1 if opset >= 13 else 1)), rank)
+    if opset < 13:
+        rows = int(np.prod(x.shape[:axis], dtype=np.int64))
+        x, axis, rank = reshaped(rewriter, x, (rows, x.size // rows)), 1, 2
+    shape = tuple(1 if a == axis else size for a, size in enumerate(x.shape))
+    found = rewriter.emit("ArgMax", [x], shape, "int64", f"{node.name}.place", axis=axis, last=False)
+    position = _positions(f"{node.name}.positions", x.shape[axis], axis, rank)
+    is_there = rewriter.emit("Equal", [found, position], x.shape, "bool", f"{node.name}.there")
+    value = rewriter.emit("Cast", [is_there], x.shape, output.dtype, f"{node.name}.cast", rounding=None)
+    rewriter.add("Reshape", [value], output)
+
+
+def _check_hardmax(node: Node) -> str | None:
+    return bad_axis(node, [int(node.attributes.get("axis", -1))], len(node.input(0).shape))
+
+
+def _rewrite_one_hot(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A comparison of each index, counted from the front, with each place: none equals one that is out of range."""
+    indices, values, output = node.input(0), node.input(2), node.outputs[0]
+    depth = (constant_integers(node, 1, "depth") or [0])[0]
+    axis = from_front(int(node.attributes.get("axis", -1)), len(output.shape))
+    shape = (*output.shape[:axis], 1, *output.shape[axis + 1 :])
+    if indices.dtype != "int64":
+        indices = rewriter.emit("Cast", [indices], indices.shape, "int64", f"{node.name}.indices", rounding=None)
+    given = reshaped(rewriter, indices, shape)
+    zero, size = (constant(f"{node.name}.{n}", np.array(n, np.int64)) for n in (0, depth))
+    is_negative = rewriter.emit("Less", [given, zero], shape, "bool", f"{node.name}.negative")
+    turned = rewriter.emit("Add", [given, size], shape, "int64", f"{node.name}.turned")
+    place = rewriter.emit("Where", [is_negative, turned, given], shape, "int64", f"{node.name}.place")
+    position = _positions(f"{node.name}.positions", depth, axis, len(shape))
+    is_there = rewriter.emit("Equal", [place, position], output.shape, "bool", f"{node.name}.there")
+    off, on = (
+        rewriter.emit("Slice", [values], (1,), values.dtype, f"{node.name}.value{i}", starts=(i,), steps=(1,)) for i in (0, 1)
+    )
+    rewriter.add("Where", [is_there, on, off], output, node.name)
+
+
+def _check_one_hot(node: Node) -> str | None:
+    depth = constant_integers(node, 1, "depth") or []
+    if len(depth) != 1:
+        return f"OneHot with a depth of {len(depth)} numbers"
+    if node.input(2).shape != (2,):
+        return f"OneHot with values of shape {node.input(2).shape}, not (2,)"
+    axis = int(node.attributes.get("axis", -1))
+    return bad_axis(node, [axis], len(node.outputs[0].shape))
+
+
+def _rewrite_eye(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A comparison of each column with the one where its row has its 1."""
+    output = node.outputs[0]
+    rows, columns = output.shape
+    diagonal = constant(f"{node.name}.diagonal", (np.arange(rows) + int(node.attributes.get("k", 0))).reshape(-1, 1))
+    is_on = rewriter.emit(
+        "Equal", [diagonal, _positions(f"{node.name}.columns", columns)], output.shape, "bool", f"{node.name}.on"
+    )
+    rewriter.add("Cast", [is_on], output, node.name, rounding=None)
+
+
+def _check_eye(node: Node) -> str | None:
+    rank = len(node.input(0).shape)
+    return None if rank == 2 else f"EyeLike of a tensor of {rank} dimensions"
+
+
+def _rewrite_triangle(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A choice by the column where each row crosses the diagonal."""
+    x, k, output = node.input(0), node.optional(1), node.outputs[0]
+    rows, columns = x.shape[-2:]
+    crossing = _positions(f"{node.name}.rows", rows, 0, 2)
+    if k is not None and k.constant is None:
+        k = reshaped(rewriter, k, (1, 1))
+        crossing = rewriter.emit("Add", [crossing, k], (rows, 1), "int64", f"{node.name}.crossing")
+    elif k is not None:
+        crossing = constant(crossing.name, np.arange(rows).reshape(-1, 1) + (constant_integers(node, 1, "k") or [0])[0])
+    upper = bool(node.attributes.get("upper", 1))
+    column = _positions(f"{node.name}.columns", columns)
+    compare = "GreaterOrEqual" if upper else "LessOrEqual"
+    is_kept = rewriter.emit(compare, [column, crossing], (rows, columns), "bool", f"{node.name}.kept")
+    zero = constant(f"{node.name}.zero", np.zeros((), x.dtype))
+    rewriter.add("Where", [is_kept, x, zero], output, node.name)
+
+
+def _check_triangle(node: Node) -> str | None:
+    rank, k = len(node.input(0).shape), node.optional(1)
+    if rank < 2:
+        return f"Trilu of a tensor of {rank} dimensions"
+    return None if k is None or k.size == 1 else f"Trilu with {k.size} diagonals ({k.name})"
+
+
+register(
+    __name__,
+    *each(("ArgMax", "ArgMin"), inputs=(NUMBERS,), check=_check_axis, rewrite=_rewrite_extreme, kernel="extreme"),
+    *each(
+        ("CumProd", "CumSum"), inputs=(WIDE,), check=all_of(constant_inputs(1), _check_scan), rewrite=_rewrite_scan,
+        kernel="scan",
+    ),
+    Operator("EyeLike", (ANY,), check=_check_eye, rewrite=_rewrite_eye, empty=True),
+    Operator("Hardmax", (FLOAT,), check=_check_hardmax, rewrite=_rewrite_hardmax),
+    Operator(
+        "OneHot", (NUMBERS, NUMBERS, ANY), check=all_of(constant_inputs(1), _check_one_hot), rewrite=_rewrite_one_hot
+    ),
+    Operator("TopK", (NUMBERS, _INT64), check=all_of(constant_inputs(1), _check_top), rewrite=_rewrite_top, kernel="top"),
+    Operator("Trilu", (ANY, _INT64), check=_check_triangle, rewrite=_rewrite_triangle),
+)  # fmt: skip
