@@ -2,6 +2,7 @@
 
 - Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
 - Pooling with `ceil_mode`: the last window is left out where it would start in the padding after the input.
+- MaxUnpool: `output_shape` is taken as it is.
 - ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is taken as it is.
 """
 
@@ -64,6 +65,11 @@ def _pooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     return sizes
 
 
+def _unpooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    given = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    return None if given is None or given.size != len(shape) else [int(size) for size in given.numpy().reshape(-1)]
+
+
 def _spread(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     weight = node.inputs[1] if len(node.inputs) > 1 else None
     if weight is None or weight.shape is None or not weight.shape.is_static() or len(weight.shape) != len(shape):
@@ -91,6 +97,7 @@ _RULES: dict[str, Callable[[ir.Node, tuple[int, ...]], list[int] | None]] = {
     "ConvTranspose": _spread,
     "LpPool": _pooled,
     "MaxPool": _pooled,
+    "MaxUnpool": _unpooled,
     "Resize": _resized,
     "Upsample": _resized,
 }

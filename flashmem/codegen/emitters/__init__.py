@@ -17,7 +17,7 @@ from flashmem.codegen.emitters.movement import (
     emit_transpose,
 )
 from flashmem.codegen.emitters.reduction import emit_reduction
-from flashmem.codegen.emitters.spatial import emit_pool, emit_resize
+from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators import REGISTRY
 
@@ -34,6 +34,7 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "slice": emit_slice,
     "tile": emit_tile,
     "transpose": emit_transpose,
+    "unpool": emit_unpool,
 }
 """By the name that declarations use (`graph.operators.registry.Operator.kernel`)."""
 

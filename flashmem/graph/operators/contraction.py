@@ -1,8 +1,8 @@
 """Products: MatMul, Gemm, convolutions.
 
 After the rewrites `MatMul` has attribute `transposed` (1 if the constant second operand is stored [N, K]); Gemm is MatMul, Mul
-and Add; `Conv` and `ConvTranspose` are 2D, without bias, with attributes `strides`, `dilations`, `pads` (top, left, bottom,
-right) and `group`.
+and Add; `Conv` and `ConvTranspose` are 2D or 3D, without bias, with attributes `strides`, `dilations`, `pads` (before every
+dimension, then after every one) and `group`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _rewrite_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def window(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Strides, dilations and pads of a 1D or 2D window; pads that ONNX leaves open follow from the shapes."""
+    """Strides, dilations and pads of a window; pads that ONNX leaves open follow from the shapes."""
     rank = len(kernel)
     strides = tuple(int(i) for i in node.attributes.get("strides") or [1] * rank)
     dilations = tuple(int(i) for i in node.attributes.get("dilations") or [1] * rank)
@@ -94,7 +94,7 @@ def lift(sliding: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Convolutions become 2D, with the bias as an Add."""
+    """1D convolutions become 2D; the bias is an Add."""
     x, w, bias, output = node.input(0), node.input(1), node.optional(2), node.outputs[0]
     sliding = window(node, w.shape[2:])
     group = int(node.attributes.get("group", 1))
@@ -106,7 +106,7 @@ def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
         result = Value(f"{output.name}.2d", (*output.shape[:2], 1, output.shape[2]), output.dtype)
     steps = []
     if bias is not None:
-        steps.append(("Add", reshaped(rewriter, bias, (bias.shape[0], 1, 1))))
+        steps.append(("Add", reshaped(rewriter, bias, (bias.shape[0], *[1] * (len(x.shape) - 2)))))
     chain(rewriter, node, node.op, [x, w], result, steps, group=group, **sliding)
     if result is not output:
         rewriter.add("Reshape", [result], output)
@@ -143,12 +143,8 @@ def _check_convolution(node: Node) -> str | None:
     x, w, bias = node.input(0).shape, node.input(1), node.optional(2)
     rank, group = len(x), int(node.attributes.get("group", 1))
     transposed = node.op == "ConvTranspose"
-    if rank not in (3, 4):
-        return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1 and 2 are)"
-    if w.constant is None:
-        return f"{node.op} with weights computed at run time is not implemented"
-    if transposed and group != 1:
-        return "ConvTranspose with groups is not implemented"
+    if rank not in (3, 4, 5):
+        return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1, 2 and 3 are)"
     if len(w.shape) != rank:
         return f"{node.op} with weights of {len(w.shape)} dimensions over an input of {rank}"
     if group < 1 or x[1] % group or (not transposed and w.shape[0] % group):
