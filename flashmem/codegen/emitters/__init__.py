@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.contraction import emit_convolution, emit_matmul
+from flashmem.codegen.emitters.contraction import emit_convolution, emit_deform_convolution, emit_matmul
 from flashmem.codegen.emitters.elementwise import emit_elementwise
 from flashmem.codegen.emitters.movement import (
     emit_concat,
@@ -17,6 +17,7 @@ from flashmem.codegen.emitters.movement import (
     emit_transpose,
 )
 from flashmem.codegen.emitters.reduction import emit_reduction
+from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators import REGISTRY
@@ -24,13 +25,16 @@ from flashmem.graph.operators import REGISTRY
 EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "concat": emit_concat,
     "convolution": emit_convolution,
+    "deform_convolution": emit_deform_convolution,
     "expand": emit_expand,
     "gather": emit_gather,
+    "grid_sample": emit_grid_sample,
     "matmul": emit_matmul,
     "pad": emit_pad,
     "pool": emit_pool,
     "reduction": emit_reduction,
     "resize": emit_resize,
+    "roi_align": emit_roi_align,
     "slice": emit_slice,
     "tile": emit_tile,
     "transpose": emit_transpose,

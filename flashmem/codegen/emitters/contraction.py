@@ -101,6 +101,24 @@ def emit_convolution(emitter: Emitter, layer: Layer) -> None:
     _emit_packed(emitter, layer, "conv", tile, rows, group, channels // group, dims, context)
 
 
+def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
+    """DeformConv: an implicit product whose taps are sampled."""
+    node = layer.main
+    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    _, height, width, channels = x.shape
+    *_, out_height, out_width, columns = y.shape
+    group, offset_group, masked = node.attributes["group"], node.attributes["offset_group"], len(node.inputs) > 3
+    rows = y.size // columns
+    tile = _tile(emitter, rows, columns // group, packed=weight.constant is not None)
+    dims = [
+        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
+        -(-(columns // group) // tile.columns), *weight.shape[2:], *node.attributes["strides"], *node.attributes["dilations"],
+        *node.attributes["pads"][:2], offset_group, channels // offset_group,
+    ]  # fmt: skip
+    extra = [emitter.zeros(channels), *(emitter.operand(node.input(i)) for i in range(2, len(node.inputs)))]
+    _emit_packed(emitter, layer, "deform_conv", tile, rows, group, channels // group, dims, {"masked": masked}, extra)
+
+
 def _emit_packed(
     emitter: Emitter,
     layer: Layer,

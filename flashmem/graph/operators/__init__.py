@@ -13,10 +13,11 @@ from flashmem.graph.operators import (
     pooling,
     reduction,
     resize,
+    sampling,
 )
 from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
-FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, movement)
+FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, sampling, movement)
 """The modules that declare operators, in the order of docs/operators.md."""
 
 __all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]
