@@ -10,13 +10,14 @@ from flashmem.codegen.emitters.elementwise import emit_elementwise
 from flashmem.codegen.emitters.movement import (
     emit_concat,
     emit_expand,
+    emit_frames,
     emit_gather,
     emit_pad,
     emit_slice,
     emit_tile,
     emit_transpose,
 )
-from flashmem.codegen.emitters.reduction import emit_reduction
+from flashmem.codegen.emitters.reduction import emit_determinant, emit_lrn, emit_reduction
 from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
 from flashmem.graph.fusion import Layer
@@ -26,9 +27,12 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "concat": emit_concat,
     "convolution": emit_convolution,
     "deform_convolution": emit_deform_convolution,
+    "determinant": emit_determinant,
     "expand": emit_expand,
+    "frames": emit_frames,
     "gather": emit_gather,
     "grid_sample": emit_grid_sample,
+    "lrn": emit_lrn,
     "matmul": emit_matmul,
     "pad": emit_pad,
     "pool": emit_pool,

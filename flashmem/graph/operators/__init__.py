@@ -7,6 +7,7 @@ from flashmem.graph.operators import (
     arithmetic,
     casting,
     contraction,
+    determinant,
     logic,
     movement,
     normalization,
@@ -14,10 +15,14 @@ from flashmem.graph.operators import (
     reduction,
     resize,
     sampling,
+    spectral,
 )
 from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
-FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, sampling, movement)
+FAMILIES = (
+    arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, sampling, spectral,
+    determinant, movement,
+)  # fmt: skip
 """The modules that declare operators, in the order of docs/operators.md."""
 
 __all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]

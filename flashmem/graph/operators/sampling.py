@@ -1,7 +1,7 @@
-"""Sampling an image at places that are computed at run time: GridSample, RoiAlign, DeformConv, and AffineGrid, which makes a grid.
+"""Sampling at places that are computed at run time: GridSample, RoiAlign, DeformConv; and AffineGrid, which makes places.
 
-After the rewrites `GridSample` has attributes `taps` (per dimension: 1, 2 or 4), `padding` and `align`; `DeformConv` those of Conv
-(see contraction.py) and `offset_group`, with its mask always there or left out.
+After the rewrites `GridSample` has attributes `taps` (in each dimension: 1, 2 or 4), `padding` and `align`; `DeformConv` has
+those of Conv (contraction.py) and `offset_group`, and no bias.
 """
 
 from __future__ import annotations
