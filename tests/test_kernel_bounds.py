@@ -134,8 +134,8 @@ def test_numbers_of_real_kernels_cannot_grow(name: str, compiled: dict[tuple[str
 
 
 HARMLESS = {
-    "stride_h", "stride_w", "dilation_h", "dilation_w", "pad_top", "pad_left", "pad_bottom", "pad_right", "fold_rows",
-    "fold_texels",
+    "stride_d", "stride_h", "stride_w", "dilation_d", "dilation_h", "dilation_w", "pad_front", "pad_top", "pad_left",
+    "pad_back", "pad_bottom", "pad_right", "fold_rows", "fold_texels",
 }  # fmt: skip
 """Taps outside the image are not read, wherever they fall, nor texels outside a texture."""
 

@@ -26,12 +26,15 @@ Columns = Callable[[int, int], NDArray[np.floating]]
 
 
 def weight_matrix(node: Node) -> tuple[int, int]:
-    """(depth, columns) of the constant weights of a MatMul, Conv or ConvTranspose. Depth is that of one group."""
+    """(depth, columns) of the weights of a MatMul or a convolution. Depth is that of one group."""
     shape = node.input(1).shape
     if node.op == "MatMul":
         return (shape[-1], shape[-2]) if node.attributes["transposed"] else (shape[-2], shape[-1])
-    taps = shape[2] * shape[3]
-    return (taps * shape[1], shape[0]) if node.op == "Conv" else (taps * shape[0], shape[1])
+    taps = math.prod(shape[2:])
+    if node.op == "ConvTranspose":
+        group: int = node.attributes["group"]
+        return taps * shape[0] // group, shape[1] * group
+    return taps * shape[1], shape[0]
 
 
 def weight_columns(node: Node) -> Columns:
@@ -46,9 +49,16 @@ def weight_columns(node: Node) -> Columns:
         return lambda first, end: matrix[:, first:end]
     outer, inner, *taps = weight.shape
     flat = array.reshape(outer, inner, math.prod(taps))
-    if node.op == "Conv":
+    if node.op != "ConvTranspose":
         return lambda first, end: flat[first:end].transpose(2, 1, 0).reshape(-1, end - first)
-    return lambda first, end: flat[:, first:end].transpose(2, 0, 1).reshape(-1, end - first)
+    depth = outer // node.attributes["group"]
+
+    def columns(first: int, end: int) -> NDArray[np.floating]:
+        group, within = divmod(first, inner)  # the range lies in one group
+        part = flat[group * depth : (group + 1) * depth, within : within + end - first]
+        return part.transpose(2, 0, 1).reshape(-1, end - first)
+
+    return columns
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ _COPIES = {"Cast", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", 
 
 # Operators whose reference implementation visits elements one by one in Python, and the most elements it may visit.
 _LOOPS = {"AffineGrid", "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GatherElements"}
-_LOOPS |= {"GatherND", "GridSample", "LRN", "LSTM", "LpPool", "MaxPool", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix", "RNN"}
+_LOOPS |= {"GatherND", "GridSample", "LRN", "LSTM", "LpPool", "MaxPool", "MaxRoiPool", "MaxUnpool", "RNN"}
 _LOOPS |= {"NonMaxSuppression", "ReverseSequence", "RoiAlign", "STFT", "ScatterElements", "ScatterND"}
 _LOOP_LIMIT = 1 << 16
 

@@ -3,6 +3,8 @@
 - Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
 - Pooling with `ceil_mode`: the last window is left out where it would start in the padding after the input.
 - Compress by a constant condition, for which the inference gives no size.
+- MaxUnpool: `output_shape` is taken as it is.
+- STFT: it is one-sided unless it says otherwise.
 - ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is taken as it is.
 """
 
@@ -65,6 +67,24 @@ def _pooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     return sizes
 
 
+def _unpooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    given = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    return None if given is None or given.size != len(shape) else [int(size) for size in given.numpy().reshape(-1)]
+
+
+def _framed(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    given = [value if value is None else value.const_value for value in (*node.inputs[1:4], None, None)]
+    step, window, length = given[0], node.inputs[2] if len(node.inputs) > 2 else None, given[2]
+    size = int(length.numpy().reshape(-1)[0]) if length is not None and length.size else 0
+    if not size and window is not None and window.shape is not None and window.shape.is_static():
+        size = math.prod(window.shape.numpy())
+    step_size = int(step.numpy().reshape(-1)[0]) if step is not None and step.size else 0
+    if len(shape) < 2 or step_size < 1 or not 1 <= size <= shape[1]:
+        return None
+    onesided = node.attributes.get_int("onesided", 1)
+    return [shape[0], (shape[1] - size) // step_size + 1, size // 2 + 1 if onesided else size, 2]
+
+
 def _spread(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     weight = node.inputs[1] if len(node.inputs) > 1 else None
     if weight is None or weight.shape is None or not weight.shape.is_static() or len(weight.shape) != len(shape):
@@ -102,6 +122,8 @@ _RULES: dict[str, Callable[[ir.Node, tuple[int, ...]], list[int] | None]] = {
     "ConvTranspose": _spread,
     "LpPool": _pooled,
     "MaxPool": _pooled,
+    "MaxUnpool": _unpooled,
     "Resize": _resized,
+    "STFT": _framed,
     "Upsample": _resized,
 }

@@ -5,31 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.contraction import emit_convolution, emit_matmul
+from flashmem.codegen.emitters.contraction import emit_convolution, emit_deform_convolution, emit_matmul
 from flashmem.codegen.emitters.elementwise import emit_elementwise
 from flashmem.codegen.emitters.indexing import emit_gather_at, emit_place, emit_scatter
 from flashmem.codegen.emitters.movement import (
     emit_concat,
     emit_expand,
+    emit_frames,
     emit_gather,
     emit_pad,
     emit_slice,
     emit_tile,
     emit_transpose,
 )
-from flashmem.codegen.emitters.reduction import emit_reduction
+from flashmem.codegen.emitters.reduction import emit_determinant, emit_lrn, emit_reduction
+from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
 from flashmem.codegen.emitters.selection import emit_extreme, emit_scan, emit_top
-from flashmem.codegen.emitters.spatial import emit_pool, emit_resize
+from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators import REGISTRY
 
 EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "concat": emit_concat,
     "convolution": emit_convolution,
+    "deform_convolution": emit_deform_convolution,
+    "determinant": emit_determinant,
     "expand": emit_expand,
     "extreme": emit_extreme,
     "gather": emit_gather,
     "gather_at": emit_gather_at,
+    "frames": emit_frames,
+    "gather": emit_gather,
+    "grid_sample": emit_grid_sample,
+    "lrn": emit_lrn,
     "matmul": emit_matmul,
     "pad": emit_pad,
     "place": emit_place,
@@ -38,10 +46,12 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "resize": emit_resize,
     "scan": emit_scan,
     "scatter": emit_scatter,
+    "roi_align": emit_roi_align,
     "slice": emit_slice,
     "tile": emit_tile,
     "top": emit_top,
     "transpose": emit_transpose,
+    "unpool": emit_unpool,
 }
 """By the name that declarations use (`graph.operators.registry.Operator.kernel`)."""
 

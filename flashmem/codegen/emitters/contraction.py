@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitters.movement import _move as move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node
-from flashmem.graph.operators.vector import REGISTER, Vector
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.graph.placement import affine, broadcast_strides
 from flashmem.program import Arg, KernelShape, Slice
 
@@ -71,30 +72,51 @@ def emit_convolution(emitter: Emitter, layer: Layer) -> None:
     """Conv and ConvTranspose as implicit products; a 1x1 convolution is a MatMul, a depthwise one has its own kernel."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
-    batch, height, width, channels = x.shape
-    out_height, out_width, columns = y.shape[1:]
-    group = int(node.attributes["group"])
-    kernel_h, kernel_w = weight.shape[2:]
-    (stride_h, stride_w), (dilation_h, dilation_w) = node.attributes["strides"], node.attributes["dilations"]
-    pad_top, pad_left = node.attributes["pads"][:2]
-    rows = batch * out_height * out_width
+    *_, height, width, channels = x.shape
+    *_, out_height, out_width, columns = y.shape
+    group, volume = int(node.attributes["group"]), len(x.shape) == 5
+    *front, kernel_h, kernel_w = zip(
+        weight.shape[2:], node.attributes["strides"], node.attributes["dilations"], node.attributes["pads"], strict=False
+    )
+    rows = y.size // columns
     transposed = node.op == "ConvTranspose"
-    if group == channels == columns and not transposed and group > 1:
+    if group == channels == columns and not transposed and not volume and group > 1:
         _emit_depthwise(emitter, layer)
         return
-    pointwise = kernel_h == kernel_w == stride_h == stride_w == group == 1 and not any(node.attributes["pads"])
+    packed = weight.constant is not None
+    pointwise = group == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
     if pointwise and not transposed:
-        tile = _tile(emitter, rows, columns, packed=True)
+        tile = _tile(emitter, rows, columns, packed=packed)
         dims = [rows, channels, columns]
         _emit_packed(emitter, layer, "matmul", tile, rows, 1, DEPTH_BLOCK, dims, {"block": DEPTH_BLOCK})
         return
-    tile = _tile(emitter, rows, columns // group, packed=True)
+    tile = _tile(emitter, rows, columns // group, packed=packed)
     group_panels = -(-(columns // group) // tile.columns)
     dims = [
         rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group, group_panels,
-        kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w, pad_top, pad_left,
+        *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
-    _emit_packed(emitter, layer, "conv", tile, rows, group, channels // group, dims, {"transposed": transposed})
+    dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
+    context = {"transposed": transposed, "volume": volume}
+    _emit_packed(emitter, layer, "conv", tile, rows, group, channels // group, dims, context)
+
+
+def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
+    """DeformConv: an implicit product whose taps are sampled."""
+    node = layer.main
+    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    _, height, width, channels = x.shape
+    *_, out_height, out_width, columns = y.shape
+    group, offset_group, masked = node.attributes["group"], node.attributes["offset_group"], len(node.inputs) > 3
+    rows = y.size // columns
+    tile = _tile(emitter, rows, columns // group, packed=weight.constant is not None)
+    dims = [
+        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
+        -(-(columns // group) // tile.columns), *weight.shape[2:], *node.attributes["strides"], *node.attributes["dilations"],
+        *node.attributes["pads"][:2], offset_group, channels // offset_group,
+    ]  # fmt: skip
+    extra = [emitter.zeros(channels), *(emitter.operand(node.input(i)) for i in range(2, len(node.inputs)))]
+    _emit_packed(emitter, layer, "deform_conv", tile, rows, group, channels // group, dims, {"masked": masked}, extra)
 
 
 def _emit_packed(
@@ -107,8 +129,9 @@ def _emit_packed(
     fold_unit: int,
     dims: list[int],
     context: dict[str, Any],
+    extra: Sequence[Arg] = (),
 ) -> None:
-    """Pack the weights and launch `template` once for each slice."""
+    """Pack the weights and launch `template` once for each slice. `extra`: pointers that it takes before those of the tail."""
     depth, columns = weight_matrix(layer.main)
     packing = Packing(
         depth, columns // groups, groups, tile.columns, emitter.half, emitter.memory_path, fold_unit, emitter.descriptor
@@ -119,14 +142,18 @@ def _emit_packed(
     )
     x, y = emitter.operand(layer.main.input(0)), emitter.tensor(layer.output)
     zeros = [emitter.zeros(dims[3])] if template == "conv" else []
-    sliced = _placed(emitter, layer.main, packing)
-    operands = emitter.operand_args(tail)
-    for i, (name, part) in enumerate(sliced):
+    if layer.main.input(1).constant is None:
+        whole = PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.columns)
+        sliced = [(_packed_at_run_time(emitter, layer, groups, tile.columns), whole)]
+    else:
+        sliced = [(Arg("slice", name), part) for name, part in _placed(emitter, layer.main, packing)]
+    operands = [*extra, *emitter.operand_args(tail)]
+    for i, (packed, part) in enumerate(sliced):
         folds = [packing.fold_rows, part.panels * tile.columns // 4] if tile.texture else []
         emitter.launch(
             layer,
             kernel,
-            [x, Arg("slice", name), y, *zeros, *operands, *dims, part.first_panel, part.panels, *folds],
+            [x, packed, y, *zeros, *operands, *dims, part.first_panel, part.panels, *folds],
             (-(-rows // tile.rows), part.panels),
             tile.local,
             KernelShape(
@@ -140,6 +167,32 @@ def _emit_packed(
             nbytes=4 * (layer.main.input(0).size + rows * part.panels * tile.columns),
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
+
+
+def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int) -> Arg:
+    """Weights of a convolution that are computed at run time, moved into panels: [groups, panels, taps, channels, panel]."""
+    node = layer.main
+    weight = node.input(1)
+    outer, inner, *kernel = weight.shape
+    taps = math.prod(kernel)
+    if node.op == "ConvTranspose":
+        channels, columns = outer // groups, inner
+        strides = (channels * columns * taps, taps, columns * taps)  # of a group, a column, a channel
+    else:
+        channels, columns = inner, outer // groups
+        strides = (columns * channels * taps, channels * taps, taps)
+    panels = -(-columns // panel)
+    made = Value(f"{weight.name}.packed", (groups, panels, taps, channels, panel), weight.dtype)
+    target = [math.prod(made.shape[i + 1 :]) for i in range(5)]
+    full, rest = divmod(columns, panel)
+    if rest:
+        move(emitter, layer, None, made, made.shape, target, target, fill=scalar_literal("float32", 0), part="[zeros]")
+    for first, count, width in ((0, full, panel), (full, 1, rest)):
+        region = (groups, count, taps, channels, width)
+        source = [strides[0], panel * strides[1], 1, strides[2], strides[1]]
+        starts = {"source_start": first * source[1], "target_start": first * target[1]}
+        move(emitter, layer, weight, made, region, source, target, part=f"[packed {first}]", **starts)
+    return emitter.tensor(made)
 
 
 def _placed(emitter: Emitter, node: Node, packing: Packing) -> list[tuple[str, PackedSlice]]:
@@ -167,7 +220,6 @@ def _placed(emitter: Emitter, node: Node, packing: Packing) -> list[tuple[str, P
 def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
-    assert weight.constant is not None
     batch, height, width, columns = x.shape
     out_height, out_width = y.shape[1:3]
     rows = batch * out_height * out_width
@@ -177,8 +229,13 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
     kernel = emitter.kernels.kernel("depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail))
-    read = weight.constant.array
-    packed = emitter.data(weight.name, 4 * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, np.float32))
+    if weight.constant is None:
+        packed = _packed_at_run_time(emitter, layer, 1, columns)
+    else:
+        read = weight.constant.array
+        packed = emitter.data(
+            weight.name, 4 * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, np.float32)
+        )
     zeros = emitter.zeros(columns)
     dims = [
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],

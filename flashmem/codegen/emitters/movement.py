@@ -142,6 +142,15 @@ def emit_pad(emitter: Emitter, layer: Layer) -> None:
     )  # fmt: skip
 
 
+def emit_frames(emitter: Emitter, layer: Layer) -> None:
+    """Frames of a signal, which overlap: in the source, the next frame is `step` elements on."""
+    x, y, step = layer.main.input(0), layer.output, layer.main.attributes["step"]
+    _, length, components = x.shape
+    batch, frames, size, _ = y.shape
+    region = (batch, frames, size * components)
+    _move(emitter, layer, x, y, region, [length * components, step * components, 1], _strides(region))
+
+
 def emit_gather(emitter: Emitter, layer: Layer) -> None:
     """Gather. An index out of range leaves the layer's number in the status tensor, and nothing outside the table is read."""
     data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]

@@ -1,4 +1,4 @@
-"""Reductions, softmax and normalization over a run of neighbouring axes."""
+"""Reductions, softmax and normalization over a run of neighbouring axes; windows of channels; determinants."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Value
 from flashmem.graph.operators.reduction import whole_rows
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program import Arg, DType, KernelShape
@@ -120,3 +121,36 @@ def _emit_columns(
     shape = KernelShape(rows=layer.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
     args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth, inner]
     emitter.launch(layer, kernel, args, items, local, shape)
+
+
+def emit_lrn(emitter: Emitter, layer: Layer) -> None:
+    """LRN over windows of channels, wherever those lie."""
+    node = layer.main
+    x, axis, size = node.input(0), node.attributes["axis"], node.attributes["size"]
+    rows, channels, columns = math.prod(x.shape[: axis + 1]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    vector = emitter.vector_for(columns)
+    items = (-(-columns // vector), rows)
+    local = emitter.work_group(items)
+    kernel = emitter.kernels.kernel(
+        "lrn",
+        attributes=emitter.attributes(local),
+        alpha=scalar_literal("float32", node.attributes["alpha"] / size),
+        beta=scalar_literal("float32", node.attributes["beta"]),
+        bias=scalar_literal("float32", node.attributes["bias"]),
+        **emitter.vectors(vector),
+    )
+    args = [emitter.operand(x), emitter.tensor(layer.output), rows, channels, columns, (size - 1) // 2, size // 2]
+    shape = KernelShape(rows=rows, columns=columns, depth=min(size, channels), run=columns, stride=columns, vector=vector)
+    emitter.launch(layer, kernel, args, items, local, shape)
+
+
+def emit_determinant(emitter: Emitter, layer: Layer) -> None:
+    """Det: each matrix is eliminated by one work-item, in a copy."""
+    x, y = layer.main.input(0), layer.output
+    size, count = x.shape[-1], y.size
+    work = emitter.tensor(Value(f"{x.name}.eliminated", x.shape, x.dtype))
+    local = emitter.work_group((count,))
+    kernel = emitter.kernels.kernel("determinant", attributes=emitter.attributes(local))
+    shape = KernelShape(rows=count, depth=size**3)
+    args: list[Arg | int] = [emitter.operand(x), work, emitter.tensor(y), count, size]
+    emitter.launch(layer, kernel, args, (count,), local, shape, macs=count * size**3 // 3)

@@ -1,4 +1,4 @@
-"""Pooling and resizing, channels-last."""
+"""Pooling, its inverse, and resizing, channels-last."""
 
 from __future__ import annotations
 
@@ -8,33 +8,78 @@ from functools import partial
 import numpy as np
 
 from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitters.movement import _move as move
 from flashmem.codegen.resize_taps import Axis, Rule, resize_taps
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.vector import STORED, Vector, scalar_literal
+from flashmem.graph.placement import affine
 from flashmem.program import Arg, KernelShape
 
 
 def emit_pool(emitter: Emitter, layer: Layer) -> None:
-    """MaxPool and AveragePool."""
+    """MaxPool with the places of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
-    _, height, width, columns = x.shape
-    rows = math.prod(y.shape[:3])
+    _, *sizes, columns = x.shape
+    out_sizes = y.shape[1:-1]
+    lifted = [1] * (3 - len(sizes))
+    rows = y.size // columns
     vector = emitter.vector_for(columns)
+    stored, kinds = STORED[x.dtype], Vector(vector)
+    places = node.op == "MaxPoolAt"
+    # A maximum needs no wider registers than its elements; beside places, which are 32 bits wide, it takes those.
+    vec, load = kinds.named(stored), "at[0]" if vector == 1 else f"vload{vector}(0, at)"
+    if places:
+        vec, load = kinds.of(x.dtype), kinds.load(x.dtype, "at", "0")
+    neutral = "0.0f"
+    if node.op.startswith("MaxPool"):
+        neutral = "-INFINITY" if x.dtype == "float32" else str(np.iinfo(x.dtype).min)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
     kernel = emitter.kernels.kernel(
         "pool",
         op=node.op,
-        count_pads=bool(node.attributes["count_include_pad"]),
+        count_pads=bool(node.attributes.get("count_include_pad", 0)),
+        column_major=bool(node.attributes.get("storage_order", 0)),
+        p=node.attributes.get("p", 0),
+        neutral=neutral,
+        maximum="fm_max" if x.dtype == "float32" else "max",
+        stored=stored,
+        made=STORED[y.dtype],
+        result="found" if places else "total",
+        load=load,
         attributes=emitter.attributes(local),
-        **emitter.vectors(vector),
+        vector=vector,
+        vec=vec,
+        ivec=kinds.named("int"),
+        lvec=kinds.named("long"),
     )
-    window = [*node.attributes["kernel"], *node.attributes["strides"], *node.attributes["dilations"], *node.attributes["pads"]]
-    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), rows, height, width, columns, *y.shape[1:3], *window]
+    pads = node.attributes["pads"]
+    before, after = pads[: len(sizes)], pads[len(sizes) :]
+    nothing = [0] * len(lifted)
+    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), rows, *lifted, *sizes, columns, *lifted, *out_sizes]
+    for name in ("kernel", "strides", "dilations"):
+        args += [*lifted, *node.attributes[name]]
+    args += [*nothing, *before, *nothing, *after]
     taps = math.prod(node.attributes["kernel"])
     shape = KernelShape(rows=rows, columns=columns, depth=taps, run=columns, vector=vector)
     emitter.launch(layer, kernel, args, items, local, shape)
+
+
+def emit_unpool(emitter: Emitter, layer: Layer) -> None:
+    """MaxUnpool: zeros, then each element where its index says. Indices count in the shape before any that was asked for."""
+    node = layer.main
+    x, indices, y = node.input(0), node.input(1), node.outputs[0]
+    unpooled = node.attributes["unpooled"]
+    strides = [math.prod(y.shape[axis + 1 :]) for axis in range(len(y.shape))]
+    move(emitter, layer, None, y, y.shape, strides, strides, fill=scalar_literal(y.dtype, 0), part="[zeros]")
+    local = emitter.work_group((x.size,))
+    kernel = emitter.kernels.kernel(
+        "unpool", attributes=emitter.attributes(local), index=STORED[indices.dtype], target=affine(unpooled, strides, "at")
+    )
+    args: list[Arg | int] = [emitter.operand(x), emitter.operand(indices), emitter.tensor(y), emitter.status()]
+    args += [x.size, math.prod(unpooled), len(emitter.launches) + 1]
+    emitter.launch(layer, kernel, args, (x.size,), local, KernelShape(columns=x.size), nbytes=16 * x.size)
 
 
 def emit_resize(emitter: Emitter, layer: Layer) -> None:

@@ -7,6 +7,7 @@ from flashmem.graph.operators import (
     arithmetic,
     casting,
     contraction,
+    determinant,
     indexing,
     logic,
     movement,
@@ -14,7 +15,9 @@ from flashmem.graph.operators import (
     pooling,
     reduction,
     resize,
+    sampling,
     selection,
+    spectral,
 )
 from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
@@ -28,6 +31,9 @@ FAMILIES = (
     normalization,
     pooling,
     resize,
+    sampling,
+    spectral,
+    determinant,
     movement,
     indexing,
     selection,

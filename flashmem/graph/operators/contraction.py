@@ -1,20 +1,21 @@
 """Products: MatMul, Gemm, convolutions.
 
 After the rewrites `MatMul` has attribute `transposed` (1 if the constant second operand is stored [N, K]); Gemm is MatMul, Mul
-and Add; `Conv` and `ConvTranspose` are 2D, without bias, with attributes `strides`, `dilations`, `pads` (top, left, bottom,
-right) and `group`.
+and Add; `Conv` and `ConvTranspose` are 2D or 3D, without bias, with attributes `strides`, `dilations`, `pads` (before every
+dimension, then after every one) and `group`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from flashmem.graph.builder import Rewriter, constant, derived
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.lowering import chain, reshaped, spreads, transpose
-from flashmem.graph.operators.registry import FLOAT, WIDE, Operator, register
+from flashmem.graph.operators.lowering import chain, constant_integers, reshaped, spreads, transpose
+from flashmem.graph.operators.registry import FLOAT, INDEX, WIDE, Operator, all_of, constant_inputs, register
 
 
 def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -62,7 +63,7 @@ def _rewrite_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def window(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Strides, dilations and pads of a 1D or 2D window; pads that ONNX leaves open follow from the shapes."""
+    """Strides, dilations and pads of a window; pads that ONNX leaves open follow from the shapes."""
     rank = len(kernel)
     strides = tuple(int(i) for i in node.attributes.get("strides") or [1] * rank)
     dilations = tuple(int(i) for i in node.attributes.get("dilations") or [1] * rank)
@@ -94,7 +95,7 @@ def lift(sliding: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 
 def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Convolutions become 2D, with the bias as an Add."""
+    """1D convolutions become 2D; the bias is an Add."""
     x, w, bias, output = node.input(0), node.input(1), node.optional(2), node.outputs[0]
     sliding = window(node, w.shape[2:])
     group = int(node.attributes.get("group", 1))
@@ -106,10 +107,58 @@ def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
         result = Value(f"{output.name}.2d", (*output.shape[:2], 1, output.shape[2]), output.dtype)
     steps = []
     if bias is not None:
-        steps.append(("Add", reshaped(rewriter, bias, (bias.shape[0], 1, 1))))
+        steps.append(("Add", reshaped(rewriter, bias, (bias.shape[0], *[1] * (len(x.shape) - 2)))))
     chain(rewriter, node, node.op, [x, w], result, steps, group=group, **sliding)
     if result is not output:
         rewriter.add("Reshape", [result], output)
+
+
+def _rewrite_col2im(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A transposed convolution of each channel's blocks: element t of a block is a channel that goes to tap t."""
+    x, output = node.input(0), node.outputs[0]
+    block, sliding, counts = _blocks(node)
+    if len(block) == 1:
+        sliding, block, counts = lift(sliding), (1, *block), (1, *counts)
+    images, taps = x.shape[0] * output.shape[1], math.prod(block)
+    blocks = reshaped(rewriter, x, (images, taps, *counts))
+    places = constant(f"{node.name}.places", np.eye(taps, dtype=np.float32).reshape(taps, 1, *block))
+    image = (1, *output.shape[2:])[-len(block) :]
+    made = Value(f"{output.name}.images", (images, 1, *image), output.dtype)
+    rewriter.add("ConvTranspose", [blocks, places], made, node.name, group=1, **sliding)
+    rewriter.add("Reshape", [made], output)
+
+
+def _blocks(node: Node) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], tuple[int, ...]]:
+    """The block of a Col2Im, how it slides, and at how many places in each dimension."""
+    image, block = constant_integers(node, 1, "image_shape") or [], constant_integers(node, 2, "block_shape") or []
+    rank = len(block)
+    sliding = {
+        name: tuple(int(i) for i in node.attributes.get(name) or default)
+        for name, default in (("strides", [1] * rank), ("dilations", [1] * rank), ("pads", [0] * (2 * rank)))
+    }
+    pads = zip(sliding["pads"][:rank], sliding["pads"][rank:], strict=True)
+    sizes = zip(image, block, sliding["strides"], sliding["dilations"], pads, strict=True)
+    counts = tuple((size + sum(pad) - dilation * (reach - 1) - 1) // stride + 1 for size, reach, stride, dilation, pad in sizes)
+    return tuple(block), sliding, counts
+
+
+def _check_col2im(node: Node) -> str | None:
+    x, y = node.input(0).shape, node.outputs[0].shape
+    image, block = constant_integers(node, 1, "image_shape") or [], constant_integers(node, 2, "block_shape") or []
+    rank = len(block)
+    if rank not in (1, 2, 3) or len(image) != rank:
+        return f"Col2Im over {len(image)} spatial dimensions in blocks of {rank} is not implemented (1, 2 and 3 are)"
+    for name, count, least in (("strides", rank, 1), ("dilations", rank, 1), ("pads", 2 * rank, 0)):
+        given = node.attributes.get(name)
+        if given is not None and (len(given) != count or min(given) < least):
+            return f"Col2Im with {name} {tuple(given)} over {rank} spatial dimensions"
+    if min(image) < 1 or min(block) < 1:
+        return f"Col2Im of blocks of {tuple(block)} to {tuple(image)}"
+    counts = _blocks(node)[2]
+    channels = x[1] // math.prod(block) if len(x) == 3 else 0
+    if min(counts) < 1 or x != (x[0], channels * math.prod(block), math.prod(counts)) or y != (x[0], channels, *image):
+        return f"Col2Im of shape {x} in blocks of {tuple(block)} to {tuple(image)}"
+    return None
 
 
 def _last_columns(node: Node) -> int:
@@ -143,12 +192,8 @@ def _check_convolution(node: Node) -> str | None:
     x, w, bias = node.input(0).shape, node.input(1), node.optional(2)
     rank, group = len(x), int(node.attributes.get("group", 1))
     transposed = node.op == "ConvTranspose"
-    if rank not in (3, 4):
-        return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1 and 2 are)"
-    if w.constant is None:
-        return f"{node.op} with weights computed at run time is not implemented"
-    if transposed and group != 1:
-        return "ConvTranspose with groups is not implemented"
+    if rank not in (3, 4, 5):
+        return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1, 2 and 3 are)"
     if len(w.shape) != rank:
         return f"{node.op} with weights of {len(w.shape)} dimensions over an input of {rank}"
     if group < 1 or x[1] % group or (not transposed and w.shape[0] % group):
@@ -188,6 +233,10 @@ def bad_window(node: Node, kernel: Sequence[int]) -> str | None:
 
 register(
     __name__,
+    Operator(
+        "Col2Im", (FLOAT, INDEX, INDEX), check=all_of(constant_inputs(1, 2), _check_col2im), rewrite=_rewrite_col2im,
+        operator_class="reusable",
+    ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
         columns=_last_columns, operator_class="reusable",

@@ -11,10 +11,15 @@ from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.registry import Remap
 
-TO_LAST = (0, 2, 3, 1)
-"""N, C, H, W -> N, H, W, C: physical axis i holds logical axis TO_LAST[i]."""
 
-TO_FIRST = (0, 3, 1, 2)
+def to_last(rank: int) -> tuple[int, ...]:
+    """N, C, H, W -> N, H, W, C, for 4 dimensions: physical axis i holds logical axis to_last(rank)[i]."""
+    return (0, *range(2, rank), 1)
+
+
+def to_first(rank: int) -> tuple[int, ...]:
+    """The inverse of `to_last`: logical axis i lies at physical axis to_first(rank)[i]."""
+    return (0, rank - 1, *range(1, rank - 1))
 
 
 def constant_integers(node: Node, index: int, attribute: str) -> list[int] | None:
@@ -94,14 +99,20 @@ def elementwise_chain(rewriter: Rewriter, node: Node, value: Value, steps: Seque
 
 def axes_last(node: Node) -> dict[str, Any]:
     """Attribute `axes` channels-last."""
-    return {"axes": tuple(sorted(TO_FIRST[axis] for axis in node.attributes["axes"]))}
+    places = to_first(len(node.outputs[0].shape))
+    return {"axes": tuple(sorted(places[axis] for axis in node.attributes["axes"]))}
 
 
 def axis_last(node: Node) -> dict[str, Any]:
     """Attribute `axis` channels-last."""
-    return {"axis": TO_FIRST[node.attributes["axis"]]}
+    return {"axis": to_first(len(node.outputs[0].shape))[node.attributes["axis"]]}
 
 
 def per_dimension_last(*names: str) -> Remap:
     """Attributes with one entry for each dimension, channels-last."""
-    return lambda node: {name: tuple(node.attributes[name][axis] for axis in TO_LAST) for name in names}
+
+    def remap(node: Node) -> dict[str, Any]:
+        order = to_last(len(node.outputs[0].shape))
+        return {name: tuple(node.attributes[name][axis] for axis in order) for name in names}
+
+    return remap

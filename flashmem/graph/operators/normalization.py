@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant, derived
+from flashmem.graph.builder import Rewriter, constant
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.lowering import axes_last, bad_axis, chain, elementwise_chain, from_front, reshaped, spreads
+from flashmem.graph.operators.lowering import (
+    axes_last,
+    axis_last,
+    bad_axis,
+    chain,
+    elementwise_chain,
+    from_front,
+    reshaped,
+    spreads,
+)
 from flashmem.graph.operators.reduction import whole_rows
-from flashmem.graph.operators.registry import FLOAT, Check, Operator, all_of, constant_inputs, each, register
+from flashmem.graph.operators.registry import FLOAT, Check, Operator, all_of, each, register
 
 
 def _columns(node: Node) -> int:
@@ -41,25 +50,86 @@ def _check_axis(node: Node) -> str | None:
 
 
 def _rewrite_batch_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Folded into one Mul and one Add per channel, which the producer's epilogue takes in."""
-    arrays = []
-    for i in range(1, 5):
-        source = node.input(i).constant
-        assert source is not None
-        arrays.append(np.asarray(source.array(), np.float64))
-    scale, bias, mean, variance = arrays
-    factor = scale / np.sqrt(variance + _epsilon(node))
-    shape = (-1, *[1] * (len(node.input(0).shape) - 2))
+    """One Mul and one Add per channel, which the producer's epilogue takes in; of constants, computed when compiling."""
+    if node.attributes.get("training_mode", 0):
+        _rewrite_training(rewriter, node)
+    elif any(node.input(i).constant is None for i in range(1, 5)):
+        _normalize_channels(rewriter, node, node.input(3), node.input(4))
+    else:
+        arrays = []
+        for i in range(1, 5):
+            source = node.input(i).constant
+            assert source is not None
+            arrays.append(np.asarray(source.array(), np.float64))
+        scale, bias, mean, variance = arrays
+        factor = scale / np.sqrt(variance + _epsilon(node))
+        shape = _channel_shape(node)
+        steps = [
+            ("Mul", constant(f"{node.name}.factor", factor.astype(np.float32).reshape(shape))),
+            ("Add", constant(f"{node.name}.shift", (bias - mean * factor).astype(np.float32).reshape(shape))),
+        ]
+        elementwise_chain(rewriter, node, node.input(0), steps)
+
+
+def _channel_shape(node: Node) -> tuple[int, ...]:
+    """The shape in which one number for each channel broadcasts over the input."""
+    return (node.input(0).shape[1], *[1] * (len(node.input(0).shape) - 2))
+
+
+def _number(name: str, value: float) -> Value:
+    return constant(name, np.array([value], np.float32))
+
+
+def _inverse_deviation(rewriter: Rewriter, name: str, variance: Value, epsilon: float, output: Value | None = None) -> Value:
+    """1 / sqrt(variance + epsilon)."""
+    shape, dtype = variance.shape, variance.dtype
+    moved = rewriter.emit("Add", [variance, _number(f"{name}.epsilon", epsilon)], shape, dtype, f"{name}.moved")
+    root = rewriter.emit("Sqrt", [moved], shape, dtype, f"{name}.deviation")
+    return rewriter.add("Reciprocal", [root], output or Value(f"{name}.inverse", shape, dtype))
+
+
+def _normalize_channels(rewriter: Rewriter, node: Node, mean: Value, variance: Value) -> None:
+    """Normalize by a mean and a variance of each channel that are known at run time."""
+    shape = _channel_shape(node)
+    inverse = _inverse_deviation(rewriter, node.name, reshaped(rewriter, variance, shape), _epsilon(node))
+    scale = reshaped(rewriter, node.input(1), shape)
+    factor = rewriter.emit("Mul", [inverse, scale], shape, inverse.dtype, f"{node.name}.factor")
     steps = [
-        ("Mul", constant(f"{node.name}.factor", factor.astype(np.float32).reshape(shape))),
-        ("Add", constant(f"{node.name}.shift", (bias - mean * factor).astype(np.float32).reshape(shape))),
-    ]
+        ("Sub", reshaped(rewriter, mean, shape)), ("Mul", factor), ("Add", reshaped(rewriter, node.input(2), shape)),
+    ]  # fmt: skip
     elementwise_chain(rewriter, node, node.input(0), steps)
 
 
+def _rewrite_training(rewriter: Rewriter, node: Node) -> None:
+    """Normalize by the batch's own mean and variance, which move the running ones."""
+    x, channels = node.input(0), node.input(0).shape[1]
+    shape, kind = _channel_shape(node), x.dtype
+
+    def mean_of(value: Value, name: str) -> Value:
+        """Over all but the channels: first inside each image, then over the batch."""
+        name, spatial = f"{node.name}.{name}", tuple(range(2, len(x.shape)))
+        if spatial:
+            inner = (*x.shape[:2], *[1] * len(spatial))
+            value = rewriter.emit("ReduceMean", [value], inner, kind, f"{name}.images", axes=spatial)
+        return rewriter.emit("ReduceMean", [value], (1, channels, *[1] * len(spatial)), kind, name, axes=(0,))
+
+    mean = mean_of(x, "mean")
+    centred = rewriter.emit("Sub", [x, mean], x.shape, kind, f"{node.name}.centred")
+    square = rewriter.emit("Mul", [centred, centred], x.shape, kind, f"{node.name}.square")
+    variance = mean_of(square, "variance")
+    _normalize_channels(rewriter, node, reshaped(rewriter, mean, shape), reshaped(rewriter, variance, shape))
+    momentum = float(node.attributes.get("momentum", 0.9))
+    for output, running, current in zip(node.outputs[1:], (node.input(3), node.input(4)), (mean, variance), strict=False):
+        name = output.name or f"{node.name}.unused"
+        kept = rewriter.emit("Mul", [running, _number(f"{name}.old", momentum)], (channels,), kind, f"{name}.kept")
+        now = reshaped(rewriter, current, (channels,))
+        added = rewriter.emit("Mul", [now, _number(f"{name}.new", 1 - momentum)], (channels,), kind, f"{name}.added")
+        rewriter.add("Add", [kept, added], output)
+
+
 def _check_batch_normalization(node: Node) -> str | None:
-    if node.attributes.get("training_mode", 0) or len(node.outputs) > 1:
-        return "BatchNormalization in training mode is not implemented"
+    if len(node.outputs) > 1 and not node.attributes.get("training_mode", 0):
+        return "BatchNormalization with several outputs, but not in training_mode, is not implemented"
     return None
 
 
@@ -85,11 +155,21 @@ def _rewrite_layer_normalization(rewriter: Rewriter, node: Node, opset: int) -> 
     axes = tuple(range(from_front(int(node.attributes.get("axis", -1)), rank), rank))
     steps = [("Mul", scale), *([("Add", bias)] if bias is not None else [])]
     chain(rewriter, node, "Normalize", [x], node.outputs[0], steps, axes=axes, epsilon=_epsilon(node))
+    if len(node.outputs) == 1:
+        return
+    inner, kind = (*x.shape[: axes[0]], *[1] * len(axes)), x.dtype
+    mean = Value(f"{node.name}.mean", inner, kind)
+    rewriter.add("ReduceMean", [x], mean, axes=axes)
+    if node.outputs[1].name:
+        rewriter.add("Reshape", [mean], node.outputs[1])
+    if len(node.outputs) > 2 and node.outputs[2].name:
+        centred = rewriter.emit("Sub", [x, mean], x.shape, kind, f"{node.name}.centred")
+        square = rewriter.emit("Mul", [centred, centred], x.shape, kind, f"{node.name}.square")
+        variance = rewriter.emit("ReduceMean", [square], inner, kind, f"{node.name}.variance", axes=axes)
+        _inverse_deviation(rewriter, node.name, variance, _epsilon(node), node.outputs[2])
 
 
 def _check_layer_normalization(node: Node) -> str | None:
-    if len(node.outputs) > 1:
-        return "LayerNormalization with mean and deviation as outputs is not implemented"
     if (reason := _check_axis(node)) is not None:
         return reason
     shape = node.input(0).shape
@@ -115,7 +195,7 @@ def _check_instance_normalization(node: Node) -> str | None:
 
 
 def _rewrite_group_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Groups of channels become rows; scale and bias stay per channel (per group before operator set 21)."""
+    """Groups of channels become rows; scale and bias stay per channel (ONNX withdrew operator set 18, where they were per group)."""
     x, output = node.input(0), node.outputs[0]
     groups = int(node.attributes["num_groups"])
     batch, channels = x.shape[:2]
@@ -125,8 +205,6 @@ def _rewrite_group_normalization(rewriter: Rewriter, node: Node, opset: int) -> 
     shape = (channels, *[1] * (len(x.shape) - 2))
     steps: list[tuple[str, Value]] = []
     for op, value in (("Mul", node.input(1)), ("Add", node.input(2))):
-        if value.shape[0] != channels:
-            value = derived(value, f"{value.name}.channels", (channels,), lambda a: a.repeat(channels // groups))
         steps.append((op, reshaped(rewriter, value, shape)))
     normal = reshaped(rewriter, normal, x.shape)
     elementwise_chain(rewriter, Node(node.op, node.name, [normal], [output], {}), normal, steps)
@@ -136,21 +214,49 @@ def _check_group_normalization(node: Node) -> str | None:
     shape, groups = node.input(0).shape, int(node.attributes.get("num_groups", 0))
     if len(shape) < 2 or groups < 1 or shape[1] % groups:
         return f"GroupNormalization of shape {shape} in {groups} groups"
-    for index in (1, 2):
-        if node.input(index).shape not in ((shape[1],), (groups,)):
-            return f"GroupNormalization of {shape[1]} channels with {node.input(index).name} of shape {node.input(index).shape}"
     return None
+
+
+def _rewrite_lrn(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """The channels as an axis, which moves with the layout."""
+    numbers = {name: float(node.attributes.get(name, default)) for name, default in _LRN.items()}
+    rewriter.add("LRN", [node.input(0)], node.outputs[0], node.name, axis=1, size=int(node.attributes["size"]), **numbers)
+
+
+_LRN = {"alpha": 1e-4, "beta": 0.75, "bias": 1.0}
+
+
+def _check_lrn(node: Node) -> str | None:
+    rank, size = len(node.input(0).shape), int(node.attributes["size"])
+    return None if rank > 1 and size > 0 else f"LRN over {size} channels of a tensor of {rank} dimensions"
+
+
+def _rewrite_lp_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """Over a norm; where that is 0, all it is of is 0 too, and stays so."""
+    x, axis = node.input(0), from_front(int(node.attributes.get("axis", -1)), len(node.input(0).shape))
+    shape = tuple(1 if a == axis else size for a, size in enumerate(x.shape))
+    op = f"ReduceL{node.attributes.get('p', 2)}"
+    norm = rewriter.emit(op, [x], shape, x.dtype, f"{node.name}.norm", axes=(axis,))
+    least = _number(f"{node.name}.least", float(np.finfo(np.float32).tiny))
+    norm = rewriter.emit("Max", [norm, least], shape, x.dtype, f"{node.name}.divisor")
+    rewriter.add("Div", [x, norm], node.outputs[0], node.name)
+
+
+def _check_lp_normalization(node: Node) -> str | None:
+    if (p := int(node.attributes.get("p", 2))) not in (1, 2):
+        return f"LpNormalization with p = {p}"
+    return bad_axis(node, [int(node.attributes.get("axis", -1))], len(node.input(0).shape))
 
 
 register(
     __name__,
     Operator(
         "BatchNormalization", (FLOAT,),
-        check=all_of(_check_batch_normalization, constant_inputs(1, 2, 3, 4), _one_a_channel(1, 2, 3, 4)),
+        check=all_of(_check_batch_normalization, _one_a_channel(1, 2, 3, 4)),
         rewrite=_rewrite_batch_normalization,
     ),
     Operator(
-        "GroupNormalization", (FLOAT,), check=all_of(constant_inputs(1, 2), _check_group_normalization),
+        "GroupNormalization", (FLOAT,), check=all_of(_check_group_normalization, _one_a_channel(1, 2)),
         rewrite=_rewrite_group_normalization, operator_class="hierarchical",
     ),
     Operator(
@@ -159,6 +265,14 @@ register(
     ),
     Operator(
         "LayerNormalization", (FLOAT,), check=_check_layer_normalization, rewrite=_rewrite_layer_normalization,
+        operator_class="hierarchical",
+    ),
+    Operator(
+        "LRN", (FLOAT,), check=_check_lrn, rewrite=_rewrite_lrn, kernel="lrn", layout="either", remap=axis_last,
+        operator_class="hierarchical",
+    ),
+    Operator(
+        "LpNormalization", (FLOAT,), check=_check_lp_normalization, rewrite=_rewrite_lp_normalization,
         operator_class="hierarchical",
     ),
     *each(

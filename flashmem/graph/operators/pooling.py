@@ -1,4 +1,8 @@
-"""Pooling. After the rewrites pools are 2D, with attributes `kernel`, `strides`, `dilations` and `pads`."""
+"""Pooling. After the rewrites pools are 2D or 3D, with attributes `kernel`, `strides`, `dilations` and `pads`.
+
+`MaxPoolAt` gives the places of the maxima, MaxPool's second output. `MaxUnpool` has attribute `unpooled`, the shape that its
+indices count in.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +10,109 @@ from flashmem.graph.builder import Rewriter
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.contraction import bad_window, lift, window
 from flashmem.graph.operators.lowering import reshaped
-from flashmem.graph.operators.registry import FLOAT, each, register
+from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, Types, constant_inputs, each, register
+
+_POOLED: Types = frozenset({"float32", "int8", "uint8"})
 
 
 def _rewrite_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Pooling becomes 2D."""
-    x, output = node.input(0), node.outputs[0]
+    """Pooling in one dimension becomes 2D; the indices of MaxPool are a node of their own."""
+    x = node.input(0)
     kernel = tuple(int(i) for i in node.attributes["kernel_shape"])
     sliding = window(node, kernel)
-    result = output
     if len(x.shape) == 3:
         sliding, kernel = lift(sliding), (1, *kernel)
         x = reshaped(rewriter, x, (*x.shape[:2], 1, x.shape[2]))
-        result = Value(f"{output.name}.2d", (*output.shape[:2], 1, output.shape[2]), output.dtype)
-    count_pads = int(node.attributes.get("count_include_pad", 0))
-    rewriter.add(node.op, [x], result, node.name, kernel=kernel, count_include_pad=count_pads, **sliding)
-    if result is not output:
-        rewriter.add("Reshape", [result], output)
+    kept = {name: int(node.attributes.get(name, default)) for name, default in _NUMBERS.get(node.op, {}).items()}
+    for op, output in zip((node.op, "MaxPoolAt"), node.outputs, strict=False):
+        lifted = len(output.shape) == 3
+        result = Value(f"{output.name}.2d", (*output.shape[:2], 1, output.shape[2]), output.dtype) if lifted else output
+        name = node.name if op == node.op else f"{node.name}.indices"
+        rewriter.add(op, [x], result, name, kernel=kernel, **kept, **sliding)
+        if lifted:
+            rewriter.add("Reshape", [result], output)
+
+
+_NUMBERS = {"AveragePool": {"count_include_pad": 0}, "LpPool": {"p": 2}, "MaxPool": {"storage_order": 0}}
+"""The attributes that are kept, and what they are if left out."""
 
 
 def _check_pool(node: Node) -> str | None:
     rank = len(node.input(0).shape)
-    if rank not in (3, 4):
-        return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1 and 2 are)"
-    if len(node.outputs) > 1:
-        return f"{node.op} with the indices as second output is not implemented"
+    if rank not in (3, 4, 5):
+        return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1, 2 and 3 are)"
+    if node.op == "LpPool" and (reason := _check_norm(node)) is not None:
+        return reason
     kernel = node.attributes["kernel_shape"]
     if len(kernel) != rank - 2:
         return f"{node.op} with a window of {tuple(kernel)} over an input of {rank} dimensions"
     return bad_window(node, kernel)
 
 
+def _check_norm(node: Node) -> str | None:
+    p, rank = int(node.attributes.get("p", 2)), len(node.input(0).shape)
+    if p < 1:
+        return f"{node.op} with p = {p}"
+    return None if rank > 2 else f"{node.op} of a tensor of {rank} dimensions"
+
+
+def _rewrite_global_lp_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """A norm over the spatial axes."""
+    x, output, p = node.input(0), node.outputs[0], int(node.attributes.get("p", 2))
+    axes = tuple(range(2, len(x.shape)))
+    if p <= 2:
+        rewriter.add(f"ReduceL{p}", [x], output, node.name, axes=axes)
+        return
+    absolute = rewriter.emit("Abs", [x], x.shape, x.dtype, f"{node.name}.abs")
+    powers = rewriter.emit("Pow", [absolute], x.shape, x.dtype, f"{node.name}.powers", exponent=float(p))
+    total = rewriter.emit("ReduceSum", [powers], output.shape, x.dtype, f"{node.name}.sum", axes=axes)
+    rewriter.add("Pow", [total], output, node.name, exponent=1 / p)
+
+
+def unpooled_shape(node: Node) -> tuple[int, ...]:
+    """The shape that the indices of a MaxUnpool count in: that of the tensor that was pooled, if every window was full."""
+    x, kernel = node.input(0).shape, node.attributes["kernel_shape"]
+    sliding = window(node, kernel)
+    pads = zip(sliding["pads"][: len(kernel)], sliding["pads"][len(kernel) :], strict=True)
+    sizes = zip(x[2:], kernel, sliding["strides"], pads, strict=True)
+    return (*x[:2], *((size - 1) * stride + reach - before - after for size, reach, stride, (before, after) in sizes))
+
+
+def _rewrite_max_unpool(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """The shape as attribute."""
+    shape = unpooled_shape(node)
+    rewriter.add("MaxUnpool", [node.input(0), node.input(1)], node.outputs[0], node.name, unpooled=shape)
+
+
+def _check_max_unpool(node: Node) -> str | None:
+    x, kernel = node.input(0).shape, node.attributes["kernel_shape"]
+    rank = len(kernel)
+    if len(x) != rank + 2 or not kernel or min(kernel) < 1:
+        return f"MaxUnpool with a window of {tuple(kernel)} over an input of {len(x)} dimensions"
+    for name, count in (("strides", rank), ("pads", 2 * rank)):
+        given = node.attributes.get(name)
+        if given is not None and len(given) != count:
+            return f"MaxUnpool with {name} {tuple(given)} over {rank} spatial dimensions"
+    if node.input(1).shape != x:
+        return f"MaxUnpool of shape {x} with indices of shape {node.input(1).shape}"
+    made, shape = node.outputs[0].shape, unpooled_shape(node)
+    if min(shape) < 1 or len(made) != len(shape) or any(m < n for m, n in zip(made, shape, strict=True)):
+        return f"MaxUnpool to the shape {made}, which is smaller than the {shape} that its indices count in"
+    return None
+
+
+_POOL = {"rewrite": _rewrite_pool, "check": _check_pool, "kernel": "pool", "layout": "channels_last"}
+
 register(
     __name__,
-    *each(
-        ("AveragePool", "MaxPool"), inputs=(FLOAT,), check=_check_pool, rewrite=_rewrite_pool, kernel="pool",
-        layout="channels_last",
+    *each(("AveragePool", "LpPool"), inputs=(FLOAT,), **_POOL),
+    Operator("MaxPool", (_POOLED,), **_POOL),
+    Operator("MaxPoolAt", (_POOLED,), kernel="pool", layout="channels_last", onnx=False),
+    Operator(
+        "MaxUnpool", (FLOAT, INDEX, INDEX), check=lambda node: constant_inputs(2)(node) or _check_max_unpool(node),
+        rewrite=_rewrite_max_unpool, kernel="unpool",
+    ),
+    Operator(
+        "GlobalLpPool", (FLOAT,), check=_check_norm, rewrite=_rewrite_global_lp_pool, operator_class="hierarchical"
     ),
 )  # fmt: skip

@@ -1,0 +1,16 @@
+"""The determinant of matrices."""
+
+from __future__ import annotations
+
+from flashmem.graph.ir import Node
+from flashmem.graph.operators.registry import FLOAT, Operator, register
+
+
+def _check_det(node: Node) -> str | None:
+    shape = node.input(0).shape
+    if len(shape) < 2 or shape[-1] != shape[-2]:
+        return f"Det of shape {shape}, which are no square matrices"
+    return None
+
+
+register(__name__, Operator("Det", (FLOAT,), check=_check_det, kernel="determinant", operator_class="hierarchical"))
