@@ -13,7 +13,8 @@ import onnx_ir.passes.common as passes
 from onnxscript import rewriter
 from onnxscript.rewriter.rules import common as rules
 
-from flashmem.graph.onnx_folding import FoldPass, write_out_defaults
+from flashmem.graph.onnx_definitions import has_definition, write_out
+from flashmem.graph.onnx_folding import FoldPass
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 
@@ -51,12 +52,17 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         names = [output.name for output in proto.graph.output]
         model = ir.from_proto(onnx.inliner.inline_local_functions(proto, convert_version=True))
         _simplify(model, is_native)
-        wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
-        defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
-        if defined:
+        opset = model.opset_imports.get("", 0)
+        for _ in range(DEPTH):  # a definition may use operators that have definitions
+            wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
+            defined = sorted(op for op in wanted if has_definition(op, opset))
+            if not defined:
+                break
             proto = ir.to_proto(model)
-            write_out_defaults(proto, defined)
-            proto = onnx.inliner.inline_selected_functions(proto, [("", op) for op in defined], inline_schema_functions=True)
+            count = len(proto.graph.node)
+            proto = write_out(proto, defined)
+            if len(proto.graph.node) == count:
+                break  # none that holds in this operator set
             model = ir.from_proto(proto)
             _simplify(model, is_native)
         passes.CommonSubexpressionEliminationPass()(model)
@@ -120,14 +126,6 @@ def _name_outputs(graph: ir.Graph, names: Sequence[str]) -> None:
 
 def _is_onnx(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx")
-
-
-def _has_definition(op: str, opset: int) -> bool:
-    try:
-        schema = onnx.defs.get_schema(op, opset)
-    except onnx.defs.SchemaError:
-        return False
-    return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
 
 
 @contextmanager

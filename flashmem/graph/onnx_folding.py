@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.inliner
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx.checker import ValidationError
@@ -26,6 +25,7 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.errors import UserError
+from flashmem.graph.onnx_definitions import write_out
 from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sizes import set_size
 from flashmem.graph.onnx_validate import printable
@@ -257,22 +257,9 @@ def _by_definition(
     inputs = [onnx.helper.make_value_info(name, kind) for name, kind in types.items()]
     outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name]
     proto = onnx.helper.make_model(onnx.helper.make_graph([node], "g", inputs, outputs), opset_imports=imports)
-    write_out_defaults(proto, [node.op_type])
-    proto = onnx.inliner.inline_selected_functions(proto, [(node.domain, node.op_type)], inline_schema_functions=True)
+    proto = write_out(proto, [node.op_type])
     inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     return {value.name: value.type for value in inferred.graph.output}
-
-
-def write_out_defaults(proto: onnx.ModelProto, ops: Collection[str]) -> None:
-    """Give nodes of `ops` the attributes they leave to their schema: ONNX's inliner drops what a definition says of those."""
-    opset = next(entry.version for entry in proto.opset_import if entry.domain == "")
-    for node in proto.graph.node:
-        if node.op_type in ops and node.domain == "":
-            given = {attribute.name for attribute in node.attribute}
-            schema = onnx.defs.get_schema(node.op_type, opset)
-            for name, attribute in schema.attributes.items():
-                if name not in given and attribute.default_value.type:
-                    node.attribute.append(attribute.default_value)
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:

@@ -24,8 +24,8 @@ from flashmem.graph.operators import is_native
 from flashmem.graph.operators.registry import NEWEST_OPSET
 from flashmem.program import DType
 
-OPSETS = range(11, NEWEST_OPSET + 1)
-"""Versions of the ONNX operator set that are understood."""
+OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
+"""Versions of the ONNX operator set that are understood; none that the installed onnx does not know."""
 
 Supported = Callable[[Node], str | None]
 """Tells why a node cannot run, or None if it can."""
