@@ -25,6 +25,7 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.errors import UserError
+from flashmem.graph.onnx_control_flow import SEQUENCES
 from flashmem.graph.onnx_definitions import write_out
 from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sizes import set_size
@@ -103,6 +104,8 @@ class FoldPass(FoldConstantsPass):
                 raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
         elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
             infer(node, self.opset_imports)
+        if node.op_type in SEQUENCES:  # onnxscript says them in operators of a newer set
+            return None
         replacement = super().process_node(node, is_function)
         return None if replacement is None or _contradicts(node, replacement) else replacement
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
+from flashmem.graph.onnx_control_flow import REASON
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
 from flashmem.graph.onnx_limits import check_size
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
@@ -250,6 +251,8 @@ def _never(node: ir.Node) -> str | None:
     """Why `node` is beyond what a `Graph` can say, if it is."""
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
         return f"{_op(node)} is not an ONNX operator"
+    if REASON in node.meta:
+        return str(node.meta[REASON])
     if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
         return f"{node.op_type} (control flow that depends on data) is not supported"
     if "Quantize" in node.op_type or node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):
