@@ -223,7 +223,7 @@ class ControlFlowPass(ir.passes.InPlacePass):
         late = f"{op} of a sequence that depends on data is not supported"
         if op in ("SequenceConstruct", "SequenceEmpty"):
             self.sequences[node.outputs[0]] = [value for value in inputs if value is not None]
-            return late
+            return None
         if op == "SplitToSequence":
             return late if self._split(node) is None else None
         items = self.sequences.get(inputs[0]) if inputs and inputs[0] is not None else None
@@ -247,10 +247,8 @@ class ControlFlowPass(ir.passes.InPlacePass):
         elif op == "SequenceAt":
             _fit(node, position is not None)
             self._replace(node, [items[int(position or 0)]])
-            return None
         elif op == "SequenceLength":
             self._replace(node, [self._constant(node, np.array(len(items), np.int64))])
-            return None
         else:
             axis = node.attributes.get_int("axis")
             _fit(node, axis is not None)
@@ -259,8 +257,7 @@ class ControlFlowPass(ir.passes.InPlacePass):
             if node.attributes.get_int("new_axis", 0):
                 items = [self._axis(node, "Unsqueeze", value, axis or 0) for value in items]
             self._replace(node, [self._emit(node, "Concat", items, axis=axis)])
-            return None
-        return late
+        return None
 
     def _split(self, node: ir.Node) -> list[ir.Value] | None:
         x, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
@@ -303,11 +300,12 @@ class ControlFlowPass(ir.passes.InPlacePass):
         return None
 
     def _optional(self, node: ir.Node) -> str | None:
+        """Note what an optional value has, or replace what is asked of one."""
         late = f"{node.op_type} of a value that depends on data is not supported"
         x = node.inputs[0] if node.inputs else None
         if node.op_type == "Optional":
             self.optionals[node.outputs[0]] = x
-            return late
+            return None
         if x is not None and x not in self.optionals:
             if x.type is None or isinstance(x.type, ir.OptionalType):
                 return late

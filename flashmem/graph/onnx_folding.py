@@ -107,7 +107,24 @@ class FoldPass(FoldConstantsPass):
         if node.op_type in SEQUENCES:  # onnxscript says them in operators of a newer set
             return None
         replacement = super().process_node(node, is_function)
+        if replacement is None and len(node.outputs) > 1:
+            replacement = self._several(node)
         return None if replacement is None or _contradicts(node, replacement) else replacement
+
+    def _several(self, node: ir.Node) -> Replacement | None:
+        """The constants that a Split of a constant makes; onnxscript folds operators with one output only."""
+        known = [value.const_value for value in node.inputs if value is not None]
+        if node.op_type != "Split" or None in known or not self._folds(node) or node.graph is None:
+            return None
+        axis = node.attributes.get_int("axis", 0) or 0
+        sizes = [value.shape.numpy()[axis] for value in node.outputs if value.shape is not None]
+        parts = np.split(_data(node.inputs[0]), np.cumsum(sizes)[:-1], axis)  # type: ignore[arg-type]
+        nodes = [ir.node("Constant", [], {"value": ir.tensor(np.ascontiguousarray(part))}) for part in parts]
+        for inner, old in zip(nodes, node.outputs, strict=True):
+            (made,) = inner.outputs
+            made.name, made.type, made.shape = old.name, old.type, old.shape
+            made.const_value = inner.attributes["value"].as_tensor()
+        return Replacement([inner.outputs[0] for inner in nodes], nodes)
 
     def _folds(self, node: ir.Node) -> bool:
         """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
@@ -244,10 +261,16 @@ def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.Ty
     schema = onnx.defs.get_schema(node.op_type, opset_imports[node.domain], node.domain)
     proto = ir.serde.serialize_node(node)
     types = {str(value.name): _type_proto(value) for value in node.inputs if value is not None}
+    if node.op_type == "Range":  # runtimes take a tensor of one element for a number, and so do ONNX's own definitions
+        for kind in types.values():
+            if [dim.dim_value for dim in kind.tensor_type.shape.dim] == [1]:
+                del kind.tensor_type.shape.dim[:]
     imports = [onnx.helper.make_opsetid(*entry) for entry in opset_imports.items()]
     if schema.has_type_and_shape_inference_function:
         known = [value for value in node.inputs if value is not None]
         data = {str(value.name): tensor for value in known if (tensor := _known_data(value)) is not None}
+        for tensor in data.values() if node.op_type == "Range" else ():
+            del tensor.dims[:]
         return infer_node_outputs(schema, proto, types, data, opset_imports=imports)
     defined = schema.has_function or schema.has_context_dependent_function  # type: ignore[attr-defined]
     return _by_definition(proto, types, imports) if defined else {}

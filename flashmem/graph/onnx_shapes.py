@@ -31,6 +31,9 @@ def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], p
     inputs = [value for value in graph.input if value.name not in weights]
     del graph.input[:]
     graph.input.extend(inputs)
+    for value in graph.input:  # every input is given, an optional one too
+        if value.type.HasField("optional_type") and value.type.optional_type.elem_type.HasField("tensor_type"):
+            value.type.CopyFrom(onnx.TypeProto.FromString(value.type.optional_type.elem_type.SerializeToString()))
     by_name = {value.name: value for value in graph.input}
     for name in shapes:
         if name not in by_name:
