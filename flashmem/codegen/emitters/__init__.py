@@ -16,6 +16,7 @@ from flashmem.codegen.emitters.movement import (
     emit_tile,
     emit_transpose,
 )
+from flashmem.codegen.emitters.recurrent import emit_recurrent
 from flashmem.codegen.emitters.reduction import emit_reduction
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize
 from flashmem.graph.fusion import Layer
@@ -29,6 +30,7 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "matmul": emit_matmul,
     "pad": emit_pad,
     "pool": emit_pool,
+    "recurrent": emit_recurrent,
     "reduction": emit_reduction,
     "resize": emit_resize,
     "slice": emit_slice,
