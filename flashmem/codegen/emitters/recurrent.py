@@ -54,7 +54,6 @@ def emit_recurrent(emitter: Emitter, layer: Layer) -> None:
         "clip": None if a["clip"] is None else scalar_literal("float32", a["clip"]),
         "input_forget": a["input_forget"],
         "split": candidate is not None,
-        "reverse": a["reverse"],
         "lengths": lengths is not None,
         "peepholes": peepholes is not None,
         "bias": bias is not None,
@@ -65,7 +64,7 @@ def emit_recurrent(emitter: Emitter, layer: Layer) -> None:
     def launch(step: int, phase: str, pointers: list[Arg]) -> None:
         kernel = emitter.kernels.kernel("recurrent", phase=phase, attributes=emitter.attributes(local), **context)
         shape = KernelShape(rows=batch, columns=hidden, run=hidden)
-        numbers = [batch, hidden, steps, step, by_step, by_batch]
+        numbers = [batch, hidden, steps, step, int(a["reverse"]), by_step, by_batch]
         nbytes = 4 * batch * hidden * (2 * GATES[node.op] + 4)
         emitter.launch(layer, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}")
 
