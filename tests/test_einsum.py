@@ -53,7 +53,9 @@ EQUATIONS: list[tuple[str, list[tuple[int, ...]], set[int]]] = [
 ]
 
 
-def model_of(equations: list[tuple[str, list[tuple[int, ...]], set[int]]], dtype: str = "float32") -> tuple[onnx.ModelProto, dict[str, Array]]:
+def model_of(
+    equations: list[tuple[str, list[tuple[int, ...]], set[int]]], dtype: str = "float32"
+) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """A model with a node for each equation, and its inputs."""
     random_ = np.random.default_rng(3)
     feeds: dict[str, Array] = {}
@@ -97,7 +99,10 @@ def evaluated(graph: Graph, feeds: dict[str, Array]) -> list[Array]:
             case "ReduceSum":
                 made = x[0].sum(a["axes"], keepdims=True)
             case "Slice":
-                index = (np.arange(n) * step + start for n, start, step in zip(node.outputs[0].shape, a["starts"], a["steps"], strict=True))
+                index = (
+                    np.arange(n) * step + start
+                    for n, start, step in zip(node.outputs[0].shape, a["starts"], a["steps"], strict=True)
+                )
                 made = x[0][np.ix_(*index)]
             case "Mul":
                 made = x[0] * x[1]

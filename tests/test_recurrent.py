@@ -57,7 +57,8 @@ def drawn(first: int) -> tuple[onnx.ModelProto, onnx.ModelProto, dict[str, Array
         swapped = attributes.get("layout") == 1
         late = "late" in given
         states = [
-            place(f"{name}{index}", numbers(directions, BATCH, HIDDEN), True) if name in given.split() else "" for name in ("h", "c")
+            place(f"{name}{index}", numbers(directions, BATCH, HIDDEN), True) if name in given.split() else ""
+            for name in ("h", "c")
         ]
         shared = [
             place(f"W{index}", numbers(directions, rows, WIDTH), late),

@@ -106,7 +106,10 @@ class ControlFlowPass(ir.passes.InPlacePass):
             states = list(rest.outputs[: len(states)])
             for scan, value in zip(scans, rest.outputs[len(states) :], strict=True):
                 scan.append(value)
-        results = [*states, *(self._joined(node, scan, 0, old) for scan, old in zip(scans, body.outputs[-len(scans) :], strict=False))]
+        results = [
+            *states,
+            *(self._joined(node, scan, 0, old) for scan, old in zip(scans, body.outputs[-len(scans) :], strict=False)),
+        ]
         if any(value is None for value in results):
             return "Loop of no iterations, with outputs whose shape is not known, is not supported"
         self._replace(node, [value for value in results if value is not None])
@@ -123,7 +126,9 @@ class ControlFlowPass(ir.passes.InPlacePass):
             body.insert_before(nodes[0], shift)
         else:
             body.append(shift)
-        rest = ir.Node("", "Loop", inputs, [ir.AttrGraph("body", body)], num_outputs=len(node.outputs), name=f"{node.name}.rest")
+        rest = ir.Node(
+            "", "Loop", inputs, [ir.AttrGraph("body", body)], num_outputs=len(node.outputs), name=f"{node.name}.rest"
+        )
         _at(node).insert_before(node, rest)
         return rest
 
@@ -163,7 +168,9 @@ class ControlFlowPass(ir.passes.InPlacePass):
         old = dropped > 0
         axes = [0] * len(scanned) if old else _listed(node, "scan_input_axes", len(scanned))
         back = _listed(node, "directions" if old else "scan_input_directions", len(scanned))
-        out_axes, out_back = (_listed(node, name, 0 if old else outputs) for name in ("scan_output_axes", "scan_output_directions"))
+        out_axes, out_back = (
+            _listed(node, name, 0 if old else outputs) for name in ("scan_output_axes", "scan_output_directions")
+        )
         out_axes, out_back = out_axes or [0] * outputs, out_back or [0] * outputs
         original = node.inputs[len(node.inputs) - len(scanned) :]
         steps = set()
@@ -196,7 +203,9 @@ class ControlFlowPass(ir.passes.InPlacePass):
         if len(inside) > CHOSEN:
             return f"{reason}, and whose branches have {len(inside)} nodes, is not supported: at most {CHOSEN} are all computed"
         for inner in inside:
-            if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in inner.attributes.values()):
+            if any(
+                attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in inner.attributes.values()
+            ):
                 return f"{reason}, with a loop or another such choice in a branch, is not supported"
             indices = inner.inputs[1] if inner.op_type in _INDEXED and len(inner.inputs) > 1 else None
             if inner.op_type in _IMPURE or (indices is not None and indices.const_value is None):
@@ -207,7 +216,9 @@ class ControlFlowPass(ir.passes.InPlacePass):
             alike = isinstance(one.type, ir.TensorType) and one.dtype == other.dtype
             known = one.shape is not None and one.shape.is_static()
             if not alike or not known or one.shape != other.shape:
-                return f"{reason}, and whose branches give {_shown(one)} and {_shown(other)}, is not supported: both must be alike"
+                return (
+                    f"{reason}, and whose branches give {_shown(one)} and {_shown(other)}, is not supported: both must be alike"
+                )
         for branch in branches:
             self._lift(branch, node)
         then, other_ = (self._inline(branch, [], node) for branch in branches)

@@ -17,7 +17,7 @@ from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, Grap
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_control_flow import REASON
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
-from flashmem.graph.onnx_limits import check_size
+from flashmem.graph.onnx_limits import check_size, nodes_of
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
 from flashmem.graph.onnx_validate import check_structure, printable, tidy
@@ -95,14 +95,20 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
+    """Raise UserError for operator sets that are not understood; a model that calls functions only gets the newest of theirs."""
     versions = {opset.version for opset in model.opset_import if opset.domain == ""}
+    inner = {opset.version for function in model.functions for opset in function.opset_import if opset.domain == ""}
     if not versions:
-        raise UserError(f"{path} does not say which version of the ONNX operator set it uses")
-    for version in versions:
+        if any(node.domain == "" for node in nodes_of(model.graph.node, path)):
+            raise UserError(f"{path} does not say which version of the ONNX operator set it uses")
+        model.opset_import.append(onnx.helper.make_opsetid("", max(inner, default=OPSETS[-1])))
+    for version in sorted(versions | inner):
         if version not in OPSETS:
+            older = "export it again, or convert it with onnx.version_converter"
+            newer = f"install a newer onnx than {onnx.__version__}"
             raise UserError(
                 f"{path} uses ONNX operator set {version}, but {OPSETS[0]} to {OPSETS[-1]} are supported: "
-                f"export it again, or convert it with onnx.version_converter"
+                f"{newer if OPSETS[-1] < version <= NEWEST_OPSET else older}"
             )
 
 

@@ -57,7 +57,10 @@ def _forget(graph: onnx.GraphProto, path: Path) -> None:
     """Drop what `graph` says of shapes that follow from others, in its subgraphs too: it may be of an older version."""
     for inner in (graph, *(inner for node in nodes_of(graph.node, path) for inner in subgraphs(node))):
         del inner.value_info[:]
-        for value in (*inner.output, *(() if inner is graph else inner.input)):  # those of a loop may change with each iteration
+        for value in (
+            *inner.output,
+            *(() if inner is graph else inner.input),
+        ):  # those of a loop may change with each iteration
             if value.type.HasField("tensor_type"):
                 value.type.tensor_type.ClearField("shape")
 

@@ -66,7 +66,9 @@ def emit_recurrent(emitter: Emitter, layer: Layer) -> None:
         shape = KernelShape(rows=batch, columns=hidden, run=hidden)
         numbers = [batch, hidden, steps, step, int(a["reverse"]), by_step, by_batch]
         nbytes = 4 * batch * hidden * (2 * GATES[node.op] + 4)
-        emitter.launch(layer, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}")
+        emitter.launch(
+            layer, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}"
+        )
 
     def multiply(step: int, rows: Value, weights: Value, output: Value) -> None:
         emit_matmul(emitter, Layer(Node("MatMul", f"{node.name}[{step}]", [rows, weights], [output], {"transposed": 1})))

@@ -18,7 +18,20 @@ from flashmem.graph.operators import (
 )
 from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
-FAMILIES = (arithmetic, logic, activation, casting, contraction, einsum, reduction, normalization, pooling, resize, recurrent, movement)
+FAMILIES = (
+    arithmetic,
+    logic,
+    activation,
+    casting,
+    contraction,
+    einsum,
+    reduction,
+    normalization,
+    pooling,
+    resize,
+    recurrent,
+    movement,
+)
 """The modules that declare operators, in the order of docs/operators.md."""
 
 __all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]

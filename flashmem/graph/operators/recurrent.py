@@ -95,9 +95,7 @@ def _rewrite_recurrent(rewriter: Rewriter, node: Node, opset: int) -> None:
     made = steps * batch * hidden
     state = batch * hidden
     states = state * (2 if node.op == "LSTM" else 1) if finals else 0
-    results = [
-        _direction(rewriter, node, index, reverse, finals, (made + states,)) for index, reverse in enumerate(directions)
-    ]
+    results = [_direction(rewriter, node, index, reverse, finals, (made + states,)) for index, reverse in enumerate(directions)]
     axes = ((2, 1, 1) if layout else (1, 0, 0), (batch, steps, 1, hidden) if layout else (steps, 1, batch, hidden))
     one = (batch, 1, hidden) if layout else (1, batch, hidden)
     for output, start, size, axis, shape in zip(
@@ -108,7 +106,9 @@ def _rewrite_recurrent(rewriter: Rewriter, node: Node, opset: int) -> None:
         parts = []
         for result in results:
             if result.shape != (size,):
-                result = rewriter.emit("Slice", [result], (size,), "float32", f"{output.name}.part", starts=(start,), steps=(1,))
+                result = rewriter.emit(
+                    "Slice", [result], (size,), "float32", f"{output.name}.part", starts=(start,), steps=(1,)
+                )
             parts.append(reshaped(rewriter, result, shape))
         if len(parts) > 1:
             rewriter.add("Concat", parts, output, f"{node.name}.join", axis=axis)
@@ -116,9 +116,7 @@ def _rewrite_recurrent(rewriter: Rewriter, node: Node, opset: int) -> None:
             rewriter.add("Reshape", parts, output)
 
 
-def _direction(
-    rewriter: Rewriter, node: Node, index: int, reverse: bool, finals: bool, shape: tuple[int, ...]
-) -> Value:
+def _direction(rewriter: Rewriter, node: Node, index: int, reverse: bool, finals: bool, shape: tuple[int, ...]) -> Value:
     """The node that runs direction `index`."""
     op, name = node.op, f"{node.name}.{index}"
     steps, batch, hidden = _sizes(node)
