@@ -283,6 +283,8 @@ def _bound(model: onnx.ModelProto, arrays: Mapping[str, Array], fixed: Sequence[
     bound.graph.input.extend(inputs)
     bound.graph.initializer.extend(numpy_helper.from_array(arrays[name], name) for name in fixed)
     for value in bound.graph.input:
+        if value.type.HasField("optional_type"):  # it is given
+            value.type.CopyFrom(onnx.TypeProto.FromString(value.type.optional_type.elem_type.SerializeToString()))
         if value.name in arrays and value.type.HasField("tensor_type"):
             shape = value.type.tensor_type.shape
             shape.Clear()

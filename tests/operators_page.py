@@ -26,7 +26,7 @@ _HEAD = f"""\
 # Operators
 
 Made by `python -m tests.operators_page` of the declarations in `flashmem/graph/operators/`.
-ONNX operator sets 11 to {NEWEST_OPSET}.
+ONNX operator sets 7 to {NEWEST_OPSET}.
 Operators that are not listed and that ONNX defines by others run as their definition.
 
 - *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and

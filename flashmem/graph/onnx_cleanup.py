@@ -13,11 +13,16 @@ import onnx_ir.passes.common as passes
 from onnxscript import rewriter
 from onnxscript.rewriter.rules import common as rules
 
-from flashmem.graph.onnx_folding import FoldPass, write_out_defaults
+from flashmem.graph.onnx_control_flow import ControlFlowPass
+from flashmem.graph.onnx_definitions import has_definition, write_out
+from flashmem.graph.onnx_folding import FoldPass
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 
 _ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
+
+# Of data computed at run time these have no size, and their definitions are loops without an end.
+_UNSIZED = {"Range"}
 
 # Rules that move no weight: fusing normalisation or padding into a convolution would copy its weights, and is done
 # where they are packed. None of them changes a value, NaN included.
@@ -51,14 +56,17 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
         names = [output.name for output in proto.graph.output]
         model = ir.from_proto(onnx.inliner.inline_local_functions(proto, convert_version=True))
         _simplify(model, is_native)
+        opset = model.opset_imports.get("", 0)
         for _ in range(DEPTH):  # a definition may use operators that have definitions
-            wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)}
-            defined = sorted(op for op in wanted if _has_definition(op, model.opset_imports.get("", 0)))
+            wanted = {node.op_type for node in model.graph if _is_onnx(node) and not is_native(node.op_type)} - _UNSIZED
+            defined = sorted(op for op in wanted if has_definition(op, opset))
             if not defined:
                 break
             proto = ir.to_proto(model)
-            write_out_defaults(proto, defined)
-            proto = onnx.inliner.inline_selected_functions(proto, [("", op) for op in defined], inline_schema_functions=True)
+            count = len(proto.graph.node)
+            proto = write_out(proto, defined)
+            if len(proto.graph.node) == count:
+                break  # none that holds in this operator set
             model = ir.from_proto(proto)
             _simplify(model, is_native)
         passes.CommonSubexpressionEliminationPass()(model)
@@ -73,15 +81,21 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
 
 
 def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
-    for _ in range(_ROUNDS):
+    """Fold, rewrite and resolve control flow until nothing changes. Rounds in which a loop goes on are bounded by its limit."""
+    control, rounds = ControlFlowPass(), 0
+    while rounds < _ROUNDS:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         changed = FoldPass(is_native)(model).modified
+        unrolled = control(model).modified
+        changed |= unrolled
+        rounds += not unrolled
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
         changed |= passes.IdentityEliminationPass()(model).modified
         passes.RemoveUnusedNodesPass()(model)
-        if not changed:
+        if not changed and control.choose:
             return
+        control.choose = not changed  # last of all: the condition may still turn out to be constant
 
 
 def _separate_outputs(graph: ir.Graph) -> None:
@@ -122,14 +136,6 @@ def _name_outputs(graph: ir.Graph, names: Sequence[str]) -> None:
 
 def _is_onnx(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx")
-
-
-def _has_definition(op: str, opset: int) -> bool:
-    try:
-        schema = onnx.defs.get_schema(op, opset)
-    except onnx.defs.SchemaError:
-        return False
-    return bool(schema.has_function or schema.has_context_dependent_function)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx.inliner
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx.checker import ValidationError
@@ -26,6 +25,8 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.errors import UserError
+from flashmem.graph.onnx_control_flow import SEQUENCES
+from flashmem.graph.onnx_definitions import write_out
 from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sizes import set_size
 from flashmem.graph.onnx_validate import printable
@@ -103,8 +104,27 @@ class FoldPass(FoldConstantsPass):
                 raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
         elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
             infer(node, self.opset_imports)
+        if node.op_type in SEQUENCES:  # onnxscript says them in operators of a newer set
+            return None
         replacement = super().process_node(node, is_function)
+        if replacement is None and len(node.outputs) > 1:
+            replacement = self._several(node)
         return None if replacement is None or _contradicts(node, replacement) else replacement
+
+    def _several(self, node: ir.Node) -> Replacement | None:
+        """The constants that a Split of a constant makes; onnxscript folds operators with one output only."""
+        known = [value.const_value for value in node.inputs if value is not None]
+        if node.op_type != "Split" or None in known or not self._folds(node) or node.graph is None:
+            return None
+        axis = node.attributes.get_int("axis", 0) or 0
+        sizes = [value.shape.numpy()[axis] for value in node.outputs if value.shape is not None]
+        parts = np.split(_data(node.inputs[0]), np.cumsum(sizes)[:-1], axis)  # type: ignore[arg-type]
+        nodes = [ir.node("Constant", [], {"value": ir.tensor(np.ascontiguousarray(part))}) for part in parts]
+        for inner, old in zip(nodes, node.outputs, strict=True):
+            (made,) = inner.outputs
+            made.name, made.type, made.shape = old.name, old.type, old.shape
+            made.const_value = inner.attributes["value"].as_tensor()
+        return Replacement([inner.outputs[0] for inner in nodes], nodes)
 
     def _folds(self, node: ir.Node) -> bool:
         """Whether the outputs of `node`, all of whose inputs are constants, are to be computed now."""
@@ -241,10 +261,16 @@ def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.Ty
     schema = onnx.defs.get_schema(node.op_type, opset_imports[node.domain], node.domain)
     proto = ir.serde.serialize_node(node)
     types = {str(value.name): _type_proto(value) for value in node.inputs if value is not None}
+    if node.op_type == "Range":  # runtimes take a tensor of one element for a number, and so do ONNX's own definitions
+        for kind in types.values():
+            if [dim.dim_value for dim in kind.tensor_type.shape.dim] == [1]:
+                del kind.tensor_type.shape.dim[:]
     imports = [onnx.helper.make_opsetid(*entry) for entry in opset_imports.items()]
     if schema.has_type_and_shape_inference_function:
         known = [value for value in node.inputs if value is not None]
         data = {str(value.name): tensor for value in known if (tensor := _known_data(value)) is not None}
+        for tensor in data.values() if node.op_type == "Range" else ():
+            del tensor.dims[:]
         return infer_node_outputs(schema, proto, types, data, opset_imports=imports)
     defined = schema.has_function or schema.has_context_dependent_function  # type: ignore[attr-defined]
     return _by_definition(proto, types, imports) if defined else {}
@@ -257,22 +283,9 @@ def _by_definition(
     inputs = [onnx.helper.make_value_info(name, kind) for name, kind in types.items()]
     outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name]
     proto = onnx.helper.make_model(onnx.helper.make_graph([node], "g", inputs, outputs), opset_imports=imports)
-    write_out_defaults(proto, [node.op_type])
-    proto = onnx.inliner.inline_selected_functions(proto, [(node.domain, node.op_type)], inline_schema_functions=True)
+    proto = write_out(proto, [node.op_type])
     inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     return {value.name: value.type for value in inferred.graph.output}
-
-
-def write_out_defaults(proto: onnx.ModelProto, ops: Collection[str]) -> None:
-    """Give nodes of `ops` the attributes they leave to their schema: ONNX's inliner drops what a definition says of those."""
-    opset = next(entry.version for entry in proto.opset_import if entry.domain == "")
-    for node in proto.graph.node:
-        if node.op_type in ops and node.domain == "":
-            given = {attribute.name for attribute in node.attribute}
-            schema = onnx.defs.get_schema(node.op_type, opset)
-            for name, attribute in schema.attributes.items():
-                if name not in given and attribute.default_value.type:
-                    node.attribute.append(attribute.default_value)
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:

@@ -15,8 +15,9 @@ import onnx_ir as ir
 from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
+from flashmem.graph.onnx_control_flow import REASON
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
-from flashmem.graph.onnx_limits import check_size
+from flashmem.graph.onnx_limits import check_size, nodes_of
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
 from flashmem.graph.onnx_validate import check_structure, printable, tidy
@@ -25,8 +26,8 @@ from flashmem.graph.operators.registry import NEWEST_OPSET
 from flashmem.graph.operators.selection import SHAPED_BY_DATA
 from flashmem.program import DType
 
-OPSETS = range(11, NEWEST_OPSET + 1)
-"""Versions of the ONNX operator set that are understood."""
+OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
+"""Versions of the ONNX operator set that are understood; none that the installed onnx does not know."""
 
 Supported = Callable[[Node], str | None]
 """Tells why a node cannot run, or None if it can."""
@@ -95,14 +96,20 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
+    """Raise UserError for operator sets that are not understood; a model that calls functions only gets the newest of theirs."""
     versions = {opset.version for opset in model.opset_import if opset.domain == ""}
+    inner = {opset.version for function in model.functions for opset in function.opset_import if opset.domain == ""}
     if not versions:
-        raise UserError(f"{path} does not say which version of the ONNX operator set it uses")
-    for version in versions:
+        if any(node.domain == "" for node in nodes_of(model.graph.node, path)):
+            raise UserError(f"{path} does not say which version of the ONNX operator set it uses")
+        model.opset_import.append(onnx.helper.make_opsetid("", max(inner, default=OPSETS[-1])))
+    for version in sorted(versions | inner):
         if version not in OPSETS:
+            older = "export it again, or convert it with onnx.version_converter"
+            newer = f"install a newer onnx than {onnx.__version__}"
             raise UserError(
                 f"{path} uses ONNX operator set {version}, but {OPSETS[0]} to {OPSETS[-1]} are supported: "
-                f"export it again, or convert it with onnx.version_converter"
+                f"{newer if OPSETS[-1] < version <= NEWEST_OPSET else older}"
             )
 
 
@@ -253,6 +260,8 @@ def _never(node: ir.Node) -> str | None:
     """Why `node` is beyond what a `Graph` can say, if it is."""
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
         return f"{_op(node)} is not an ONNX operator"
+    if REASON in node.meta:
+        return str(node.meta[REASON])
     if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
         return f"{node.op_type} (control flow that depends on data) is not supported"
     if "Quantize" in node.op_type or node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):

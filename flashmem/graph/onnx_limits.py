@@ -19,6 +19,12 @@ NODES = 50_000
 DEPTH = 16
 """Subgraphs inside each other, and functions that call each other."""
 
+UNROLLED = 20_000
+"""Nodes of all copies of the bodies of loops."""
+
+CHOSEN = 64
+"""Nodes in the branches of an If that are all computed, where which of them counts is known at run time only."""
+
 RANK = 16
 """Dimensions of a tensor."""
 

@@ -31,6 +31,9 @@ def bind_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], p
     inputs = [value for value in graph.input if value.name not in weights]
     del graph.input[:]
     graph.input.extend(inputs)
+    for value in graph.input:  # every input is given, an optional one too
+        if value.type.HasField("optional_type") and value.type.optional_type.elem_type.HasField("tensor_type"):
+            value.type.CopyFrom(onnx.TypeProto.FromString(value.type.optional_type.elem_type.SerializeToString()))
     by_name = {value.name: value for value in graph.input}
     for name in shapes:
         if name not in by_name:
@@ -54,9 +57,12 @@ def _forget(graph: onnx.GraphProto, path: Path) -> None:
     """Drop what `graph` says of shapes that follow from others, in its subgraphs too: it may be of an older version."""
     for inner in (graph, *(inner for node in nodes_of(graph.node, path) for inner in subgraphs(node))):
         del inner.value_info[:]
-        for output in inner.output:
-            if output.type.HasField("tensor_type"):
-                output.type.tensor_type.ClearField("shape")
+        for value in (
+            *inner.output,
+            *(() if inner is graph else inner.input),
+        ):  # those of a loop may change with each iteration
+            if value.type.HasField("tensor_type"):
+                value.type.tensor_type.ClearField("shape")
 
 
 def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str, tuple[int, str]], path: Path) -> None:

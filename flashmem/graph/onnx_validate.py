@@ -85,7 +85,9 @@ def _context(model: onnx.ModelProto, owner: onnx.ModelProto | onnx.FunctionProto
     for node in nodes_of(owner.graph.node if isinstance(owner, onnx.ModelProto) else owner.node, Path()):
         if node.domain == "" and not onnx.defs.has(node.op_type):
             node.domain = "unknown"
-        domains.setdefault(node.domain, 1)
+        if node.domain not in domains:
+            domains[node.domain] = 1
+            owner.opset_import.append(onnx.helper.make_opsetid(node.domain, 1))  # which the checker asks a function for
     context = checker.C.CheckerContext()
     # Before version 4 weights had to be inputs as well. They are constants here.
     context.ir_version = min(max(model.ir_version, 4), onnx.IR_VERSION)

@@ -18,6 +18,7 @@ from flashmem.codegen.emitters.movement import (
     emit_tile,
     emit_transpose,
 )
+from flashmem.codegen.emitters.recurrent import emit_recurrent
 from flashmem.codegen.emitters.reduction import emit_determinant, emit_lrn, emit_reduction
 from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
 from flashmem.codegen.emitters.selection import emit_extreme, emit_scan, emit_top
@@ -32,21 +33,21 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "determinant": emit_determinant,
     "expand": emit_expand,
     "extreme": emit_extreme,
-    "gather": emit_gather,
-    "gather_at": emit_gather_at,
     "frames": emit_frames,
     "gather": emit_gather,
+    "gather_at": emit_gather_at,
     "grid_sample": emit_grid_sample,
     "lrn": emit_lrn,
     "matmul": emit_matmul,
     "pad": emit_pad,
     "place": emit_place,
     "pool": emit_pool,
+    "recurrent": emit_recurrent,
     "reduction": emit_reduction,
     "resize": emit_resize,
+    "roi_align": emit_roi_align,
     "scan": emit_scan,
     "scatter": emit_scatter,
-    "roi_align": emit_roi_align,
     "slice": emit_slice,
     "tile": emit_tile,
     "top": emit_top,

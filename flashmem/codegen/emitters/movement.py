@@ -148,7 +148,7 @@ def emit_frames(emitter: Emitter, layer: Layer) -> None:
     _, length, components = x.shape
     batch, frames, size, _ = y.shape
     region = (batch, frames, size * components)
-    _move(emitter, layer, x, y, region, [length * components, step * components, 1], _strides(region))
+    move(emitter, layer, x, y, region, [length * components, step * components, 1], _strides(region))
 
 
 def emit_gather(emitter: Emitter, layer: Layer) -> None:

@@ -35,7 +35,7 @@ WIDE: Types = frozenset({"float32", "int32", "int64", "uint32", "uint64"})
 
 INDEX: Types = frozenset({"int32", "int64"})
 
-NEWEST_OPSET = 26
+NEWEST_OPSET = 28
 """The newest ONNX operator set whose operators have been compared with these declarations."""
 
 Check = Callable[[Node], str | None]

@@ -1,0 +1,94 @@
+"""LSTM, GRU and RNN: for each step a MatMul of the hidden state, from packed weights as any other, and one launch for the gates.
+
+A step needs the whole hidden state of the one before, and a device has no barrier across work-groups but the end of a launch.
+Every step runs the same kernels with other numbers. The weights of the recurrence are streamed once and stay until the last step.
+"""
+
+from __future__ import annotations
+
+from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitters.contraction import emit_matmul
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.recurrent import GATES
+from flashmem.graph.operators.vector import scalar_literal
+from flashmem.program import Arg, KernelShape
+
+_ACTIVATIONS = {
+    "affine": "A * $ + B",
+    "elu": "($ < 0.0f ? A * expm1($) : $)",
+    "hardsigmoid": "fm_min(fm_max(A * $ + B, 0.0f), 1.0f)",
+    "leakyrelu": "($ < 0.0f ? A * $ : $)",
+    "relu": "fm_max($, 0.0f)",
+    "scaledtanh": "A * fm_tanh(B * $)",
+    "sigmoid": "1.0f / (1.0f + exp(-$))",
+    "softplus": "fmax($, 0.0f) + log1p(exp(-fabs($)))",
+    "softsign": "$ / (1.0f + fabs($))",
+    "tanh": "fm_tanh($)",
+    "thresholdedrelu": "($ > A ? $ : 0.0f)",
+}
+
+
+def _activation(name: str, alpha: float, beta: float) -> str:
+    """An activation of the variable `$` as an expression."""
+    literals = {"A": scalar_literal("float32", alpha), "B": scalar_literal("float32", beta)}
+    return "".join(literals.get(letter, letter) for letter in _ACTIVATIONS[name])
+
+
+def emit_recurrent(emitter: Emitter, layer: Layer) -> None:
+    """All steps of one direction, one after the other."""
+    node = layer.main
+    a = node.attributes
+    steps, batch, hidden = a["steps"], a["batch"], a["hidden"]
+    projected, recurrence, candidate, lengths, first_h, first_c, peepholes, bias = node.inputs
+    assert projected is not None and recurrence is not None
+    state, cell, reset = (Value(f"{node.name}.{part}", (batch, hidden), "float32") for part in ("h", "c", "reset"))
+    products = Value(f"{node.name}.products", (batch, recurrence.shape[0]), "float32")
+    inner = Value(f"{node.name}.inner", (batch, hidden), "float32")
+    zeros = emitter.zeros(batch * GATES[node.op] * hidden)
+    by_step, by_batch = (1, steps) if a["layout"] else (batch, 1)
+    context = {
+        "op": node.op,
+        "gates": GATES[node.op],
+        "functions": [_activation(*each) for each in a["activations"]],
+        "clip": None if a["clip"] is None else scalar_literal("float32", a["clip"]),
+        "input_forget": a["input_forget"],
+        "split": candidate is not None,
+        "lengths": lengths is not None,
+        "peepholes": peepholes is not None,
+        "bias": bias is not None,
+        "finals": a["finals"],
+    }
+    local = emitter.work_group((hidden, batch))
+
+    def launch(step: int, phase: str, pointers: list[Arg]) -> None:
+        kernel = emitter.kernels.kernel("recurrent", phase=phase, attributes=emitter.attributes(local), **context)
+        shape = KernelShape(rows=batch, columns=hidden, run=hidden)
+        numbers = [batch, hidden, steps, step, int(a["reverse"]), by_step, by_batch]
+        nbytes = 4 * batch * hidden * (2 * GATES[node.op] + 4)
+        emitter.launch(
+            layer, kernel, [*pointers, *numbers], (hidden, batch), local, shape, nbytes=nbytes, part=f"[{step}]{phase}"
+        )
+
+    def multiply(step: int, rows: Value, weights: Value, output: Value) -> None:
+        emit_matmul(emitter, Layer(Node("MatMul", f"{node.name}[{step}]", [rows, weights], [output], {"transposed": 1})))
+
+    for step in range(steps):
+        before = first_h if step == 0 else state
+        parts = [emitter.operand(projected)]
+        if before is None:  # of a state of zeros
+            parts += [zeros, zeros] if candidate is not None else [zeros]
+        else:
+            multiply(step, before, recurrence, products)
+            parts.append(emitter.tensor(products))
+            if candidate is not None:
+                options = [emitter.operand(lengths)] if lengths is not None else []
+                launch(step, "reset", [*parts, *options, emitter.operand(before), emitter.tensor(reset)])
+                multiply(step, reset, candidate, inner)
+                parts.append(emitter.tensor(inner))
+        parts += [emitter.operand(each) for each in (lengths, peepholes, bias) if each is not None]
+        parts += [zeros if before is None else emitter.operand(before), emitter.tensor(state)]
+        if node.op == "LSTM":
+            cell_before = first_c if step == 0 else cell
+            parts += [zeros if cell_before is None else emitter.operand(cell_before), emitter.tensor(cell)]
+        launch(step, "", [*parts, emitter.tensor(layer.output)])
