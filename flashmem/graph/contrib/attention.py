@@ -53,9 +53,7 @@ def attend(e: Expansion, h: Heads, padding: ir.Value | None, bias: ir.Value | No
     return merge(e, e.op("MatMul", e.op("Softmax", scores, axis=-1), h.value), h), scores
 
 
-def lowest_where_ahead(
-    e: Expansion, seen: ir.Value, padding: ir.Value | None, like: ir.Value, lowest: ir.Value
-) -> ir.Value:
+def lowest_where_ahead(e: Expansion, seen: ir.Value, padding: ir.Value | None, like: ir.Value, lowest: ir.Value) -> ir.Value:
     """What is added to scores: `padding`, or nothing, where a key is seen, and the lowest number elsewhere."""
     return e.op("Where", seen, e.constant(0, like) if padding is None else padding, lowest)
 
@@ -218,9 +216,7 @@ def _biased(e: Expansion, value: ir.Value, start: int, width: int) -> ir.Value:
     return value if bias is None else e.op("Add", value, e.part(bias, 0, start, start + width))
 
 
-def _packed(
-    e: Expansion, index: int, parts: int, heads: int
-) -> tuple[ir.Value, ir.Value, ir.Value, int, int, tuple[int, int]]:
+def _packed(e: Expansion, index: int, parts: int, heads: int) -> tuple[ir.Value, ir.Value, ir.Value, int, int, tuple[int, int]]:
     """Input `index`, [B, S, N, parts, H]: its parts as [B, N, S, H] (the first twice, if they are two), B, S and sizes."""
     e.refuse_input(*range(index + 1, 3))
     batch, length, count, packed, size = e.ranked(index, 5)

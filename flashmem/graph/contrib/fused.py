@@ -43,7 +43,11 @@ def _gemm(e: Expansion) -> list[ir.Value]:
 
 def _named_activation(e: Expansion, value: ir.Value) -> ir.Value:
     """The activation of FusedGemm, with its parameters in attributes of their own."""
-    given = {name: e.number(f"activation_{name}", 0.0) for name in ("alpha", "beta", "gamma") if f"activation_{name}" in e.node.attributes}
+    given = {
+        name: e.number(f"activation_{name}", 0.0)
+        for name in ("alpha", "beta", "gamma")
+        if f"activation_{name}" in e.node.attributes
+    }
     return _activated(e, value, given)
 
 

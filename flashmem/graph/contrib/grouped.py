@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from flashmem.graph.contrib.attention import Heads, attention_bias, head_count, lowest_where_ahead, merge, split_heads
 from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
@@ -35,46 +37,103 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
         parts = [e.input(0), e.input(1), e.input(2)]
     query = split_heads(e, parts[0], batch, length, heads, size)
     key, value = (split_heads(e, part, batch, length, groups, size) for part in parts[1:])
-    past = _past(e, batch, groups, length, size)
+    cache = _cache(e, batch, groups, length, size)
     if e.integer("do_rotary", 0):
-        positions = _positions(e, batch, length, past)
         interleaved = e.integer("rotary_interleaved", 0)
         query, key = (
-            rotated(e, each, positions, e.input(7), e.input(8), size, interleaved, (batch, n, length))
+            rotated(e, each, cache.positions, e.input(7), e.input(8), size, interleaved, (batch, n, length))
             for each, n in ((query, heads), (key, groups))
         )
+    key, value = _cached(e, cache, 3, key), _cached(e, cache, 4, value)
+    h = Heads(batch, heads, length, cache.past, cache.total, size, size, query, key, value, e.input(0))
+    return [_attend_in_groups(e, h, groups, cache.seen), key, value]
+
+
+@dataclass
+class _Cache:
+    """Keys and values of earlier calls: `past` of them, of `total` with those of this call.
+
+    `seen` says which keys a query sees, `positions` where the queries stand, [B, S]. `rows` are the places of all keys among the
+    earlier ones and then the new ones of every head, [B, M, T]; None where that is their order. `filled` says which of them are
+    there, [B, 1, T, 1].
+    """
+
+    past: int
+    total: int
+    seen: ir.Value
+    positions: ir.Value
+    rows: ir.Value | None = None
+    filled: ir.Value | None = None
+
+
+def _cache(e: Expansion, batch: int, groups: int, length: int, size: int) -> _Cache:
+    """The cache as inputs 3 to 6 and 9 describe it."""
+    past = 0 if e.optional(3) is None else e.ranked(3, 4)[2]
     if past:
-        key, value = e.op("Concat", e.input(3), key, axis=2), e.op("Concat", e.input(4), value, axis=2)
-    h = Heads(batch, heads, length, past, past + length, size, size, query, key, value, e.input(0))
-    return [_attend_in_groups(e, h, groups), key, value]
+        e.expect(3, (batch, groups, past, size))
+        e.expect(4, (batch, groups, past, size))
+    e.expect(5, (batch,), (batch, 1))
+    e.expect(9, (batch, length))
+    filled = e.known(e.input(5))
+    if not past or (filled is not None and (filled == past + length - 1).all()):
+        places = np.arange(past, past + length)
+        seen = e.constant(_visible(e, places[:, None], np.arange(past + length)), dtype=np.bool_)
+        positions = e.constant(np.broadcast_to(places, (batch, length)), dtype=np.int64)
+        return _Cache(past, past + length, seen, e.optional(9) or positions)
+    wanted = e.known(e.input(6))
+    if wanted is None or wanted.size != 1:
+        raise RefusedError("of earlier keys, whose total_sequence_length (input 6) is computed at run time,")
+    return _filled_in_part(e, batch, groups, length, past, int(wanted.reshape(-1)[0]))
 
 
-def _past(e: Expansion, batch: int, groups: int, length: int, size: int) -> int:
-    """How many keys come from earlier calls: all that input 3 holds, which the constant inputs 5 and 6 must say."""
-    if e.optional(3) is None:
-        return 0
-    past = e.ranked(3, 4)[2]
-    e.expect(3, (batch, groups, past, size))
-    e.expect(4, (batch, groups, past, size))
-    if past:
-        for index, wanted in ((5, past + length - 1), (6, past + length)):
-            known = e.known(e.input(index))
-            if known is None or (known != wanted).any():
-                raise RefusedError(
-                    f"of {past} earlier keys, whose input {index} is not the constant {wanted} (a cache that is filled in part)"
-                )
-    return past
+def _visible(e: Expansion, places: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which `keys` queries at `places` see: those up to theirs, the last few of them with a window."""
+    window = e.integer("local_window_size", -1)
+    seen: NDArray[np.bool_] = keys <= places
+    return seen & (keys > places - window) if window > 0 else seen
 
 
-def _positions(e: Expansion, batch: int, length: int, past: int) -> ir.Value:
-    given = e.optional(9)
-    if given is not None:
-        e.expect(9, (batch, length))
-        return given
-    return e.constant(np.broadcast_to(np.arange(past, past + length), (batch, length)), dtype=np.int64)
+def _filled_in_part(e: Expansion, batch: int, groups: int, length: int, past: int, wanted: int) -> _Cache:
+    """A cache of which each sentence has filled a part of its own: new keys go behind that part, what is behind them is 0."""
+    total = max(wanted, past)
+    if wanted < length:
+        raise RefusedError(f"of {length} words with a total_sequence_length of {wanted}")
+
+    def whole(*numbers: int) -> ir.Value:
+        return e.constant(numbers, dtype=np.int32)
+
+    if wanted == length:  # the first call
+        earlier = e.constant(np.zeros((batch, 1)), dtype=np.int32)
+    else:
+        earlier = e.op("Add", e.reshape(e.input(5), batch, 1), whole(1 - length))
+    keys = e.constant(np.arange(total)[None], dtype=np.int32)
+    new = e.op("Add", e.op("Sub", keys, earlier), whole(past))
+    there = e.op("Less", keys, e.op("Add", earlier, whole(length)))
+    rows = e.op("Where", e.op("Less", keys, earlier), keys, e.op("Where", there, new, whole(0)))
+    first = e.constant(np.arange(batch * groups).reshape(batch, groups, 1) * (past + length), dtype=np.int32)
+    rows = e.op("Add", e.reshape(rows, batch, 1, total), first)
+    places = e.op("Add", earlier, e.constant(np.arange(length)[None], dtype=np.int32))
+    ends = e.reshape(places, batch, 1, length, 1)
+    seen = e.op("Less", keys, e.op("Add", ends, whole(1)))
+    if (window := e.integer("local_window_size", -1)) > 0:
+        seen = e.op("And", seen, e.op("Less", e.op("Sub", ends, whole(window)), keys))
+    positions = e.optional(9) or e.cast(places, ir.DataType.INT64)
+    return _Cache(past, total, seen, positions, rows, e.reshape(there, batch, 1, total, 1))
 
 
-def _attend_in_groups(e: Expansion, h: Heads, groups: int) -> ir.Value:
+def _cached(e: Expansion, cache: _Cache, index: int, new: ir.Value) -> ir.Value:
+    """Keys or values, [B, M, T, H], of the cache in input `index` and the new ones."""
+    if not cache.past:
+        return new
+    joined = e.op("Concat", e.input(index), new, axis=2)
+    if cache.rows is None or cache.filled is None:
+        return joined
+    size = e.shape(e.input(index))[3]
+    made = e.op("Gather", e.op("Reshape", joined, e.integers(-1, size)), cache.rows, axis=0)
+    return e.op("Where", cache.filled, made, e.constant(0, e.input(0)))
+
+
+def _attend_in_groups(e: Expansion, h: Heads, groups: int, seen: ir.Value) -> ir.Value:
     """The queries that share a key are rows of one product, so that no key is repeated."""
     each = h.heads // groups
     rows = h.query if each == 1 else e.reshape(h.query, h.batch, groups, each * h.length, h.size)
@@ -84,16 +143,12 @@ def _attend_in_groups(e: Expansion, h: Heads, groups: int) -> ir.Value:
         scores = e.reshape(scores, h.batch, h.heads, h.length, h.total)
     if softcap := e.number("softcap", 0.0):
         scores = e.scaled(e.op("Tanh", e.scaled(scores, 1 / softcap, h.like)), softcap, h.like)
-    window = e.integer("local_window_size", -1)
-    seen = np.tri(h.length, h.total, h.past, np.bool_)
-    if window > 0:
-        seen &= ~np.tri(h.length, h.total, h.past - window, np.bool_)
     lowest = e.constant(e.lowest(h.like), h.like)
     bias = attention_bias(e, 10, h.batch, h.heads, h.length, h.total)
     if bias is None:
-        scores = e.op("Where", e.constant(seen, dtype=np.bool_), scores, lowest)
+        scores = e.op("Where", seen, scores, lowest)
     else:
-        ahead = lowest_where_ahead(e, e.constant(seen, dtype=np.bool_), None, h.like, lowest)
+        ahead = lowest_where_ahead(e, seen, None, h.like, lowest)
         scores = e.plus(scores, bias, ahead)
     weights = _softmax_with_sink(e, scores, h)
     if each > 1:
@@ -176,9 +231,7 @@ def _rotary(e: Expansion) -> list[ir.Value | None]:
         positions = e.op("Expand", e.reshape(positions, 1, length), e.integers(batch, length))
     elif e.shape(positions) != (batch, length):
         raise RefusedError(f"with positions of shape {e.shape(positions)} over {batch} x {length} words")
-    value = rotated(
-        e, value, positions, e.input(2), e.input(3), size, e.integer("interleaved", 0), (batch, heads, length)
-    )
+    value = rotated(e, value, positions, e.input(2), e.input(3), size, e.integer("interleaved", 0), (batch, heads, length))
     if len(shape) == 3:
         value = e.reshape(e.transpose(value, 0, 2, 1, 3), *shape)
     return [value]

@@ -126,7 +126,12 @@ def _same(op: str) -> Expand:
 
 
 def _product(
-    e: Expansion, a: ir.Value, b: ir.Value, zeros: tuple[ir.Value | None, ir.Value | None], scale: ir.Value, added: ir.Value | None
+    e: Expansion,
+    a: ir.Value,
+    b: ir.Value,
+    zeros: tuple[ir.Value | None, ir.Value | None],
+    scale: ir.Value,
+    added: ir.Value | None,
 ) -> ir.Value:
     """The product of integers `a` and `b` less their zero points, plus an integer, times `scale`."""
     points = list(zeros)
@@ -188,7 +193,9 @@ def _matmul_nbits(e: Expansion) -> list[ir.Value]:
     if weight is None or scales is None:
         raise RefusedError("with weights or scales computed at run time")
     if weight.size != columns * blocks * block * bits // 8 or scales.size != columns * blocks:
-        raise RefusedError(f"of {columns} x {inner} weights of {bits} bits that have {weight.size} bytes and {scales.size} scales")
+        raise RefusedError(
+            f"of {columns} x {inner} weights of {bits} bits that have {weight.size} bytes and {scales.size} scales"
+        )
     x, shape = e.input(0), e.shape(e.input(0))
     if not shape or shape[-1] != inner:
         raise RefusedError(f"with K {inner} over an input of shape {shape}")
