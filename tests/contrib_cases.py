@@ -154,8 +154,23 @@ def _fused() -> list[Case]:
         Case("FusedMatMul", [floats(4, 2, 5, 3), floats(2, 5, 4, 6)], transBatchA=1, transA=1),
         Case("FusedMatMul", [floats(4), floats(2, 5, 4, 6)], transA=1),
         Case("TransposeMatMul", [floats(5, 4)], [floats(6, 4)], transB=1),
-        Case("FusedMatMulActivation", [x], [w := floats(8, 5)], expected=lambda: [np.maximum(0.5 * x @ w, 0)], activation="Relu", alpha=0.5),
-        Case("FusedGemm", [floats(5, 4)], [floats(6, 4), floats(6)], transB=1, activation="LeakyRelu", activation_alpha=0.2, beta=2.0),
+        Case(
+            "FusedMatMulActivation",
+            [x],
+            [w := floats(8, 5)],
+            expected=lambda: [np.maximum(0.5 * x @ w, 0)],
+            activation="Relu",
+            alpha=0.5,
+        ),
+        Case(
+            "FusedGemm",
+            [floats(5, 4)],
+            [floats(6, 4), floats(6)],
+            transB=1,
+            activation="LeakyRelu",
+            activation_alpha=0.2,
+            beta=2.0,
+        ),
         Case("FusedGemm", [floats(5, 4)], [floats(4, 6)], activation="Relu"),
         Case("FusedConv", [image], [filters, bias], activation="HardSigmoid", activation_params=[0.3, 0.4], **same),
         Case("FusedConv", [image], [filters, bias], activation="Clip", activation_params=[-0.3, 0.4], strides=[2, 2]),
@@ -175,7 +190,7 @@ def _fused() -> list[Case]:
         Case("BiasSplitGelu", [x, bias], expected=lambda: [(x + bias)[..., :4] * erf_gelu((x + bias)[..., 4:])]),
         Case("BiasDropout", [x, bias, skip], expected=lambda: [x + bias + skip]),
         Case("BitmaskDropout", [x], expected=lambda: [x]),
-    ]  # fmt: skip
+    ]
 
 
 def _normalizations() -> list[Case]:
@@ -196,19 +211,41 @@ def _normalizations() -> list[Case]:
         Case("SimplifiedLayerNormalization", [x], [floats(3, 8)], axis=1, domain=""),
         Case("LayerNormalization", [x], [gamma, beta], model_opset=12, domain=""),
         Case("EmbedLayerNormalization", [ids(20, 2, 5), ids(3, 2, 5)], [*tables, words], outputs=(0, 1, 2), epsilon=1e-5),
-        Case("EmbedLayerNormalization", [ids(20, 2, 5), None], [*tables[:2], None, gamma, beta, None, ids(9, 1, 5)], outputs=(0, 1)),
-        Case("GroupNorm", [image], [gamma, beta], expected=lambda: [group_norm(image, 4, gamma, beta, True)], groups=4, activation=1),
         Case(
-            "GroupNorm", [first], [gamma, beta], groups=2, activation=0, channels_last=0,
+            "EmbedLayerNormalization",
+            [ids(20, 2, 5), None],
+            [*tables[:2], None, gamma, beta, None, ids(9, 1, 5)],
+            outputs=(0, 1),
+        ),
+        Case(
+            "GroupNorm",
+            [image],
+            [gamma, beta],
+            expected=lambda: [group_norm(image, 4, gamma, beta, True)],
+            groups=4,
+            activation=1,
+        ),
+        Case(
+            "GroupNorm",
+            [first],
+            [gamma, beta],
+            groups=2,
+            activation=0,
+            channels_last=0,
             expected=lambda: [group_norm(image, 2, gamma, beta, False).transpose(0, 3, 1, 2)],
         ),
         Case(
-            "SkipGroupNorm", [image], [gamma, beta, skip, bias], outputs=(0, 1), groups=4, activation=1,
+            "SkipGroupNorm",
+            [image],
+            [gamma, beta, skip, bias],
+            outputs=(0, 1),
+            groups=4,
+            activation=1,
             expected=lambda: [group_norm(total, 4, gamma, beta, True), total],
         ),
         Case("BiasSoftmax", [data, mask], expected=lambda: [softmax(data + mask, 3)], axis=3, is_inner_broadcast=1),
         Case("BiasSoftmax", [data, mask], expected=lambda: [softmax(data + mask, (2, 3))], axis=2, is_inner_broadcast=1),
-    ]  # fmt: skip
+    ]
 
 
 def _attention() -> list[Case]:
@@ -239,8 +276,14 @@ def _attention() -> list[Case]:
         attention(past=past, outputs=(0, 1)),
         attention(ids(2, batch, length + 6), past, outputs=(0, 1), unidirectional=1),
         attention(outputs=(0, 1)),
-        Case("Attention", [x], [floats(7, 2 * width + 9), floats(2 * width + 9)], num_heads=heads, qkv_hidden_sizes=[width, width, 9]),
-    ]  # fmt: skip
+        Case(
+            "Attention",
+            [x],
+            [floats(7, 2 * width + 9), floats(2 * width + 9)],
+            num_heads=heads,
+            qkv_hidden_sizes=[width, width, 9],
+        ),
+    ]
 
 
 def _multi_head() -> list[Case]:
@@ -392,18 +435,27 @@ def _quantized(make: Callable[..., Array]) -> list[Case]:
         Case("QLinearConcat", [scale(), z[0], make(2, 3), scale(), z[1], make(2, 4), scale(1), z[2]], axis=1),
         Case("QLinearWhere", [np.array([[True], [False]]), make(2, 5)], [scale(), z[0], make(5), scale(), z[1], scale(), z[2]]),
         Case("QLinearReduceMean", [mean[0]], mean[1:], expected=reduced, axes=[1], keepdims=1),
-        Case("QGemm", [make(3, 6)], [scale(), z[0], make(5, 6), scale(), z[1], ids(100, 5), np.float32(0.5), z[2]], transB=1, alpha=0.7),
+        Case(
+            "QGemm",
+            [make(3, 6)],
+            [scale(), z[0], make(5, 6), scale(), z[1], ids(100, 5), np.float32(0.5), z[2]],
+            transB=1,
+            alpha=0.7,
+        ),
         Case("QGemm", [make(3, 6)], [scale(), z[0], make(6, 5), scale(), z[1], ids(100, 5)], alpha=1.3),
         Case("QGemm", [make(3, 6)], [scale(), z[0], make(5, 6), scale(5), make(5), None, np.float32(0.5), z[2]], transB=1),
         Case(
-            "QLinearConv", [make(1, 6, 5, 4)], [scale(), z[0], i8(8, 4, 3, 3), scale(8), np.zeros(8, np.int8), np.float32(3), z[1], ids(100, 8)],
-            channels_last=1, pads=[1, 1, 1, 1],
+            "QLinearConv",
+            [make(1, 6, 5, 4)],
+            [scale(), z[0], i8(8, 4, 3, 3), scale(8), np.zeros(8, np.int8), np.float32(3), z[1], ids(100, 8)],
+            channels_last=1,
+            pads=[1, 1, 1, 1],
         ),
         Case("QuantizeLinear", [floats(3, 4)], [scale(), z[0]], model_opset=12),
         Case("DequantizeLinear", [make(3, 4)], [scale(4), make(4)], axis=1),
         Case("MatMulIntegerToFloat", [make(3, 6)], [i8(6, 5), scale(), scale(5), z[0], i8(5), floats(5)]),
         Case("MatMulIntegerToFloat", [make(3, 6)], [i8(6, 5), scale(1), scale()]),
-    ]  # fmt: skip
+    ]
 
 
 def _integer_products() -> list[Case]:
@@ -459,3 +511,17 @@ SAMPLED_CASES = [
 ]
 QUANTIZED_CASES = [*_quantized(u8), *_quantized(i8), *_integer_products(), *_blocks()]
 """Whose expansion holds quantised operators."""
+
+
+DEVICE_CASES = [
+    *(
+        next(case for case in FLOAT_CASES[::-1] if case.op == op)
+        for op in ("FusedGemm", "EmbedLayerNormalization", "GroupNorm")
+    ),
+    *[case for case in _attention() if "unidirectional" in str(case.node)][-2:],
+    *[case for case in _multi_head() if len(case.outputs) == 3][:2],
+    *[case for case in _grouped() if "do_rotary" in str(case.node)][-2:],
+    next(case for case in FLOAT_CASES if case.op == "SkipLayerNormalization" and len(case.outputs) == 4),
+    next(case for case in FLOAT_CASES if case.op == "LayerNormalization"),
+]
+"""A few that take runs of many kernels."""

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,28 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from contrib_cases import FLOAT_CASES, QUANTIZED_CASES, SAMPLED_CASES, Array, Case, floats, ids, imports, nbits, numbers, run
+from contrib_cases import (
+    DEVICE_CASES,
+    FLOAT_CASES,
+    QUANTIZED_CASES,
+    SAMPLED_CASES,
+    Array,
+    Case,
+    floats,
+    ids,
+    imports,
+    nbits,
+    numbers,
+    run,
+)
 from onnx import helper
 from test_models import IDS, PLACES, SHAPES, _error, _inputs, _reference
 from test_onnx_import import assert_same_function
 
 import flashmem
-import flashmem.onnx_backend as backend
 from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph import contrib
-from flashmem.graph.ir import FileConstant
+from flashmem.graph.ir import FileConstant, Graph
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_external import resolve_external_data
 from flashmem.graph.onnx_import import import_model
@@ -78,40 +91,36 @@ def test_every_operator_has_a_case() -> None:
     assert set(contrib.operators()) - {"BitmaskBiasDropout", "NhwcConv"} == {case.op for case in ALL}  # twins of others
 
 
-def merged(cases: Sequence[Case], opset: int) -> tuple[onnx.ModelProto, list[Array]]:
+def merged(cases: Sequence[Case], opset: int) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """One model of all `cases`, whose names get prefixes, and its inputs."""
-    graph, feeds = onnx.GraphProto(name="g"), []
+    graph, feeds = onnx.GraphProto(name="g"), {}
     for number, case in enumerate(cases):
-
-        def named(name: str, number: int = number) -> str:
-            return f"{number}.{name}" if name else ""
-
-        node = onnx.NodeProto.FromString(case.node.SerializeToString())
-        node.name, node.input[:], node.output[:] = named("n"), map(named, node.input), map(named, node.output)
-        graph.node.append(node)
-        for source, target in (
-            (case.inputs, graph.input),
-            (case.outputs, graph.output),
-            (case.initializers, graph.initializer),
-        ):
+        graph.node.append(onnx.NodeProto.FromString(case.node.SerializeToString()))
+        for names in (graph.node[-1].input, graph.node[-1].output):
+            names[:] = [name and f"{number}.{name}" for name in names]
+        sources = ((case.inputs, graph.input), (case.outputs, graph.output), (case.initializers, graph.initializer))
+        for source, target in sources:
             for value in source:
                 target.add().CopyFrom(value)
-                target[-1].name = named(value.name)
-        feeds += list(case.feeds.values())
+                target[-1].name = f"{number}.{value.name}"
+        feeds |= {f"{number}.{name}": array for name, array in case.feeds.items()}
     return helper.make_model(graph, opset_imports=imports(opset), ir_version=10), feeds
 
 
 @pytest.mark.parametrize(("place", "opset"), list(zip(PLACES, itertools.cycle((12, 17, 21)), strict=False)), ids=IDS)
-def test_expansions_run_on_devices(place: Any, opset: int) -> None:
-    """Each place runs its share of the cases: what they are made of is tested elsewhere."""
+def test_expansions_run_on_devices(place: Any, opset: int, tmp_path: Path) -> None:
+    """Each place runs a share of a few cases, in operator sets that do not have all that they are made of."""
     device, path = place
-    share = FLOAT_CASES[PLACES.index(place) :: len(PLACES)]
+    share = DEVICE_CASES[PLACES.index(place) :: len(PLACES)]
     model, feeds = merged(share, opset)
-    with backend.prepare(model, device.descriptor_name, memory_path=path) as prepared:
-        answers = list(prepared.run(feeds))
+    onnx.save(model, tmp_path / "m.onnx")
+    name = device.descriptor_name
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=name, memory_path=path)
+    with flashmem.Session(bundle, device=name) as session:
+        answers = session.run(None, feeds)
     for case in share:
         expected = case.reference()
-        assert_close(case, [np.asarray(answers.pop(0)) for _ in expected], expected)
+        assert_close(case, [answers.pop(0) for _ in expected], expected)
 
 
 # Whole files
@@ -128,6 +137,11 @@ def saved(name: str, level: str, folder: Path) -> Path:
     return folder / f"{name}.onnx"
 
 
+def newest(graph: Graph) -> Graph:
+    """`graph`, in which some nodes are newer than its operator set; in none of the others anything changed."""
+    return replace(graph, opset=max(graph.opset, 21))
+
+
 def operators(path: Path) -> Counter[str]:
     nodes = onnx.load(path, load_external_data=False).graph.node
     return Counter(node.op_type for node in nodes if node.domain.startswith("com.microsoft"))
@@ -138,7 +152,7 @@ def test_files_of_the_optimizer_compute_the_same(name: str, tmp_path: Path) -> N
     path = saved(name, "extended", tmp_path)
     if "resnet" not in name:  # its batch normalizations and additions need no operator of ONNX Runtime's before "all"
         assert operators(path)
-    assert_same_function(path, import_model(path, SHAPES.get(name, {})), high=100)
+    assert_same_function(path, newest(import_model(path, SHAPES.get(name, {}))), high=100)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +179,8 @@ def test_files_of_the_transformers_optimizer_compute_the_same(tmp_path: Path) ->
         path = tmp_path / f"{name}.onnx"
         model = optimizer.optimize_model(str(DATA / path.name), model_type=kind, num_heads=4, hidden_size=32, opt_level=0)
         model.save_model_to_file(str(path))
-        assert operators(path)["SkipLayerNormalization"] == 4
-        assert_same_function(path, import_model(path), high=100)
+        assert operators(path)["SkipLayerNormalization"] >= 4
+        assert_same_function(path, newest(import_model(path)), high=100)
 
 
 def test_blocked_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -228,12 +242,24 @@ X = floats(2, 4, 6)
 @pytest.mark.parametrize(
     ("made", "inputs", "sentence"),
     [
-        (node("PackedMultiHeadAttention", ["x"]), {"x": X}, r"Attention is an operator of ONNX Runtime's own .*: save the model"),
-        (node("Sampler", ["x"], domain="ai.onnx.contrib"), {"x": X}, r"ai\.onnx\.contrib\.Sampler is an operator of ONNX Runtime's"),
+        (
+            node("PackedMultiHeadAttention", ["x"]),
+            {"x": X},
+            r"Attention is an operator of ONNX Runtime's own .*: save the model",
+        ),
+        (
+            node("Sampler", ["x"], domain="ai.onnx.contrib"),
+            {"x": X},
+            r"ai\.onnx\.contrib\.Sampler is an operator of ONNX Runtime's",
+        ),
         (node("Attention", ["x", "w"], num_heads=4), {"x": X, "w": floats(6, 18)}, "with 4 heads and hidden sizes"),
         (node("Attention", ["x", "w"], num_heads=0), {"x": X, "w": floats(6, 18)}, "with 0 heads"),
         (node("Attention", ["x", "w"]), {"x": X, "w": floats(6, 18)}, "without an integer num_heads"),
-        (node("Attention", ["x", "w"], num_heads=2), {"x": X, "w": floats(5, 18)}, r"weights of shape \(5, 18\) over an input of 6"),
+        (
+            node("Attention", ["x", "w"], num_heads=2),
+            {"x": X, "w": floats(5, 18)},
+            r"weights of shape \(5, 18\) over an input of 6",
+        ),
         (
             node("Attention", ["x", "w", "", "m"], num_heads=2),
             {"x": X, "w": floats(6, 18), "m": numbers(1, 2, 3, 4, 5, 6, 7, 8)},
@@ -250,11 +276,19 @@ X = floats(2, 4, 6)
         (node("Trilu", ["x", "k"]), {"x": X, "k": np.array(1)}, "whose diagonal is computed at run time"),
         (node("FusedConv", ["x", "w"], activation="Cube"), {"x": X, "w": floats(4, 4, 1)}, "with activation Cube"),
         (node("BiasSoftmax", ["x", "x"], axis=5, is_inner_broadcast=1), {"x": X}, "along axis 5 of a tensor of 3"),
-        (node("GroupNorm", ["x", "s", "s"], groups=4, activation=0), {"x": floats(1, 2, 2, 6), "s": floats(6)}, "6 channels in 4 groups"),
-        (node("MatMulNBits", ["x", "w", "s"], K=6, N=4, block_size=16), {"x": X, "w": ids(9, 4, 1, 8), "s": floats(4)}, "run time"),
+        (
+            node("GroupNorm", ["x", "s", "s"], groups=4, activation=0),
+            {"x": floats(1, 2, 2, 6), "s": floats(6)},
+            "6 channels in 4 groups",
+        ),
+        (
+            node("MatMulNBits", ["x", "w", "s"], K=6, N=4, block_size=16),
+            {"x": X, "w": ids(9, 4, 1, 8), "s": floats(4)},
+            "run time",
+        ),
         (node("Gelu", ["x"], ["y", "z"]), {"x": X}, None),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_expanded_is_refused_by_name(
     made: onnx.NodeProto, inputs: dict[str, Array], sentence: str | None, tmp_path: Path
 ) -> None:

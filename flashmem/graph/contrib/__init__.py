@@ -39,7 +39,7 @@ def operators() -> list[str]:
 
 
 def mark(model: onnx.ModelProto) -> None:
-    """Write operators that ONNX Runtime keeps in ONNX's domain, and ONNX does not have, in the domain com.microsoft, in place."""
+    """Write operators that ONNX Runtime has in ONNX's domain, and ONNX has not, in the domain com.microsoft, in place."""
     versions = {entry.domain: entry.version for entry in model.opset_import}
     for node in model.graph.node:
         if node.domain == "" and node.op_type in _IN_ONNX:
@@ -57,7 +57,7 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
     None for an operator that is not ONNX Runtime's, or not understood, and as long as a shape that is needed is unknown.
     """
     rule = _EXPANSIONS.get(node.op_type) if node.domain == DOMAIN else None
-    if rule is None:
+    if rule is None or not any(value.name for value in node.outputs):
         return None
     expansion = Expansion(node, opset)
     try:

@@ -1,7 +1,7 @@
 """Attention over heads, with projections packed into one weight or done before, masks, and keys and values of earlier calls.
 
-B is the batch, S the length of the queries, T that of all keys (P of them from earlier calls), N the number of heads, H the size
-of a head. A projection from a packed weight is one product, whose result is cut: the weight stays in one piece in its file.
+B is the batch, S the length of the queries, T that of all keys (P of them from earlier calls), N the number of heads, H the
+size of a head. A projection from a packed weight is one product, whose result is cut: the weight stays in its file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Heads:
 def attend(e: Expansion, h: Heads, padding: ir.Value | None, bias: ir.Value | None) -> tuple[ir.Value, ir.Value]:
     """The answer of attention, [B, S, N * H], and the scores before softmax.
 
-    `padding` is added to the scores where keys are padding, `bias` always; the attributes scale and unidirectional are the node's.
+    `padding` and `bias` are added to the scores; the attributes scale and unidirectional are the node's.
     """
     scores = e.op("MatMul", h.query, e.transpose(h.key, 0, 1, 3, 2))
     scores = e.scaled(scores, e.number("scale", 0.0) or 1 / math.sqrt(h.size), h.like)

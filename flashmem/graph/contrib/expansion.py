@@ -143,7 +143,7 @@ class Expansion:
 
     def lowest(self, like: ir.Value) -> float:
         """The most negative finite number of the element type of the input `like`."""
-        return float(ml_dtypes.finfo(self.dtype(like)).min)
+        return float(ml_dtypes.finfo(self.dtype(like)).min)  # type: ignore[no-untyped-call]
 
     # What takes the node's place
 
@@ -153,10 +153,11 @@ class Expansion:
 
     def ops(self, op: str, outputs: int, *inputs: ir.Value | None, **attributes: Any) -> Sequence[ir.Value]:
         """A node of ONNX's with several outputs."""
-        name = f"{self.node.name}.{op}.{len(self.nodes)}"
-        made = ir.node(op, list(inputs), attributes or None, num_outputs=outputs, name=name)
+        step = f"{op}.{len(self.nodes)}"
+        made = ir.node(op, list(inputs), attributes or None, num_outputs=outputs, name=f"{self.node.name}.{step}")
+        first = next(value.name for value in self.node.outputs if value.name)  # no other node's, as its own name may be
         for index, value in enumerate(made.outputs):
-            value.name = f"{name}.{index}"
+            value.name = f"{first}.{step}.{index}"
         self.nodes.append(made)
         return made.outputs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -30,7 +31,7 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
     size = width // count
     if packed:
         ends = np.cumsum([0, heads, groups, groups]) * size
-        parts = [e.part(e.input(0), 2, int(a), int(b)) for a, b in zip(ends, ends[1:], strict=False)]
+        parts = [e.part(e.input(0), 2, int(a), int(b)) for a, b in pairwise(ends)]
     else:
         e.expect(1, (batch, length, groups * size))
         e.expect(2, (batch, length, groups * size))
@@ -53,9 +54,9 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
 class _Cache:
     """Keys and values of earlier calls: `past` of them, of `total` with those of this call.
 
-    `seen` says which keys a query sees, `positions` where the queries stand, [B, S]. `rows` are the places of all keys among the
-    earlier ones and then the new ones of every head, [B, M, T]; None where that is their order. `filled` says which of them are
-    there, [B, 1, T, 1].
+    `seen` says which keys a query sees, `positions` where the queries stand, [B, S]. `rows` are the places of all keys among
+    the earlier ones and then the new ones of every head, [B, M, T]; None where that is their order. `filled` says which of
+    them are there, [B, 1, T, 1].
     """
 
     past: int

@@ -109,7 +109,7 @@ def _skip_group_norm(e: Expansion) -> list[ir.Value | None]:
 
 
 def _grouped(e: Expansion, x: ir.Value, scale: int, bias: int) -> ir.Value:
-    """Groups of channels of `x`, which has the shape of input 0, normalized; then scale, bias and activation of each channel."""
+    """Groups of channels of `x`, of the shape of input 0, normalized; then scale, bias and activation of each channel."""
     shape, last, groups = e.ranked(0, 4), e.integer("channels_last", 1), e.integer("groups")
     channels = shape[3] if last else shape[1]
     if groups < 1 or channels % groups:

@@ -23,7 +23,7 @@ def _trilu(e: Expansion) -> list[ir.Value]:
         raise RefusedError(f"of a tensor of {len(shape)} dimensions")
     diagonal = max(-shape[-2], min(diagonal, shape[-1]))
     upper = bool(e.integer("upper", 1))
-    kept = np.tri(*shape[-2:], diagonal - upper, np.bool_) ^ upper
+    kept = np.tri(shape[-2], shape[-1], diagonal - upper, np.bool_) ^ upper
     return [e.op("Where", e.constant(kept, dtype=np.bool_), x, e.constant(0, x))]
 
 

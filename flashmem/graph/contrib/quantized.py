@@ -131,7 +131,7 @@ def _product(
     b: ir.Value,
     zeros: tuple[ir.Value | None, ir.Value | None],
     scale: ir.Value,
-    added: ir.Value | None,
+    added: ir.Value | None = None,
 ) -> ir.Value:
     """The product of integers `a` and `b` less their zero points, plus an integer, times `scale`."""
     points = list(zeros)
@@ -143,7 +143,7 @@ def _product(
 
 def _integer_to_float(e: Expansion) -> list[ir.Value]:
     scale = e.op("Mul", _single(e, e.input(2)), _single(e, e.input(3)))
-    product = _product(e, e.input(0), e.input(1), (_single(e, e.optional(4)), _single(e, e.optional(5))), scale, None)
+    product = _product(e, e.input(0), e.input(1), (_single(e, e.optional(4)), _single(e, e.optional(5))), scale)
     return [e.plus(product, e.optional(6))]
 
 
@@ -151,7 +151,7 @@ def _dynamic_matmul(e: Expansion) -> list[ir.Value]:
     """The first operand is quantised to 8 bits by its own range."""
     a, a_scale, a_zero = e.ops("DynamicQuantizeLinear", 3, e.input(0))
     scale = e.op("Mul", a_scale, _single(e, e.input(2)))
-    return [e.plus(_product(e, a, e.input(1), (a_zero, _single(e, e.optional(3))), scale, None), e.optional(4))]
+    return [e.plus(_product(e, a, e.input(1), (a_zero, _single(e, e.optional(3))), scale), e.optional(4))]
 
 
 def _gemm(e: Expansion) -> list[ir.Value]:
@@ -176,7 +176,7 @@ def _attention(e: Expansion) -> list[ir.Value | None]:
     e.expect(2, (columns,))
     scale = e.op("Mul", _single(e, e.input(3)), _single(e, e.input(4)))
     zeros = _single(e, e.optional(6)), _single(e, e.optional(7))
-    projected = _product(e, e.input(0), e.input(1), zeros, scale, None)
+    projected = _product(e, e.input(0), e.input(1), zeros, scale)
     return project_and_attend(e, e.plus(projected, e.optional(2)), columns, mask=5, past=8, bias=None)
 
 
