@@ -11,12 +11,14 @@ inputs are known. One that cannot be expanded stays, with the reason in its meta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
 from flashmem.graph.contrib import attention, fused, grouped, normalization, others, quantized
 from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError, UnknownShapeError
+from flashmem.graph.onnx_limits import nodes_of
 
 DOMAIN = "com.microsoft"
 
@@ -41,7 +43,7 @@ def operators() -> list[str]:
 def mark(model: onnx.ModelProto) -> None:
     """Write operators that ONNX Runtime has in ONNX's domain, and ONNX has not, in the domain com.microsoft, in place."""
     versions = {entry.domain: entry.version for entry in model.opset_import}
-    for node in model.graph.node:
+    for node in nodes_of(model.graph.node, Path()):
         if node.domain == "" and node.op_type in _IN_ONNX:
             first = _IN_ONNX[node.op_type]
             if first is None or versions.get("", 0) < first:

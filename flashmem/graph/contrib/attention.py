@@ -40,6 +40,8 @@ def attend(e: Expansion, h: Heads, padding: ir.Value | None, bias: ir.Value | No
 
     `padding` and `bias` are added to the scores; the attributes scale and unidirectional are the node's.
     """
+    if not h.size:
+        raise RefusedError("of heads without elements")
     scores = e.op("MatMul", h.query, e.transpose(h.key, 0, 1, 3, 2))
     scores = e.scaled(scores, e.number("scale", 0.0) or 1 / math.sqrt(h.size), h.like)
     if e.integer("unidirectional", 0) and h.length > 1:

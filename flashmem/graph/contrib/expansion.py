@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
 
 class RefusedError(Exception):
@@ -52,7 +56,7 @@ class Expansion:
         attribute = self.node.attributes.get(name)
         if attribute is None:
             return default
-        if attribute.type not in (ir.AttributeType.FLOAT, ir.AttributeType.INT):
+        if attribute.type not in (ir.AttributeType.FLOAT, ir.AttributeType.INT) or not math.isfinite(attribute.value):
             raise RefusedError(f"whose attribute {name} is no number")
         return float(attribute.value)
 
@@ -143,7 +147,10 @@ class Expansion:
 
     def lowest(self, like: ir.Value) -> float:
         """The most negative finite number of the element type of the input `like`."""
-        return float(ml_dtypes.finfo(self.dtype(like)).min)  # type: ignore[no-untyped-call]
+        dtype = self.dtype(like)
+        if ir.DataType.from_numpy(dtype) not in _FLOATS:
+            raise RefusedError(f"of {dtype}")
+        return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
     # What takes the node's place
 
