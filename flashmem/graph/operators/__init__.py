@@ -11,12 +11,25 @@ from flashmem.graph.operators import (
     movement,
     normalization,
     pooling,
+    quantization,
     reduction,
     resize,
 )
 from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
-FAMILIES = (arithmetic, logic, activation, casting, contraction, reduction, normalization, pooling, resize, movement)
+FAMILIES = (
+    arithmetic,
+    logic,
+    activation,
+    casting,
+    contraction,
+    quantization,
+    reduction,
+    normalization,
+    pooling,
+    resize,
+    movement,
+)
 """The modules that declare operators, in the order of docs/operators.md."""
 
 __all__ = ["FAMILIES", "REGISTRY", "Operator", "is_elementwise", "is_native", "why_unsupported"]
