@@ -20,10 +20,9 @@ import numpy as np
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
-from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, Arg, Launch, Program, port_dtype
+from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Program, port_dtype
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-_TEXEL_BYTES = {"float": 16, "half": 8}
 _LARGEST = 2**62  # offsets and sizes stay far from the end of 64 bits
 
 Checker = Callable[[Any], bool]
@@ -121,7 +120,7 @@ def _check_weight_file(program: Program) -> None:
         _require(part.nbytes > 0, f"{name} is empty")
         _require(part.offset % SLICE_ALIGNMENT == 0, f"{name} does not start on a page")
         if part.is_image:
-            texel = _TEXEL_BYTES[part.channel]
+            texel = TEXEL_BYTES[part.channel]
             _require(part.height > 0, f"{name} has no rows")
             _require(part.row_pitch >= part.width * texel and part.row_pitch % texel == 0, f"{name} has rows that overlap")
             _require(part.nbytes <= part.file_bytes, f"{name} is larger than its texture")

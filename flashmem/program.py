@@ -12,6 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 MemoryPath = Literal["buffer", "texture"]
+Channel = Literal["float", "half", "uint8", "uint16"]
+"""What one of the four numbers of a texel is. Signed integers lie in unsigned channels, bit for bit."""
+
+TEXEL_BYTES: dict[Channel, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 8}
+
 OperatorClass = Literal["elemental", "reusable", "hierarchical"]
 DType = Literal["bool", "float32", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 """Element types on the device, by numpy's names. float16, bfloat16 and float64 of a model are float32 there."""
@@ -55,7 +60,7 @@ class Slice:
     width: int = 0
     height: int = 0
     row_pitch: int = 0
-    channel: Literal["float", "half"] = "float"
+    channel: Channel = "float"
 
     @property
     def is_image(self) -> bool:
@@ -207,6 +212,17 @@ class Program:
                 "build_options": tuple(data["build_options"]),
             }
         )
+
+
+def lane_kind(program: Program) -> Channel | Literal["buffer"]:
+    """What the stream lanes of a program's kernels write: buffers, or textures of the channel type that most bytes have."""
+    if program.memory_path == "buffer":
+        return "buffer"
+    totals: dict[Channel, int] = {"half" if program.precision == "fp16" else "float": 0}
+    for part in program.slices:
+        if part.is_image:
+            totals[part.channel] = totals.get(part.channel, 0) + part.nbytes
+    return max(totals, key=lambda channel: totals[channel])
 
 
 def fixed_bytes(program: Program) -> int:

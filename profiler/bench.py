@@ -23,13 +23,13 @@ import numpy as np
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError
-from flashmem.program import Arg, Launch, Slice
+from flashmem.program import TEXEL_BYTES, Arg, Launch, Slice
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.lanes import LayerMoves, Move
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import TEXEL_BYTES, Context, Memory, Program
+from flashmem.runtime.opencl import Context, Memory, Program
 from flashmem.runtime.transfer import WORD
 
 from .cases import Target, elementwise_target, matmul_target

@@ -113,7 +113,7 @@ def _source(path: str, channel: str) -> Source:
     own = "buffer" if path == "buffer" else channel
     lane = kernels(own) + copier("lane_copy_buffer", "buffer")
     if path == "texture":
-        lane += copier("lane_copy_image", channel)
+        lane += copier(f"lane_copy_{channel}", channel)
     return Source(kernels(None), lane)
 
 

@@ -11,6 +11,7 @@ import pytest
 from mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
 
 from flashmem import Session
+from flashmem.program import lane_kind
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.lanes import layer_moves, needed_slices
 from flashmem.runtime.opencl import Queue, list_devices
@@ -113,7 +114,7 @@ def test_where_memory_is_not_shared_staging_is_never_mapped(
 def test_without_lanes_the_same_units_move_at_the_same_layers(path: str, models: dict[tuple[str, str], MiniModel]) -> None:
     bundle = models[path, "float"].open()
     slices = {part.name: part for part in bundle.program.slices}
-    riding, separate = (layer_moves(bundle.plan, slices, texture=path == "texture", lanes=lanes) for lanes in (True, False))
+    riding, separate = (layer_moves(bundle.plan, slices, lane_kind(bundle.program), lanes=lanes) for lanes in (True, False))
     assert any(moves.riding for moves in riding.values()) and not any(moves.riding for moves in separate.values())
     assert {layer: set(moves.all) for layer, moves in separate.items()} == {
         layer: set(moves.all) for layer, moves in riding.items()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +20,20 @@ from numpy.typing import NDArray
 from flashmem.device import DeviceDescriptor
 from flashmem.errors import UserError
 from flashmem.graph.ir import Node
-from flashmem.program import MemoryPath
+from flashmem.program import TEXEL_BYTES, Channel, MemoryPath
 
-Columns = Callable[[int, int], NDArray[np.floating]]
+Columns = Callable[[int, int], NDArray[Any]]
 """(first, end) -> that range of output columns as [depth, end - first]."""
+
+
+Storage = Literal["float32", "float16", "int8", "uint8", "int16", "uint16", "int4", "uint4"]
+"""What a packed element is. Two of 4 bits share a byte."""
 
 
 def weight_matrix(node: Node) -> tuple[int, int]:
     """(depth, columns) of the weights of a MatMul or a convolution. Depth is that of one group."""
     shape = node.input(1).shape
-    if node.op == "MatMul":
+    if node.op.startswith("MatMul"):
         return (shape[-1], shape[-2]) if node.attributes["transposed"] else (shape[-2], shape[-1])
     taps = math.prod(shape[2:])
     if node.op == "ConvTranspose":
@@ -37,17 +42,14 @@ def weight_matrix(node: Node) -> tuple[int, int]:
     return taps * shape[1], shape[0]
 
 
-def weight_columns(node: Node) -> Columns:
-    """Reader of the columns of those weights."""
-    weight = node.input(1)
-    assert weight.constant is not None
-    array = weight.constant.array()
-    if node.op == "MatMul":
-        matrix = array.reshape(weight.shape[-2:])
+def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
+    """Reader of the columns of those weights, or of what goes with them (scales), whose depth may be less: `array`."""
+    if node.op.startswith("MatMul"):
+        matrix = array.reshape(array.shape[-2:])
         if node.attributes["transposed"]:
             return lambda first, end: matrix[first:end].T
         return lambda first, end: matrix[:, first:end]
-    outer, inner, *taps = weight.shape
+    outer, inner, *taps = array.shape
     flat = array.reshape(outer, inner, math.prod(taps))
     if node.op != "ConvTranspose":
         return lambda first, end: flat[first:end].transpose(2, 1, 0).reshape(-1, end - first)
@@ -81,7 +83,7 @@ class Packing:
     group_columns: int
     groups: int
     panel: int
-    half: bool
+    storage: Storage
     path: MemoryPath
     fold_unit: int
     descriptor: DeviceDescriptor = field(compare=False)
@@ -97,9 +99,31 @@ class Packing:
         return self.groups * self.group_panels
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one packed element."""
-        return 2 if self.half else 4
+    def bits(self) -> int:
+        """Bits of one packed element."""
+        return 4 if self.storage.endswith("int4") else 8 * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What elements are before they are packed, if of 4 bits."""
+        return np.dtype("uint8" if self.storage == "uint4" else "int8" if self.storage == "int4" else self.storage)
+
+    @property
+    def channel(self) -> Channel:
+        """The channel type of textures."""
+        if self.storage in ("float32", "float16"):
+            return "float" if self.storage == "float32" else "half"
+        return "uint16" if self.bits == 16 else "uint8"
+
+    @property
+    def panel_texels(self) -> int:
+        """Texels across a panel: four bytes, or four wider elements, each."""
+        return self.panel // (8 if self.bits == 4 else 4)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of a panel."""
+        return self.panel * self.bits // 8
 
     @property
     def folds(self) -> int:
@@ -121,9 +145,9 @@ class Packing:
 
     def panels_per_slice(self, slice_bytes: int) -> int:
         """As many panels as `slice_bytes` and the device's image width and allocation limit admit; at least one."""
-        most = min(slice_bytes, self.descriptor.max_alloc_bytes) // (self.depth * self.panel * self.itemsize)
+        most = min(slice_bytes, self.descriptor.max_alloc_bytes) // (self.depth * self.row_bytes)
         if self.path == "texture":
-            across = self.descriptor.image_max_width // (self.panel // 4 * self.folds)
+            across = self.descriptor.image_max_width // (self.panel_texels * self.folds)
             if across == 0:
                 raise UserError(f"a weight of depth {self.depth} passes the device's image limits; use --memory-path buffer")
             most = min(most, across)
@@ -133,31 +157,34 @@ class Packing:
         """The weight's slices; panels are spread evenly over them."""
         count = -(-self.panels // self.panels_per_slice(slice_bytes))
         bounds = [self.panels * i // count for i in range(count + 1)]
-        return [self._slice(first, end - first) for first, end in pairwise(bounds)]
+        return [self.sized(first, end - first) for first, end in pairwise(bounds)]
 
-    def _slice(self, first: int, count: int) -> PackedSlice:
+    def sized(self, first: int, count: int) -> PackedSlice:
+        """The slice of `count` panels from panel `first` on."""
         if self.path == "buffer":
-            return PackedSlice(first, count, count * self.depth * self.panel * self.itemsize)
-        width = count * self.panel // 4 * self.folds
+            return PackedSlice(first, count, count * self.depth * self.row_bytes)
+        width = count * self.panel_texels * self.folds
         alignment = self.descriptor.image_pitch_alignment or 1
-        pitch = -(-width // alignment) * alignment * 4 * self.itemsize
+        pitch = -(-width // alignment) * alignment * TEXEL_BYTES[self.channel]
         return PackedSlice(first, count, self.fold_rows * pitch, width, self.fold_rows, pitch)
 
-    def pack(self, part: PackedSlice, columns: Columns) -> NDArray[np.floating]:
+    def pack(self, part: PackedSlice, columns: Columns) -> NDArray[Any]:
         """The contents of one of the weight's slices."""
-        dtype = np.float16 if self.half else np.float32
-        panels = np.zeros((part.panels, self.depth, self.panel), dtype)
+        panels = np.zeros((part.panels, self.depth, self.panel), self.dtype)
         for i in range(part.panels):
             group, within = divmod(part.first_panel + i, self.group_panels)
             start = group * self.group_columns + within * self.panel
             stop = min(start + self.panel, (group + 1) * self.group_columns)
             panels[i, :, : stop - start] = columns(start, stop)
+        if self.bits == 4:  # the first half of a panel's columns lies in low nibbles, so that vectors unpack without a shuffle
+            low, high = np.split(panels.view(np.uint8), 2, axis=2)
+            panels = (low & 15) | (high << 4)
         if self.path == "buffer":
             return panels
-        floats = part.panels * self.panel
-        image = np.zeros((part.height, part.row_pitch // self.itemsize), dtype)
-        across = panels.transpose(1, 0, 2).reshape(self.depth, floats)
+        across = part.panels * panels.shape[2]
+        image = np.zeros((part.height, part.row_pitch // panels.itemsize), panels.dtype)
+        flat = panels.transpose(1, 0, 2).reshape(self.depth, across)
         for fold in range(self.folds):
-            rows = across[fold * part.height : (fold + 1) * part.height]
-            image[: len(rows), fold * floats : (fold + 1) * floats] = rows
+            rows = flat[fold * part.height : (fold + 1) * part.height]
+            image[: len(rows), fold * across : (fold + 1) * across] = rows
         return image

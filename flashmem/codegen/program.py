@@ -18,7 +18,7 @@ from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
 from flashmem.planning.memory_layout import Interval, lay_out
-from flashmem.program import TENSOR_ALIGNMENT, Port, Program, RowGather, Source, Tensor
+from flashmem.program import TENSOR_ALIGNMENT, Port, Program, RowGather, Source, Tensor, lane_kind
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ def generate(
     """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later."""
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
-    lane = "buffer" if path == "buffer" else "half" if half else "float"
-    emitter = Emitter(descriptor, path, half, slice_bytes, KernelLibrary(lane))
+    emitter = Emitter(descriptor, path, half, slice_bytes, KernelLibrary())
     results, copies = _results(graph, emitter)
     layers = [*layers, *copies]
     gathered: dict[Value, tuple[Node, str]] = {}
@@ -81,7 +80,8 @@ def generate(
         weights_bytes=emitter.weights.size,
         status=None if emitter.status_value is None else str(emitter.status().value),
     )
-    return Generated(program, emitter.kernels.source(), emitter.weights, constants)
+    channels = {part.channel for part in program.slices if part.is_image}
+    return Generated(program, emitter.kernels.source(lane_kind(program), channels), emitter.weights, constants)
 
 
 def _results(graph: Graph, emitter: Emitter) -> tuple[list[GraphPort], list[Layer]]:

@@ -38,15 +38,21 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
     table = node.input(0)
     rows, columns = table.shape
     for (weight, packing), parts in emitter.packed.items():
-        if weight is not table or packing.path != "buffer" or packing.depth != columns or packing.group_columns != rows:
+        if (
+            weight is not table
+            or packing.path != "buffer"
+            or packing.storage not in ("float32", "float16")
+            or packing.depth != columns
+            or packing.group_columns != rows
+        ):
             continue
         places = [next(s for s in emitter.slices if s.name == name) for name, _ in parts]
         ends = [place.offset + place.nbytes for place in places]
         if all(end == place.offset for end, place in zip(ends, places[1:], strict=False)):
-            pitch = packing.panel * packing.itemsize
+            pitch = packing.row_bytes
             return RowGather(
                 indices, tensor, places[0].offset, rows, columns, pitch * columns, pitch,
-                "float16" if packing.half else "float32", packing.panel,
+                "float16" if packing.storage == "float16" else "float32", packing.panel,
             )  # fmt: skip
     dtype = np.dtype(np.float16 if emitter.half else np.float32)
     assert table.constant is not None

@@ -7,6 +7,7 @@ the template's name and a hash of the plain text, so that the twelve equal layer
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -32,12 +33,11 @@ def _environment() -> Environment:
 
 
 class KernelLibrary:
-    """Renders kernels and keeps each once. `image_lane` is the channel type that lanes write ('float', 'half', or 'buffer')."""
+    """Renders kernels and keeps each once."""
 
-    def __init__(self, lane: str) -> None:
-        self._lane = lane
+    def __init__(self) -> None:
         self._plain: dict[str, str] = {}
-        self._laned: dict[str, str] = {}
+        self._given: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def kernel(self, template: str, **context: Any) -> str:
         """The name of the kernel that `template` gives for `context`."""
@@ -45,20 +45,25 @@ class KernelLibrary:
         name = f"{template}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
-            self._laned[name] = self._render(template, self._lane, context).replace(_PLACEHOLDER, name)
+            self._given[name] = (template, context)
         return name
 
-    def source(self) -> Source:
-        """OpenCL C of all kernels so far."""
+    def source(self, lane: str, channels: Collection[str]) -> Source:
+        """OpenCL C of all kernels so far. `lane` is what their stream lanes write (`program.lane_kind`); into buffers and
+        textures of `channels` data are moved by kernels that do nothing else, too.
+        """
         prelude = _environment().get_template("prelude.cl.j2").render(text="".join(self._plain.values()))
         copies = [
-            self._render("lane_copy", kind, {}).replace(_PLACEHOLDER, name)
-            for kind, name in (("buffer", "lane_copy_buffer"), (self._lane, "lane_copy_image"))
-            if name == "lane_copy_buffer" or kind != "buffer"
+            self._render("lane_copy", kind, {}).replace(_PLACEHOLDER, f"lane_copy_{kind}")
+            for kind in ("buffer", *sorted({*channels, lane} - {"buffer"}))
+        ]
+        laned = [
+            self._render(template, lane, context).replace(_PLACEHOLDER, name)
+            for name, (template, context) in self._given.items()
         ]
         return Source(
             plain="\n".join([prelude, *self._plain.values()]),
-            lane="\n".join([prelude, *self._laned.values(), *copies]),
+            lane="\n".join([prelude, *laned, *copies]),
             kernels=tuple(self._plain),
         )
 

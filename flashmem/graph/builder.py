@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.graph.ir import ArrayConstant, Constant, Graph, Node, Value
+from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program import DType
 
 
@@ -50,6 +51,21 @@ def derived(
     read = source.array
     stored = source.dtype if dtype is None else np.dtype(dtype)
     return Value(name, tuple(shape), dtype or value.dtype, DerivedConstant(tuple(shape), stored, lambda: function(read())))
+
+
+def reshaped_constant(value: Value, name: str, shape: tuple[int, ...]) -> Value:
+    """The constant `value` in another shape; a quantised one stays quantised where its scales allow it."""
+    if isinstance(value.constant, QuantizedConstant) and (made := value.constant.reshaped(shape)) is not None:
+        return Value(name, shape, value.dtype, made)
+    return derived(value, name, shape, lambda array: array.reshape(shape))
+
+
+def transposed_constant(value: Value, name: str, perm: tuple[int, ...]) -> Value:
+    """The constant `value` with its axes permuted; a quantised one stays quantised."""
+    shape = tuple(value.shape[axis] for axis in perm)
+    if isinstance(value.constant, QuantizedConstant):
+        return Value(name, shape, value.dtype, value.constant.transposed(perm))
+    return derived(value, name, shape, lambda array: array.transpose(perm))
 
 
 @dataclass

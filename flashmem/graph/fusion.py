@@ -82,6 +82,7 @@ def _grow(
         return layer
     domain = layer.main.outputs[0]
     columns = None if operator.columns is None else operator.columns(layer.main)
+    only_floats = columns is not None and not operator.retypes
     inside: dict[Value, None] = {domain: None}
     trial: list[Node] = []
     best: list[Node] = []
@@ -89,7 +90,7 @@ def _grow(
     while frontier and len(trial) < MAX_TAIL:
         frontier.sort(key=position.__getitem__)
         node = frontier.pop(0)
-        if node in trial or node in taken or not _joins(node, domain, columns):
+        if node in trial or node in taken or not _joins(node, domain, columns, only_floats=only_floats):
             continue
         trial.append(node)
         inside[node.outputs[0]] = None
@@ -105,13 +106,14 @@ def _grow(
     return layer
 
 
-def _joins(node: Node, domain: Value, columns: int | None) -> bool:
-    """Elementwise over the same shape. In a kernel's epilogue also: in float, as its registers are, and with operands that lie
-    under its outputs as the kernel walks along them, from dimension `columns` on.
+def _joins(node: Node, domain: Value, columns: int | None, *, only_floats: bool) -> bool:
+    """Elementwise over the same shape. In a kernel's epilogue also: with operands that lie under its outputs as the kernel
+    walks along them, from dimension `columns` on, and in float32 throughout if it writes `only_floats`.
     """
     if not is_elementwise(node) or node.outputs[0].shape != domain.shape:
         return False
     if columns is None:
         return True
-    floats = node.outputs[0].dtype == domain.dtype == "float32"
-    return floats and all(value is None or place(value, domain.shape, columns) is not None for value in node.inputs)
+    if only_floats and not node.outputs[0].dtype == domain.dtype == "float32":
+        return False
+    return all(value is None or place(value, domain.shape, columns) is not None for value in node.inputs)

@@ -73,6 +73,25 @@ class FileConstant:
 
 
 @dataclass(frozen=True)
+class NibbleConstant:
+    """Integers of 4 bits in a file, two a byte, the first in the low nibble. They are read as `dtype`, int8 or uint8."""
+
+    packed: FileConstant
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def array(self) -> NDArray[Any]:
+        """The data, unpacked anew."""
+        return unpack_nibbles(self.packed.array(), self.shape, self.dtype)
+
+
+def unpack_nibbles(packed: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Integers of 4 bits, low nibble first, as int8 (with their sign) or uint8."""
+    both = np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1)[: math.prod(shape)].reshape(shape)
+    return ((both ^ 8).view(np.int8) - np.int8(8)) if dtype == np.int8 else both
+
+
+@dataclass(frozen=True)
 class Placeholder:
     """A weight of which only the shape is known: every element is `fill`, without memory for more than one."""
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph import contrib
-from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
+from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_control_flow import REASON
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
@@ -23,6 +23,7 @@ from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
 from flashmem.graph.onnx_validate import check_structure, printable, tidy
 from flashmem.graph.operators import is_native
+from flashmem.graph.operators.quantization import linear_constant
 from flashmem.graph.operators.registry import NEWEST_OPSET
 from flashmem.graph.operators.selection import SHAPED_BY_DATA
 from flashmem.program import DType
@@ -48,6 +49,9 @@ _DTYPES: dict[ir.DataType, DType] = {
     ir.DataType.UINT32: "uint32",
     ir.DataType.UINT64: "uint64",
 }
+
+_NIBBLES: dict[ir.DataType, DType] = {ir.DataType.INT4: "int8", ir.DataType.UINT4: "uint8"}
+"""Element types of constants only, and what they are read as."""
 
 
 def import_model(
@@ -154,6 +158,9 @@ class _Importer:
             made, reason = self._node(node)
             if reason is None and self.supported is not None:
                 reason = self.supported(made)
+            if reason is None and node.inputs and (folded := linear_constant(made, self._bits(node))) is not None:
+                self.values[node.outputs[0]] = folded
+                continue
             if reason is not None:
                 offenders.append((made.name, reason))
             nodes.append(made)
@@ -192,7 +199,7 @@ class _Importer:
         if value.dtype not in _DTYPES:
             raise UserError(
                 f"{self.path}: {value.name!r} has element type {value.dtype.name.lower()}, which is not supported: "
-                f"export the model with floats of 16 to 64 bits, integers of 8 to 64 bits, and booleans"
+                f"export the model with floats of 16 to 64 bits, integers of 8 to 64 bits (4 as constants), and booleans"
             )
         if _DTYPES[value.dtype] == "float32" and value.dtype != ir.DataType.FLOAT:
             self.widened.add(np.dtype(value.dtype.numpy()).name)
@@ -203,17 +210,29 @@ class _Importer:
         assert tensor is not None and value.name is not None
         value.dtype = tensor.dtype
         shape = tuple(tensor.shape.numpy())
-        made = Value(value.name, shape, self._dtype(value), self._data(tensor, shape))
+        dtype = _NIBBLES[value.dtype] if value.dtype in _NIBBLES else self._dtype(value)
+        made = Value(value.name, shape, dtype, self._data(tensor, shape))
         if isinstance(made.constant, ArrayConstant):  # every layer of a transformer brings the same mask
             data = made.constant.data
             made = self.arrays.setdefault((data.dtype.str, shape, sha256(data.tobytes()).digest()), made)
         self.values[value] = made
 
     def _data(self, tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> Constant:
+        narrow = _NIBBLES.get(tensor.dtype)
         if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= LARGE:
+            if narrow is not None:
+                packed = FileConstant(str(tensor.path), tensor.offset or 0, (-(-tensor.size // 2),), np.dtype(np.uint8))
+                return NibbleConstant(packed, shape, np.dtype(narrow))
             return FileConstant(str(tensor.path), tensor.offset or 0, shape, np.dtype(tensor.dtype.numpy()).newbyteorder("<"))
         # A copy: what was folded may be a view of a whole mapped table.
-        return ArrayConstant(np.array(tensor.numpy()))
+        return ArrayConstant(np.array(tensor.numpy(), narrow))
+
+    def _bits(self, node: ir.Node) -> int:
+        """Bits of an element of the first input of `node`."""
+        first = node.inputs[0]
+        if first is None or first.dtype is None:
+            return 0
+        return 4 if first.dtype in _NIBBLES else int(8 * first.dtype.itemsize)
 
     def _node(self, node: ir.Node) -> tuple[Node, str | None]:
         inputs = [None if value is None else self._read(value, node) for value in node.inputs]
@@ -266,8 +285,6 @@ def _never(node: ir.Node) -> str | None:
         return str(node.meta[REASON])
     if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
         return f"{node.op_type} (control flow that depends on data) is not supported"
-    if "Quantize" in node.op_type or node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):
-        return f"{node.op_type} (quantised arithmetic) is not supported"
     types: Iterator[object] = (value.type for value in node.outputs if value.type is not None)
     if not all(isinstance(kind, ir.TensorType) for kind in types):
         return f"{node.op_type}, whose output is not a tensor, is not supported"

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from flashmem.program import Channel, Slice
+
 if TYPE_CHECKING:
     from flashmem.planning.problem import Problem
-    from flashmem.program import Slice
 
 Objective = Literal["paper", "latency"]
 Status = Literal["OPTIMAL", "FEASIBLE"]
@@ -64,7 +65,7 @@ class TextureSlot:
 
     width: int
     height: int
-    channel: Literal["float", "half"]
+    channel: Channel
     nbytes: int
 
 

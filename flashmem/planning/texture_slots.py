@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flashmem.planning.plan import TextureSlot
-from flashmem.program import Slice
-
-_TEXEL_BYTES = {"float": 16, "half": 8}  # RGBA
+from flashmem.program import TEXEL_BYTES, Slice
 
 _NEVER = np.iinfo(np.int64).max
 """The end of a gap that nothing follows."""
@@ -125,7 +123,7 @@ class TextureSlotAllocator:
         assert part.channel is not None
         number, size = len(self.slots), (part.width, part.height, part.channel)
         if size not in self._sizes:
-            self._sizes[size] = _SlotSize(TextureSlot(*size, part.width * part.height * _TEXEL_BYTES[part.channel]))
+            self._sizes[size] = _SlotSize(TextureSlot(*size, part.width * part.height * TEXEL_BYTES[part.channel]))
         same_size = self._sizes[size]
         self.slots.append(same_size.slot)
         self._turns.append([])

@@ -14,7 +14,7 @@ from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan, PoolLayout
-from flashmem.program import Launch, output_bytes, scratch_bytes
+from flashmem.program import Launch, lane_kind, output_bytes, scratch_bytes
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, make_steps
 from flashmem.runtime.lanes import LayerMoves, layer_moves, needed_slices
@@ -72,8 +72,7 @@ class Engine:
     def _set_up(self, mode: TransferMode, layout: PoolLayout, lanes: bool, digests: Mapping[str, Digest] | None) -> None:
         program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
-        texture = program.memory_path == "texture"
-        moves = layer_moves(plan, slices, texture=texture, lanes=lanes) if mode == "interleave" else {}
+        moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
         self._plain, self._lane = self._open_programs(moves)
         arena = self.ledger.buffer("arena", program.arena_bytes, "the activation arena")
         constants = self._load_constants()

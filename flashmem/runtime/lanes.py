@@ -10,12 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
-from flashmem.program import Slice
-from flashmem.runtime.opencl import TEXEL_BYTES
+from flashmem.program import TEXEL_BYTES, Slice
 from flashmem.runtime.transfer import WORD, whole_words
-
-COPY_IMAGE, COPY_BUFFER = "lane_copy_image", "lane_copy_buffer"
-"""Kernels of the lane source that move and do nothing else."""
 
 COPY_GROUP = 64
 """Work-items of a work-group of such a kernel."""
@@ -36,8 +32,13 @@ class Move:
 
     @property
     def copier(self) -> str:
-        """The kernel that makes this move on its own."""
-        return COPY_IMAGE if self.width else COPY_BUFFER
+        """The kernel of the lane source that makes this move and does nothing else."""
+        return f"lane_copy_{self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """What is written: a texture's channel type, or "buffer"."""
+        return self.part.channel if self.width else "buffer"
 
     @property
     def copy_items(self) -> int:
@@ -62,8 +63,9 @@ class LayerMoves:
         return (*self.leading, *((self.riding,) if self.riding else ()), *self.separate)
 
 
-def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool, lanes: bool = True) -> dict[int, LayerMoves]:
-    """The moves of each layer that has any. `texture`: kernels' lanes write images, so a plain buffer cannot ride along.
+def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: str, *, lanes: bool = True) -> dict[int, LayerMoves]:
+    """The moves of each layer that has any. `lane`: the one kind of memory that kernels' lanes write
+    (`program.lane_kind`), so that what goes elsewhere cannot ride along.
 
     Without `lanes` nothing rides: every move is a launch of its own.
     """
@@ -75,7 +77,7 @@ def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], *, texture: bool
     result = {}
     for layer in beside.keys() | before.keys():
         moves = beside.get(layer, [])
-        riding = next((move for move in moves if bool(move.width) == texture), None) if lanes else None
+        riding = next((move for move in moves if move.kind == lane), None) if lanes else None
         separate = tuple(move for move in moves if move is not riding)
         result[layer] = LayerMoves(riding, separate, tuple(before.get(layer, ())))
     return result

@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Literal
 
 from flashmem.errors import RunError
-from flashmem.runtime.opencl import TEXEL_BYTES, Channel, Context, Memory, release
+from flashmem.program import TEXEL_BYTES, Channel
+from flashmem.runtime.opencl import Context, Memory, release
 from flashmem.units import format_size
 
 Category = Literal["constants", "arena", "outputs", "staging", "weights"]

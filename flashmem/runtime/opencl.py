@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.errors import NoDeviceError, RunError
+from flashmem.program import Channel
 from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose
 from flashmem.runtime.devices import descriptor_for as descriptor_for
 from flashmem.runtime.devices import why_not as why_not
@@ -39,9 +40,6 @@ Bytes = NDArray[np.uint8]
 Memory = Any  # cl.Buffer | cl.Image: handles that the rest of the runtime only passes on
 Kernel = Any
 Event = Any
-Channel = Literal["float", "half"]
-
-TEXEL_BYTES: dict[Channel, int] = {"float": 16, "half": 8}
 
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # pyopencl's wheels lack these two
 _HINTS = {
@@ -344,7 +342,12 @@ def _image2d(width: int, height: int, row_pitch: int = 0, buffer: Memory | None 
 
 
 def _format(channel: Channel) -> Any:
-    types = {"float": cl.channel_type.FLOAT, "half": cl.channel_type.HALF_FLOAT}
+    types = {
+        "float": cl.channel_type.FLOAT,
+        "half": cl.channel_type.HALF_FLOAT,
+        "uint8": cl.channel_type.UNSIGNED_INT8,
+        "uint16": cl.channel_type.UNSIGNED_INT16,
+    }
     return cl.ImageFormat(cl.channel_order.RGBA, types[channel])
 
 

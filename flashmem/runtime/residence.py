@@ -9,8 +9,7 @@ from flashmem.device import TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot
 from flashmem.planning.plan import Strategy as PlannedStrategy
-from flashmem.program import SLICE_ALIGNMENT, Program
-from flashmem.runtime.opencl import TEXEL_BYTES
+from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Program
 
 Strategy = PlannedStrategy | Literal["preload"]
 

@@ -16,12 +16,21 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
-from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, Program, Slice, output_bytes, port_dtype, scratch_bytes
+from flashmem.program import (
+    ITEMSIZE,
+    SLICE_ALIGNMENT,
+    TEXEL_BYTES,
+    Program,
+    Slice,
+    lane_kind,
+    output_bytes,
+    port_dtype,
+    scratch_bytes,
+)
 from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import planned_frees, planned_loads, read_while_opening
-from flashmem.runtime.opencl import TEXEL_BYTES
 from flashmem.runtime.ports import panel_bytes
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
 from flashmem.runtime.transfer import WORD
@@ -154,7 +163,7 @@ def describe(
     if strategy == "preload":
         plan = preloaded(plan)
     problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
-    moves = layer_moves(plan, slices, texture=program.memory_path == "texture") if mode == "interleave" else {}
+    moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
     needs = needed_slices(plan, moves)
     delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
     loads = planned_loads(plan, slices, preload=True)

@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.movement import _move as move
+from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
+from flashmem.codegen.scaling import Scaling, read_weights, zero_points
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.vector import REGISTER, Vector, scalar_literal
+from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.placement import affine, broadcast_strides
-from flashmem.program import Arg, KernelShape, Slice
+from flashmem.program import ITEMSIZE, Arg, DType, KernelShape, Slice
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
 
 
+_ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
+"""OpenCL C's names of packed elements that differ from those of tensors; two of 4 bits are one."""
+
+
 @dataclass(frozen=True)
 class _Tile:
-    """One work-item's tile, as the templates see it (`t`)."""
+    """One work-item's tile, as the templates see it (`t`): its size, the types of what it reads, sums up and writes, and
+    where zero points and scales are. `block`: steps of depth that share a zero point and a scale; 0 if all of them do.
+    """
 
     rows: int
     columns: int
     vector: int
     texture: bool
-    storage: str
     local: tuple[int, int]
+    weights: str = "float32"
     scalar: str = "float"
+    activation: str = "float"
+    stored: str = "float"
+    zero: Scaling | None = None
+    weight_zero: Scaling | None = None
+    weight_scale: Scaling | None = None
+    block: int = 0
 
     @property
     def vectors(self) -> int:
@@ -41,31 +54,64 @@ class _Tile:
 
     @property
     def vec(self) -> str:
-        return Vector(self.vector).named(self.scalar)
+        return self.vec_of(self.scalar)
+
+    def vec_of(self, scalar: str) -> str:
+        return Vector(self.vector).named(scalar)
+
+    @property
+    def element(self) -> str:
+        return _ELEMENT.get(self.weights) or STORED[cast(DType, self.weights)]
+
+    @property
+    def nibbles(self) -> str:
+        return self.weights if self.weights.endswith("int4") else ""
+
+    @property
+    def integers(self) -> bool:
+        """Whether weights are integers that are widened to int when they are read."""
+        return bool(self.nibbles) or self.element in ("char", "uchar", "short", "ushort")
+
+    @property
+    def panel_elements(self) -> int:
+        return self.columns // 2 if self.nibbles else self.columns
+
+    @property
+    def panel_texels(self) -> int:
+        return self.panel_elements // 4
 
 
-def _tile(emitter: Emitter, rows: int, columns: int, *, packed: bool) -> _Tile:
+def _tile(emitter: Emitter, layer: Layer, rows: int, columns: int, weights: str, *, packed: bool = True) -> _Tile:
     """The device's tile, cut to the matrix: the number of rows that wastes least, panels no wider than the matrix."""
     wanted = emitter.descriptor.tile
-    width = max(4, min(wanted.columns, 1 << (columns - 1).bit_length()))
+    least = 8 if weights.endswith("int4") else 4
+    width = max(least, min(wanted.columns, 1 << (columns - 1).bit_length()))
     most = min(wanted.rows, rows)
     height = min(range(most, max(1, most // 2 + 1) - 1, -1), key=lambda r: -(-rows // r) * r)
-    texture = packed and emitter.memory_path == "texture"
-    storage = "half" if packed and emitter.half else "float"
-    return _Tile(height, width, min(wanted.vector, width), texture, storage, wanted.local_size)
+    return _Tile(
+        height,
+        width,
+        min(wanted.vector, width),
+        packed and emitter.memory_path == "texture",
+        wanted.local_size,
+        weights,
+        REGISTER[layer.main.outputs[0].dtype],
+        STORED[layer.main.input(0).dtype],
+        STORED[layer.output.dtype],
+    )
 
 
 def emit_matmul(emitter: Emitter, layer: Layer) -> None:
     """MatMul: with constant weights packed in slices, otherwise as a product of two activations."""
     weight = layer.main.input(1)
-    if weight.constant is None or math.prod(weight.shape[:-2]) != 1 or weight.dtype != "float32":
+    is_packed = weight.constant is not None and weight.dtype in ("float32", "int8", "uint8")
+    if not is_packed or math.prod(weight.shape[:-2]) != 1:
         _emit_dynamic(emitter, layer)
         return
     shape = layer.main.outputs[0].shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    tile = _tile(emitter, rows, columns, packed=True)
     depth = layer.main.input(0).shape[-1]
-    _emit_packed(emitter, layer, "matmul", tile, rows, 1, DEPTH_BLOCK, [rows, depth, columns], {"block": DEPTH_BLOCK})
+    _emit_packed(emitter, layer, "matmul", rows, 1, depth, [rows, depth, columns])
 
 
 def emit_convolution(emitter: Emitter, layer: Layer) -> None:
@@ -83,22 +129,16 @@ def emit_convolution(emitter: Emitter, layer: Layer) -> None:
     if group == channels == columns and not transposed and not volume and group > 1:
         _emit_depthwise(emitter, layer)
         return
-    packed = weight.constant is not None
     pointwise = group == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
     if pointwise and not transposed:
-        tile = _tile(emitter, rows, columns, packed=packed)
-        dims = [rows, channels, columns]
-        _emit_packed(emitter, layer, "matmul", tile, rows, 1, DEPTH_BLOCK, dims, {"block": DEPTH_BLOCK})
+        _emit_packed(emitter, layer, "matmul", rows, 1, channels, [rows, channels, columns])
         return
-    tile = _tile(emitter, rows, columns // group, packed=packed)
-    group_panels = -(-(columns // group) // tile.columns)
     dims = [
-        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group, group_panels,
+        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
         *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
     dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
-    context = {"transposed": transposed, "volume": volume}
-    _emit_packed(emitter, layer, "conv", tile, rows, group, channels // group, dims, context)
+    _emit_packed(emitter, layer, "conv", rows, group, channels // group, dims, volume=volume)
 
 
 def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
@@ -108,63 +148,85 @@ def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
     _, height, width, channels = x.shape
     *_, out_height, out_width, columns = y.shape
     group, offset_group, masked = node.attributes["group"], node.attributes["offset_group"], len(node.inputs) > 3
-    rows = y.size // columns
-    tile = _tile(emitter, rows, columns // group, packed=weight.constant is not None)
     dims = [
-        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
-        -(-(columns // group) // tile.columns), *weight.shape[2:], *node.attributes["strides"], *node.attributes["dilations"],
-        *node.attributes["pads"][:2], offset_group, channels // offset_group,
+        y.size // columns, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
+        *weight.shape[2:], *node.attributes["strides"], *node.attributes["dilations"], *node.attributes["pads"][:2],
+        offset_group, channels // offset_group,
     ]  # fmt: skip
-    extra = [emitter.zeros(channels), *(emitter.operand(node.input(i)) for i in range(2, len(node.inputs)))]
-    _emit_packed(emitter, layer, "deform_conv", tile, rows, group, channels // group, dims, {"masked": masked}, extra)
+    sampled = [emitter.operand(node.input(i)) for i in range(2, len(node.inputs))]
+    _emit_packed(emitter, layer, "deform_conv", dims[0], group, channels // group, dims, sampled=sampled, masked=masked)
 
 
 def _emit_packed(
     emitter: Emitter,
     layer: Layer,
     template: str,
-    tile: _Tile,
     rows: int,
     groups: int,
-    fold_unit: int,
+    run: int,
     dims: list[int],
-    context: dict[str, Any],
-    extra: Sequence[Arg] = (),
+    *,
+    sampled: Sequence[Arg] = (),
+    **context: Any,
 ) -> None:
-    """Pack the weights and launch `template` once for each slice. `extra`: pointers that it takes before those of the tail."""
-    depth, columns = weight_matrix(layer.main)
+    """Pack the weights and launch `template` once for each slice.
+
+    `run`: steps of depth read without a seek. `sampled`: the pointers to what moves the taps. `context`: what else the template asks.
+    """
+    node = layer.main
+    depth, columns = weight_matrix(node)
+    kept = read_weights(emitter, node)
+    tile = _tile(emitter, layer, rows, columns // groups, kept.storage, packed=kept.codes is not None)
+    tile = replace(tile, zero=kept.zero, weight_zero=kept.weight_zero, weight_scale=kept.weight_scale, block=kept.block)
+    # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
+    step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
+    fold_unit = step if template == "matmul" else run
     packing = Packing(
-        depth, columns // groups, groups, tile.columns, emitter.half, emitter.memory_path, fold_unit, emitter.descriptor
+        depth, columns // groups, groups, tile.columns, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
     )
+    if template != "matmul":
+        dims = [*dims[:9], packing.group_panels, *dims[9:]]
     tail = emitter.tail(layer, tile.vector)
     kernel = emitter.kernels.kernel(
-        template, t=tile, attributes=emitter.attributes(tile.local), **context, **emitter.tail_context(tail)
+        template,
+        t=tile,
+        block=step,
+        transposed=node.op == "ConvTranspose",
+        attributes=emitter.attributes(tile.local),
+        **context,
+        **emitter.tail_context(tail),
     )
-    x, y = emitter.operand(layer.main.input(0)), emitter.tensor(layer.output)
-    zeros = [emitter.zeros(dims[3])] if template == "conv" else []
-    if layer.main.input(1).constant is None:
-        whole = PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.columns)
-        sliced = [(_packed_at_run_time(emitter, layer, groups, tile.columns), whole)]
+    x, y = emitter.operand(node.input(0)), emitter.tensor(layer.output)
+    zeros = [emitter.zeros(dims[3])] if template != "matmul" else []
+    if kept.codes is None:
+        parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.columns)]
+        sliced = [_packed_at_run_time(emitter, layer, groups, tile.columns)]
     else:
-        sliced = [(Arg("slice", name), part) for name, part in _placed(emitter, layer.main, packing)]
-    operands = [*extra, *emitter.operand_args(tail)]
-    for i, (packed, part) in enumerate(sliced):
-        folds = [packing.fold_rows, part.panels * tile.columns // 4] if tile.texture else []
+        parts = packing.slices(emitter.slice_bytes)
+        sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
+    blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
+    scaling = [
+        _placed(emitter, node, replace(blocks, storage=by_block.storage), parts, by_block.array) for by_block in kept.by_block
+    ]
+    operands = [*sampled, *emitter.operand_args(tail)]
+    for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
+        folds = [packing.fold_rows, part.panels * packing.panel_texels] if tile.texture else []
+        scales = [*kept.args, *(Arg("slice", names[i]) for names in scaling)]
         emitter.launch(
             layer,
             kernel,
-            [x, packed, y, *zeros, *operands, *dims, part.first_panel, part.panels, *folds],
+            [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds],
             (-(-rows // tile.rows), part.panels),
             tile.local,
             KernelShape(
                 rows=rows,
                 columns=min(part.panels * tile.columns, columns),
                 depth=depth,
-                run=fold_unit if template == "conv" else depth,
+                run=run,
                 vector=tile.vector,
             ),
             macs=rows * depth * min(part.panels * tile.columns, columns),
-            nbytes=4 * (layer.main.input(0).size + rows * part.panels * tile.columns),
+            nbytes=nbytes_of(node.input(0)) + ITEMSIZE[layer.output.dtype] * rows * part.panels * tile.columns,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
 
@@ -190,31 +252,34 @@ def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int)
     for first, count, width in ((0, full, panel), (full, 1, rest)):
         region = (groups, count, taps, channels, width)
         source = [strides[0], panel * strides[1], 1, strides[2], strides[1]]
-        starts = {"source_start": first * source[1], "target_start": first * target[1]}
-        move(emitter, layer, weight, made, region, source, target, part=f"[packed {first}]", **starts)
+        move(
+            emitter, layer, weight, made, region, source, target,
+            source_start=first * source[1], target_start=first * target[1], part=f"[packed {first}]",
+        )  # fmt: skip
     return emitter.tensor(made)
 
 
-def _placed(emitter: Emitter, node: Node, packing: Packing) -> list[tuple[str, PackedSlice]]:
-    """The slices of a weight, placed once however many layers use it."""
+def _placed(
+    emitter: Emitter, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
+) -> list[str]:
+    """The slices of a weight, or of its scales or zero points: what `read` gives, placed once however many layers use it."""
     weight = node.input(1)
     key = (weight, packing)
     if key not in emitter.packed:
         taken = any(each.name == f"{weight.name}[0]" for each in emitter.slices)
         name = f"{weight.name}#{len(emitter.packed)}" if taken else weight.name
-        parts = packing.slices(emitter.slice_bytes)
+        sizes = [packing.sized(part.first_panel, part.panels) for part in parts]
 
-        def pieces() -> Iterator[NDArray[np.floating]]:
-            columns = weight_columns(node)
-            return (packing.pack(part, columns) for part in parts)
+        def pieces() -> Iterator[NDArray[Any]]:
+            columns = weight_columns(node, read())
+            return (packing.pack(part, columns) for part in sizes)
 
-        channel: Literal["float", "half"] = "half" if packing.half else "float"
-        offsets = emitter.weights.place(weight.name, [part.nbytes for part in parts], pieces)
-        for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
+        offsets = emitter.weights.place(weight.name, [part.nbytes for part in sizes], pieces)
+        for i, (part, offset) in enumerate(zip(sizes, offsets, strict=True)):
             image = (part.width, part.height, part.row_pitch)
-            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, channel))
-        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(parts)]
-    return emitter.packed[key]
+            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, packing.channel))
+        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(sizes)]
+    return [name for name, _ in emitter.packed[key]]
 
 
 def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
@@ -224,24 +289,30 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     out_height, out_width = y.shape[1:3]
     rows = batch * out_height * out_width
     vector = emitter.vector_for(columns)
-    tile = _Tile(1, vector, vector, False, "float", (1, 1))
+    kept = read_weights(emitter, node, blocks=False)
+    stored, accumulator = STORED[layer.output.dtype], REGISTER[y.dtype]
+    storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
+    tile = _Tile(
+        1, vector, vector, False, (1, 1), storage, accumulator, STORED[x.dtype], stored,
+        kept.zero, kept.weight_zero, kept.weight_scale,
+    )  # fmt: skip
     tail = emitter.tail(layer, vector)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
     kernel = emitter.kernels.kernel("depthwise", t=tile, attributes=emitter.attributes(local), **emitter.tail_context(tail))
-    if weight.constant is None:
+    read, dtype = kept.codes, np.dtype(storage)
+    if read is None:
         packed = _packed_at_run_time(emitter, layer, 1, columns)
     else:
-        read = weight.constant.array
         packed = emitter.data(
-            weight.name, 4 * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, np.float32)
+            weight.name, dtype.itemsize * weight.size, lambda: np.ascontiguousarray(read().reshape(columns, -1).T, dtype)
         )
     zeros = emitter.zeros(columns)
     dims = [
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
         *node.attributes["dilations"], *node.attributes["pads"][:2],
     ]  # fmt: skip
-    args = [emitter.operand(x), packed, emitter.tensor(layer.output), zeros, *emitter.operand_args(tail), *dims]
+    args = [emitter.operand(x), packed, emitter.tensor(layer.output), zeros, *kept.args, *emitter.operand_args(tail), *dims]
     shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
     emitter.launch(layer, kernel, args, items, local, shape, macs=rows * weight.size)
 
@@ -252,7 +323,9 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
-    tile = replace(_tile(emitter, rows, columns, packed=False), scalar=REGISTER[y.dtype])
+    tile = _tile(emitter, layer, rows, columns, b.dtype, packed=False)
+    zero, weight_zero, zeros = zero_points(emitter, layer.main)
+    tile = replace(tile, zero=zero, weight_zero=weight_zero)
     tail = emitter.tail(layer, tile.vector)
     local = tile.local if math.prod(tile.local) > 1 else (1, 1)
     kernel = emitter.kernels.kernel(
@@ -267,7 +340,7 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         b_col=depth if transposed else 1,
         **emitter.tail_context(tail),
     )
-    args = [emitter.operand(a), emitter.operand(b), emitter.tensor(layer.output), *emitter.operand_args(tail)]
+    args = [emitter.operand(a), emitter.operand(b), emitter.tensor(layer.output), *zeros, *emitter.operand_args(tail)]
     emitter.launch(
         layer,
         kernel,

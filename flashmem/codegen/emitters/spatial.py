@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.movement import _move as move
+from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.resize_taps import Axis, Rule, resize_taps
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.vector import STORED, Vector, scalar_literal

@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
 

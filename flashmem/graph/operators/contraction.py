@@ -239,15 +239,15 @@ register(
     ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
-        columns=_last_columns, operator_class="reusable",
+        columns=_last_columns, retypes=True, operator_class="reusable",
     ),
     Operator(
         "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
-        layout="channels_last", columns=_last_columns, operator_class="reusable",
+        layout="channels_last", columns=_last_columns, retypes=True, operator_class="reusable",
     ),
     Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
     Operator(
-        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=_last_columns,
+        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=_last_columns, retypes=True,
         operator_class="reusable", empty=True,
     ),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, derived
+from flashmem.graph.builder import Rewriter, reshaped_constant
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.registry import Remap
 
@@ -65,7 +65,7 @@ def reshaped(rewriter: Rewriter, value: Value, shape: tuple[int, ...]) -> Value:
         return value
     if value.constant is not None:
         if (value, shape) not in rewriter.reshaped:  # one value for all its readers, so that a weight is streamed once
-            made = derived(value, f"{value.name}.{len(shape)}d", shape, lambda a: a.reshape(shape))
+            made = reshaped_constant(value, f"{value.name}.{len(shape)}d", shape)
             rewriter.reshaped[value, shape] = made
         return rewriter.reshaped[value, shape]
     return rewriter.emit("Reshape", [value], shape, value.dtype, f"{value.name}.{'x'.join(map(str, shape))}")

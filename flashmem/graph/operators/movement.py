@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.graph.builder import Rewriter, constant, derived
+from flashmem.graph.builder import Rewriter, constant, derived, reshaped_constant, transposed_constant
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.lowering import (
     axis_last,
@@ -30,7 +30,7 @@ def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:
     """A change of shape that moves no data; of a constant, done when it is read."""
     source, output = node.input(0), node.outputs[0]
     if source.constant is not None:
-        rewriter.replaced[output] = derived(source, output.name, output.shape, lambda a: a.reshape(output.shape))
+        rewriter.replaced[output] = reshaped_constant(source, output.name, output.shape)
     else:
         rewriter.add("Reshape", [source], output, node.name)
 
@@ -45,7 +45,7 @@ def _rewrite_transpose(rewriter: Rewriter, node: Node, opset: int) -> None:
     source, output = node.input(0), node.outputs[0]
     perm = _perm(node)
     if source.constant is not None:
-        swapped = derived(source, output.name, output.shape, lambda a: a.transpose(perm))
+        swapped = transposed_constant(source, output.name, perm)
         rewriter.replaced[output] = swapped
         if perm == (1, 0):
             rewriter.transposed[swapped] = source

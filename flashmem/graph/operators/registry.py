@@ -68,6 +68,7 @@ class Operator:
         remap: for layout "either": its attributes in channels-last order.
         columns: for an operator whose kernel finishes with fused elementwise operators: the first dimension of its output
             that the kernel walks along (the others make rows). None: nothing may be fused after it.
+        retypes: whether that kernel writes whatever element type those operators end in; if not, they are of float32 only.
         special: whether an element costs a function call or more, rather than an instruction or two.
         operator_class: how much it may stream while it computes (FlashMem Table 5).
         empty: whether it can run on an input without elements when its output has some.
@@ -84,6 +85,7 @@ class Operator:
     layout: Layout = "logical"
     remap: Remap = lambda node: {}
     columns: Callable[[Node], int] | None = None
+    retypes: bool = False
     special: bool = False
     operator_class: OperatorClass = "elemental"
     empty: bool = False

@@ -1,0 +1,153 @@
+"""Zero points and scales of a contraction's operands: where its kernel finds them (kernels/templates/mac.cl.j2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.packing import Storage
+from flashmem.graph.builder import constant
+from flashmem.graph.ir import Node
+from flashmem.graph.operators.vector import STORED
+from flashmem.graph.placement import place
+from flashmem.graph.quantized import QuantizedConstant
+from flashmem.program import Arg, DType
+
+LEAST_BLOCK = 8
+"""Steps of depth that share a scale, at least, for weights to stay quantised: below, scales would outweigh the weights."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Zero points or scales as the templates see them: elements of `type`, that of (row, col) of the output at `index`.
+
+    `spread`: one of them holds for all columns of a vector. Those of blocks are packed like the weights, and have no index.
+    """
+
+    type: str
+    index: str = ""
+    spread: bool = False
+
+
+@dataclass(frozen=True)
+class ByBlock:
+    """Zero points or scales by block, packed in panels as the weights are; `array` makes them, axes in the weights' order."""
+
+    storage: Storage
+    array: Callable[[], NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Constant weights as they are stored, and the zero points and scales of a product; `args` in the order of the kernel's.
+
+    `codes` is None for weights that are computed at run time.
+    """
+
+    storage: Storage
+    codes: Callable[[], NDArray[Any]] | None = None
+    args: Sequence[Arg] = ()
+    zero: Scaling | None = None
+    weight_zero: Scaling | None = None
+    weight_scale: Scaling | None = None
+    block: int = 0
+    by_block: Sequence[ByBlock] = ()
+
+
+def zero_points(emitter: Emitter, node: Node) -> tuple[Scaling | None, Scaling | None, list[Arg]]:
+    """Those of both operands of an integer product (its third and fourth input), and the arguments that hold them."""
+    found: list[Scaling | None] = []
+    args = []
+    output = node.outputs[0]
+    for index in (2, 3):
+        value = node.optional(index)
+        if value is None:
+            found.append(None)
+            continue
+        placed = place(value, output.shape, len(output.shape) - 1)
+        assert placed is not None, f"{node.op} {node.name} has a zero point that no kernel reads"
+        found.append(Scaling(STORED[value.dtype], placed.index, placed.spread))
+        args.append(emitter.operand(value))
+    return found[0], found[1], args
+
+
+def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
+    """The weights of `node` in the fewest bits. `blocks`: whether its kernel takes scales by block."""
+    weight = node.input(1)
+    if weight.constant is None:
+        return Kept("float32")
+    read = weight.constant.array
+    if weight.dtype != "float32":
+        zero, weight_zero, args = zero_points(emitter, node)
+        return Kept(cast(Storage, weight.dtype), read, args, zero, weight_zero)
+    quantized = weight.constant
+    block = quantized_block(node, quantized) if isinstance(quantized, QuantizedConstant) else None
+    if not isinstance(quantized, QuantizedConstant) or block is None or (block and not blocks):
+        return Kept("float16" if emitter.half else "float32", read)
+    storage = cast(Storage, quantized.storage)
+    column, _, taps = _axes(node)
+    parts: list[tuple[str, Any]] = [("scale", quantized.scale)]
+    if quantized.zero is not None:
+        parts.insert(0, ("zero", quantized.zero))
+    if block:
+
+        def by_block(part: Any) -> ByBlock:
+            return ByBlock(
+                cast(Storage, part.dtype.name), lambda: quantized.spread(_full(quantized, part.array(), taps), [column])
+            )
+
+        return Kept(
+            storage,
+            quantized.codes.array,
+            weight_zero=Scaling(STORED[cast(DType, quantized.codes.dtype.name)]) if quantized.zero is not None else None,
+            weight_scale=Scaling("float"),
+            block=block,
+            by_block=[by_block(part) for _, part in parts],
+        )
+    scalings: dict[str, Scaling] = {}
+    args = []
+    for name, part in parts:
+        value = constant(f"{weight.name}.{name}", quantized.spread(part.array(), [column]).reshape(-1))
+        scalings[name] = Scaling(STORED[value.dtype], "0" if value.size == 1 else "col", value.size == 1)
+        args.append(emitter.constant(value))
+    return Kept(storage, quantized.codes.array, args, None, scalings.get("zero"), scalings["scale"])
+
+
+def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
+    """Steps of depth that share a scale: 0 if all do, None if too few, or if blocks do not follow one another."""
+    if weight.bits > 16 or node.op == "DeformConv":
+        return None
+    column, channel, taps = _axes(node)
+    if node.op == "ConvTranspose" and node.attributes["group"] > 1 and weight.scale.shape[column] > 1:
+        return None  # the groups share these scales
+    counts = weight.scale.shape
+    if counts[channel] == 1 and all(counts[axis] == 1 for axis in taps):
+        return 0
+    channels = weight.shape[channel]
+    block = channels if counts[channel] == 1 else weight.block[channel]
+    if block < LEAST_BLOCK or (taps and channels % block):
+        return None
+    return block
+
+
+def _axes(node: Node) -> tuple[int, int, list[int]]:
+    """The axes of a contraction's weights: output columns, what is summed over, and the taps of a window."""
+    rank = len(node.input(1).shape)
+    if node.op.startswith("MatMul"):
+        return (rank - 2, rank - 1, []) if node.attributes["transposed"] else (rank - 1, rank - 2, [])
+    taps = list(range(2, rank))
+    return (1, 0, taps) if node.op == "ConvTranspose" else (0, 1, taps)
+
+
+def _full(quantized: QuantizedConstant, array: NDArray[Any], taps: Sequence[int]) -> NDArray[Any]:
+    """Scales with one element for each tap."""
+    shape = list(array.shape)
+    for axis in taps:
+        if shape[axis] == 1:
+            shape[axis] = quantized.shape[axis]
+    return np.broadcast_to(quantized.spread(array, taps), shape)

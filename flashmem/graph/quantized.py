@@ -1,0 +1,139 @@
+"""Constants that stay quantised: integers, with a scale and a zero point for each tensor, channel or block.
+
+What ONNX says by a DequantizeLinear of a constant is one constant here, of float32 elements computed when they are read.
+Contractions do not read them: they pack the integers, and dequantise them in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.graph.ir import ArrayConstant, Constant
+
+
+@dataclass(frozen=True)
+class QuantizedConstant:
+    """(codes - zero) * scale, in float32.
+
+    `scale` and `zero` have the rank of `codes`. Element i of `codes` along an axis belongs to their element i // block, where
+    each axis has its block. What holds for a whole axis has one element along it.
+
+    Attributes:
+        codes: integers of 8, 16 or 32 bits; those of 4 bits are read as 8.
+        scale: float32.
+        zero: integers of the type of `codes`; None for zeros.
+        block: of each axis.
+        bits: of one of `codes`, as it is stored.
+    """
+
+    codes: Constant
+    scale: Constant
+    zero: Constant | None
+    block: tuple[int, ...]
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the elements."""
+        return np.dtype(np.float32)
+
+    @property
+    def storage(self) -> str:
+        """The type of the codes as they are stored: int8, uint4 ..."""
+        return f"{'u' if self.codes.dtype.kind == 'u' else ''}int{self.bits}"
+
+    def array(self) -> NDArray[np.float32]:
+        """The elements, computed anew."""
+        codes, scale = self.codes.array(), self.spread(self.scale.array())
+        if self.zero is not None:
+            codes = codes.astype(np.int32) - self.spread(self.zero.array()).astype(np.int32)
+        elements: NDArray[np.float32] = codes.astype(np.float32) * scale
+        return elements
+
+    def spread(self, array: NDArray[Any], axes: Sequence[int] | None = None) -> NDArray[Any]:
+        """A scale or zero point with one element for each of `codes` along `axes` (all, if None), or one for a whole axis."""
+        for axis in range(array.ndim) if axes is None else axes:
+            if array.shape[axis] > 1 and self.block[axis] > 1:
+                array = array.take(np.arange(self.shape[axis]) // self.block[axis], axis)
+        return array
+
+    def transposed(self, perm: Sequence[int]) -> QuantizedConstant:
+        """The constant with its axes permuted."""
+        return QuantizedConstant(
+            _Moved(self.codes, tuple(self.shape[axis] for axis in perm), tuple(perm)),
+            ArrayConstant(self.scale.array().transpose(perm)),
+            None if self.zero is None else ArrayConstant(self.zero.array().transpose(perm)),
+            tuple(self.block[axis] for axis in perm),
+            self.bits,
+        )
+
+    def reshaped(self, shape: tuple[int, ...]) -> QuantizedConstant | None:
+        """The constant in another shape; None where an element's scale could not be said along the new axes."""
+        if 0 in shape:
+            return None
+        sizes: list[tuple[int, int]] = []  # of each new axis: what its scale has along it, and its block
+        old = iter(zip(self.shape, self.scale.shape, self.block, strict=True))
+        new = iter(shape)
+        for group in _groups(self.shape, shape):
+            before = [next(old) for _ in range(group[0])]
+            after = [next(new) for _ in range(group[1])]
+            varying = [entry for entry in before if entry[1] > 1]
+            wide = [size for size in after if size > 1]
+            if not varying:
+                sizes += [(1, max(size, 1)) for size in after]
+            elif len(wide) == 1 and wide[0] == varying[0][0]:  # one axis, among others of size 1
+                sizes += [(varying[0][1], varying[0][2]) if size > 1 else (1, 1) for size in after]
+            else:
+                return None
+        scales = tuple(count for count, _ in sizes)
+        return QuantizedConstant(
+            _Moved(self.codes, shape, None),
+            ArrayConstant(self.scale.array().reshape(scales)),
+            None if self.zero is None else ArrayConstant(self.zero.array().reshape(scales)),
+            tuple(block for _, block in sizes),
+            self.bits,
+        )
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A constant permuted, or in another shape where `perm` is None, when it is read."""
+
+    source: Constant
+    shape: tuple[int, ...]
+    perm: tuple[int, ...] | None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The source's."""
+        return self.source.dtype
+
+    def array(self) -> NDArray[Any]:
+        """The data, moved anew."""
+        array = self.source.array()
+        return array.reshape(self.shape) if self.perm is None else array.transpose(self.perm)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
+    """How many axes of `old` and of `new` belong together: the shortest runs of both with the same number of elements."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        first, second = i, j
+        left = right = 1
+        while (i == first and j == second) or left != right:
+            if i < len(old) and (left <= right or j == len(new)):
+                left, i = left * old[i], i + 1
+            else:
+                right, j = right * new[j], j + 1
+        groups.append((i - first, j - second))
+    return groups
