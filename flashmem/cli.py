@@ -293,13 +293,17 @@ def zoo_export(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="DIR", help="Where model.onnx is written.", show_default=False)
     ],
-    size: Annotated[int | None, typer.Option(min=1, help="Pixels a side, or tokens.", show_default="the model's own")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="In what `zoo list` names.", show_default="the model's own")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
+    exporter: Annotated[str, typer.Option(help="dynamo or legacy.")] = "dynamo",
 ) -> None:
-    """Export one of the models with PyTorch (needs the zoo extra), and print the file's path."""
+    """Export one of the models with PyTorch (needs the zoo extra), and print the file's path.
+
+    inputs.npz beside it holds an example of every input, for `flashmem run --input`; export.json says what was exported.
+    """
     from flashmem.commands.zoo import export_model
 
-    print(export_model(name, output, size=size, seed=seed))
+    print(export_model(name, output, size=size, seed=seed, exporter=exporter))
 
 
 @app.command()

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from flashmem.console import print_table, say
-from flashmem.zoo.export import export
+from flashmem.zoo.export import Exporter, export
 from flashmem.zoo.models import find, names
 
 
 def list_models() -> None:
     """Prints the full-size models."""
-    models = [find(name) for name in names()]
-    print_table(
-        ("name", "input", "what"), [(model.name, f"{model.default_size} {model.size_means}", model.summary) for model in models]
-    )
+    rows = []
+    for model in map(find, names()):
+        paper = "" if model.paper_size is None else f"{model.paper_size}"
+        rows.append((model.name, f"{model.default_size} {model.size_means}", paper, model.summary))
+    print_table(("name", "input", "paper's", "what"), rows)
 
 
-def export_model(name: str, directory: Path, *, size: int | None, seed: int) -> Path:
-    """Writes `directory/model.onnx`; see `flashmem.zoo.export.export` for what it raises."""
+def export_model(name: str, directory: Path, *, size: int | None, seed: int, exporter: str) -> Path:
+    """Writes `directory/model.onnx`, example inputs and notes; see `flashmem.zoo.export.export` for what it raises."""
     model = find(name)
     say(f"exporting {name} with PyTorch, {size or model.default_size} {model.size_means}")
-    return export(name, directory, size=size, seed=seed)
+    return export(name, directory, size=size, seed=seed, exporter=cast(Exporter, exporter), notes=True)

@@ -1,10 +1,11 @@
-"""Writes the tiny models beside this file anew: `python tests/data/regenerate.py` (needs the `zoo` extra).
+"""Writes the tiny models beside this file anew: `python tests/data/regenerate.py [NAME...]` (needs the `zoo` extra).
 
 What the exporters write, less the stack traces they attach to every node, which would be most of each file.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptneo-tiny-dynamic": ("gptneo-tiny", {"dynamic": True}),
     "gptneo-tiny-dynamic-legacy": ("gptneo-tiny", {"dynamic": True, "exporter": "legacy"}),
     "gptneo-tiny-external": ("gptneo-tiny", {"external_data": True}),
+    "whisper-tiny-encoder": ("whisper-tiny-encoder", {}),
+    "whisper-tiny-decoder": ("whisper-tiny-decoder", {}),
+    "sd-tiny-unet": ("sd-tiny-unet", {}),
+    "sd-tiny-unet-legacy": ("sd-tiny-unet", {"exporter": "legacy"}),
+    "depthanything-tiny": ("depthanything-tiny", {}),
+    "depthanything-tiny-legacy": ("depthanything-tiny", {"exporter": "legacy"}),
+    "sam2-narrow": ("sam2-narrow", {}),
 }
 
 
@@ -43,8 +51,9 @@ def strip(path: Path) -> None:
 
 
 def main() -> None:
-    """Write every export."""
-    for target, (name, options) in EXPORTS.items():
+    """Write every export, or those that are named."""
+    for target in sys.argv[1:] or EXPORTS:
+        name, options = EXPORTS[target]
         with tempfile.TemporaryDirectory(dir=HERE) as scratch:
             strip(export(name, scratch, filename=f"{target}.onnx", **options))
             for file in Path(scratch).iterdir():
