@@ -195,6 +195,37 @@ def test_large_masks_shrink_to_the_part_that_is_used(path: Path) -> None:
     assert_same_function(path, graph)
 
 
+def test_paddings_that_pytorch_turns_around_are_folded(path: Path) -> None:
+    """torch.nn.functional.pad counts from the last dimension: its export reverses the numbers by a Slice."""
+    nodes = [
+        helper.make_node("Slice", ["pads", "last", "before", "axis", "back"], ["turned"]),
+        helper.make_node("Transpose", ["turned"], ["ordered"], perm=[1, 0]),
+        helper.make_node("Reshape", ["ordered", "flat"], ["all"]),
+        helper.make_node("Pad", ["x", "all"], ["y"], mode="reflect"),
+    ]
+    constants = {"pads": np.array([[2, 3], [0, 1]]), "last": np.array([-1]), "before": np.array([-(2**63) + 1])}
+    constants |= {"axis": np.array([0]), "back": np.array([-1]), "flat": np.array([-1])}
+    onnx.save(make(nodes, {"x": [2, 9]}, ["y"], constants), path)
+    graph = import_model(path)
+    assert [node.op for node in graph.nodes] == ["Pad"]
+    assert graph.outputs[0].value.shape == (3, 14)
+    assert_same_function(path, graph)
+
+
+def test_a_slice_backwards_from_before_the_first_element_takes_that_one(path: Path) -> None:
+    """ONNX clamps the start; its reference implementation, which folds constants, takes nothing."""
+    nodes = [
+        helper.make_node("Slice", ["c", "starts", "ends", "axes", "steps"], ["s"]),
+        helper.make_node("Add", ["x", "s"], ["y"]),
+    ]
+    constants = {"c": np.arange(12, dtype=np.float32).reshape(2, 6), "starts": np.array([-9]), "ends": np.array([-20])}
+    constants |= {"axes": np.array([-1]), "steps": np.array([-1])}
+    onnx.save(make(nodes, {"x": [2, 3]}, ["y"], constants), path)
+    graph = import_model(path)
+    assert [node.op for node in graph.nodes] == ["Slice", "Add"]
+    assert_same_function(path, graph)
+
+
 @pytest.mark.parametrize("op", ["Transpose", "Cast", "Reshape"])
 def test_no_plain_copy_of_a_weight_is_made(op: str, path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float16 if op == "Cast" else np.float32)
