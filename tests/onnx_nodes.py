@@ -5,7 +5,7 @@ is an operator and a test. Written by:
 
     python -m tests.onnx_nodes --write      runs every test on every OpenCL device, on one memory path (minutes)
     python -m tests.onnx_nodes --write --only cast      runs those with "cast" in their name, and leaves the others as they are
-    python -m tests.onnx_nodes              prints what the list says: passed / total, for each operator
+    python -m tests.onnx_nodes              prints what the list says: passed / all, for each operator and together
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import multiprocessing
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
+
+from flashmem.program import DType
 
 try:
     from tests.isolated import call_isolated
@@ -41,6 +43,8 @@ DIFFERS = {
     "test_resize_downsample_scales_linear_align_corners": _DOWNSAMPLED,
 }
 """Tests whose expected answer is not ours, and why."""
+
+_COMPUTED = {*get_args(DType), "float16", "bfloat16", "float64"}
 
 _HEADER = f"""\
 # The node tests of onnx {onnx.__version__}. Written by: python -m tests.onnx_nodes --write
@@ -86,6 +90,13 @@ def counts() -> dict[str, tuple[int, int]]:
             passed[op] += reason == PASSES
             total[op] += 1
     return {op: (passed[op], total[op]) for op in sorted(total)}
+
+
+def is_plain(case: Any) -> bool:
+    """Whether every input and output of `case` is a tensor that has elements, of a type that flashmem computes with."""
+    given = (each for inputs, expected in case.data_sets or () for each in (*inputs, *expected))
+    arrays = [numpy_helper.to_array(each) if isinstance(each, onnx.TensorProto) else each for each in given]
+    return all(isinstance(each, np.ndarray | np.generic) and each.size and each.dtype.name in _COMPUTED for each in arrays)
 
 
 def check(case: Any, answers: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -153,8 +164,20 @@ def _write(outcomes: Mapping[str, str]) -> None:
     LIST.write_text(_HEADER + "".join(blocks), encoding="utf-8")
 
 
-def _summary(rows: Iterable[tuple[str, tuple[int, int]]]) -> str:
-    return "\n".join(f"{op}: {passed} / {total}" for op, (passed, total) in rows)
+def operators_summary() -> str:
+    """Passed / all of each operator's tests, a line each."""
+    return "\n".join(f"{op}: {passed} / {total}" for op, (passed, total) in counts().items())
+
+
+def totals_summary() -> str:
+    """Passed / all of the tests, and of those whose data are plain tensors (see `is_plain`)."""
+    passed = {name for _, name in read_list().get(PASSES, ())}
+    plain = {name for name, case in cases().items() if is_plain(case)}
+    return (
+        f"all tests: {len(passed)} / {len(cases())}\n"
+        f"those whose data are tensors with elements, floats of 16 to 64 bits, integers of 8 to 64, booleans: "
+        f"{len(passed & plain)} / {len(plain)}"
+    )
 
 
 def main() -> None:
@@ -178,9 +201,8 @@ def main() -> None:
             outcomes[name] = f"WRONG: {reason}" if reason in ("crash", "hang") else reason
             print(f"{count} / {len(tasks)}", end="\r", flush=True)
         _write(outcomes)
-    table = counts()
-    print(_summary(table.items()))
-    print(_summary([("all operators", tuple(map(sum, zip(*table.values(), strict=True))))]))  # type: ignore[list-item]
+    print(operators_summary())
+    print(totals_summary())
 
 
 if __name__ == "__main__":
