@@ -134,7 +134,7 @@ def files() -> dict[str, bytes]:
     }
 
 
-@places(0, every=True)
+@places(1)
 def test_magika_tells_types_of_files(opened: Opener) -> None:
     network = opened(file_type.NETWORK)
     for kind, data in files().items():
@@ -272,7 +272,7 @@ def test_notes_that_are_played(opened: Opener) -> None:
 # How a name is spelt
 
 
-@places(0)
+@places(0, every=True)
 def test_names_in_latin_letters(opened: Opener) -> None:
     encode, decode = opened(romanise_name.ENCODER), opened(romanise_name.DECODER)
     spelt = {
@@ -280,7 +280,7 @@ def test_names_in_latin_letters(opened: Opener) -> None:
         for country in (None, "EG", "SY")
     }
     assert spelt == {None: "Abderrahmane", "EG": "Abdel Rahman", "SY": "Abdulrahman"}
-    assert weights_over_budget(decode) > 1.3
+    assert weights_over_budget(encode) > 1.4 and weights_over_budget(decode) > 1
 
 
 def test_what_is_missing_is_named() -> None:
