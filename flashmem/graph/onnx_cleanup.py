@@ -16,6 +16,7 @@ from onnxscript.rewriter.rules import common as rules
 from flashmem.graph.onnx_folding import FoldPass, write_out_defaults
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
+from flashmem.graph.onnx_scaled_weights import RecogniseDequantizePass
 
 _ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
 
@@ -73,6 +74,8 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
 def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
     for _ in range(_ROUNDS):
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        if is_native("DequantizeLinear"):
+            RecogniseDequantizePass()(model)  # first: the integers are constants
         changed = FoldPass(is_native)(model).modified
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
