@@ -91,7 +91,7 @@ def test_a_checkout_is_the_package_without_what_lies_beside_it(tmp_path: Path) -
 import importlib, importlib.util, json
 from flashmem.resources import read_text
 importlib.import_module("flashmem.profiler.dataset")
-beside = ("flashmem", "benchmarks", "tests", "docs")
+beside = ("flashmem", "benchmarks", "examples", "tests", "docs")
 there = [name for name in beside if importlib.util.find_spec(f"flashmem.{name}")]
 print(json.dumps([there, read_text("kernels", "templates/mac.cl.j2")]))
 """

@@ -18,6 +18,7 @@ from flashmem.graph.onnx_definitions import has_definition, write_out
 from flashmem.graph.onnx_folding import FoldPass
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
+from flashmem.graph.onnx_scaled_weights import RecogniseDequantizePass
 
 _ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
 
@@ -85,6 +86,8 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
     control, rounds = ControlFlowPass(), 0
     while rounds < _ROUNDS:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        if is_native("DequantizeLinear"):
+            RecogniseDequantizePass()(model)  # first: the integers are constants
         changed = FoldPass(is_native)(model).modified
         unrolled = control(model).modified
         changed |= unrolled

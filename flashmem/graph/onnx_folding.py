@@ -184,11 +184,20 @@ def _is_inexact(node: ir.Node) -> bool:
         return True  # the reference rounds after every step, where kernels compute in float32
     if node.op_type.startswith("Reduce") and node.op_type not in ("ReduceMax", "ReduceMin"):
         return first is None or first.dtype is None or first.dtype.is_floating_point()
-    if node.op_type == "Slice":  # of bounds beyond the tensor, walked backwards
-        return len(node.inputs) > 4 and (steps := node.inputs[4]) is not None and bool((_data(steps) < 0).any())
+    if node.op_type == "Slice":
+        return _starts_before_the_first(node)
     if node.op_type == "Pad":
         return node.attributes.get_string("mode", "constant") != "constant"
     return "Pool" in node.op_type or node.op_type.startswith("Conv") or "Norm" in node.op_type
+
+
+def _starts_before_the_first(node: ir.Node) -> bool:
+    """Whether a Slice walks backwards from before the first element: ONNX clamps to that one, its reference takes nothing."""
+    data, starts, _, axes, steps = [*node.inputs, None, None][:5]
+    if data is None or data.shape is None or starts is None or steps is None:
+        return False
+    sizes = np.asarray(data.shape.numpy())[slice(None) if axes is None else _data(axes)]
+    return any(start < -size and step < 0 for start, size, step in zip(_data(starts), sizes, _data(steps), strict=False))
 
 
 def _data(value: ir.Value) -> NDArray[Any]:

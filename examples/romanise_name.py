@@ -1,0 +1,49 @@
+"""How is an Arabic name written in Latin letters? A GRU encoder and a decoder with attention (UNICEF, MIT), letter by letter.
+
+python -m examples.romanise_name NAME [COUNTRY]      # such as EG for Egypt: spellings differ
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+
+from examples.trained import Run, Trained, find, runner
+
+_LETTERS = 24  # of a name at most, with its country, role and end
+_START, _END = 1, 2  # numbers of tokens
+_LONGEST = 32  # Latin letters
+
+ENCODER = Trained("arabic_name_romanizer", "resources/encoder.onnx", {"src": (1, _LETTERS), "src_mask": (1, _LETTERS)}, "2MB")
+DECODER = Trained(
+    "arabic_name_romanizer",
+    "resources/decoder.onnx",
+    {"prefix": (1, 1), "memory": (1, _LETTERS, 256), "src_mask": (1, _LETTERS), "hidden": (1, 2, 256)},
+    "4MB",
+)
+
+
+def romanise(name: str, encode: Run, decode: Run, country: str | None = None) -> str:
+    """The most likely spelling of `name`, one letter after the other; each is given back to the decoder with its state."""
+    tokens = json.loads(find("arabic_name_romanizer", "resources/vocab.json").read_text(encoding="utf-8"))["tokens"]
+    number = {token: index for index, token in enumerate(tokens)}
+    prefix = [number[f"<{country or 'UNK_COUNTRY'}>"], number["<ROLE_UNKNOWN>"]]
+    source = np.zeros((1, _LETTERS), np.int64)
+    source[0, : len(name) + 3] = [*prefix, *(number.get(letter, number["<UNK>"]) for letter in name), _END]
+    nothing = source == 0
+    memory, _, hidden = encode({"src": source, "src_mask": nothing})
+    written, last = [], _START
+    for _ in range(_LONGEST):
+        scores, hidden = decode({"prefix": np.array([[last]]), "memory": memory, "src_mask": nothing, "hidden": hidden})
+        last = int(scores.argmax())
+        if last == _END:
+            break
+        written.append(tokens[last])
+    return "".join(written)
+
+
+if __name__ == "__main__":
+    with ENCODER.open() as encoder, DECODER.open() as decoder:
+        print(romanise(sys.argv[1], runner(encoder), runner(decoder), *sys.argv[2:]))

