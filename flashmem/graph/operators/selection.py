@@ -25,6 +25,8 @@ SHAPED_BY_DATA = {
     "Compress": "make its condition a constant, or keep all elements and mask them with Where",
     "NonMaxSuppression": "end the model at the boxes and scores, and select among them outside of it",
     "NonZero": "keep all elements and mask them with Where, or end the model before it",
+    "OneHot": "make its depth a constant",
+    "TopK": "make its k a constant",
     "Unique": "end the model before it",
 }
 """Operators whose output has a shape that depends on data, and what to do about it: shapes are known when compiling."""
