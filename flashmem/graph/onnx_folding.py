@@ -184,6 +184,8 @@ def _is_inexact(node: ir.Node) -> bool:
         return True  # the reference rounds after every step, where kernels compute in float32
     if node.op_type.startswith("Reduce") and node.op_type not in ("ReduceMax", "ReduceMin"):
         return first is None or first.dtype is None or first.dtype.is_floating_point()
+    if node.op_type in ("ArgMax", "ArgMin", "TopK"):  # NaN is the largest number to the reference
+        return first is None or first.dtype is None or first.dtype.is_floating_point()
     if node.op_type == "Slice":
         return _starts_before_the_first(node)
     if node.op_type == "Pad":

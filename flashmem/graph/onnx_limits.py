@@ -32,7 +32,8 @@ ELEMENTS = 2**31 - 1
 """Elements of one activation: kernels index them with 32 bits."""
 
 TABLE = 1 << 20
-"""Size of an axis that Resize makes, or Pad other than by a constant: each position is looked up in a table."""
+"""Size of an axis that Resize makes, or Pad other than by a constant, and of those along which Trilu, OneHot and others compare
+positions: each is listed in a table."""
 
 FOLDED = 4 << 30
 """Bytes of all constants that are computed at import, those that others are computed from included."""

@@ -2,7 +2,7 @@
 
 - Resize by scales: floor(size * scale) in float32, where the inference multiplies in higher precision: 10 * 0.7 is 7, not 6.
 - Pooling with `ceil_mode`: the last window is left out where it would start in the padding after the input.
-- Compress by a constant condition, for which the inference gives no size.
+- Compress by a constant condition, and GatherND of one element: for these the inference gives no shape.
 - MaxUnpool: `output_shape` is taken as it is.
 - STFT: it is one-sided unless it says otherwise.
 - ConvTranspose with `auto_pad`: `output_padding` makes none larger than size * stride; `output_shape` is taken as it is.
@@ -112,6 +112,12 @@ def _compressed(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     return [chosen] if axis is None else [chosen if a == axis.as_int() % len(shape) else n for a, n in enumerate(shape)]
 
 
+def _gathered(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
+    indices = node.inputs[1] if len(node.inputs) > 1 else None
+    names_one = indices is not None and indices.shape is not None and indices.shape == [len(shape)]
+    return [] if names_one and not node.attributes.get_int("batch_dims") else None
+
+
 def _halves(pads: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return pads[: len(pads) // 2], pads[len(pads) // 2 :]
 
@@ -120,6 +126,7 @@ _RULES: dict[str, Callable[[ir.Node, tuple[int, ...]], list[int] | None]] = {
     "AveragePool": _pooled,
     "Compress": _compressed,
     "ConvTranspose": _spread,
+    "GatherND": _gathered,
     "LpPool": _pooled,
     "MaxPool": _pooled,
     "MaxUnpool": _unpooled,

@@ -350,6 +350,88 @@ def _gather(d: Drawing, op: str) -> None:
     d.emit(op, [x, indices], axis=axis)
 
 
+def _indices(d: Drawing, sizes: Shape, shape: Shape, *, distinct: bool = False) -> Value:
+    """Indices of `shape` into dimensions of `sizes`, one each along the last axis if there are several; some negative."""
+    random_ = np.random.default_rng(d.rng.getrandbits(30))
+    count, total = int(np.prod(shape)), int(np.prod(sizes))
+    if not total:
+        raise RejectedNodeError("empty")
+    flat = random_.permutation(total)[:count] if distinct and count <= total else random_.integers(0, total, count)
+    found = np.stack(np.unravel_index(flat, sizes), -1).reshape(*shape, len(sizes))
+    data = np.where(random_.random(found.shape) < 0.3, found - np.array(sizes), found)
+    made = d.constant(data)
+    return leaf(d.name("x"), made.own, "input") if d.maybe() else made
+
+
+def _gather_nd(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 5))
+    batch = d.rng.randint(0, max(0, x.own.ndim - 2)) if d.maybe(0.4) else 0
+    parts = d.rng.randint(1, x.own.ndim - batch)
+    indices = _indices(d, x.shape[batch : batch + parts], (*x.shape[:batch], *d.rng.choice(((), (3,), (2, 2)))))
+    d.emit(op, [x, indices], batch_dims=batch or None)
+
+
+def _scatter(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    reduction = d.rng.choice((None, None, *(("add", "mul", "max", "min") if x.dtype != "bool" else ())))
+    if op == "ScatterND":
+        parts = d.rng.randint(1, x.own.ndim)
+        shape: Shape = d.rng.choice(((), (3,), (2, 2), (5,)))
+        indices = _indices(d, x.shape[:parts], shape, distinct=reduction is None or d.maybe())
+        if reduction is None and int(np.prod(shape)) > int(np.prod(x.shape[:parts])):
+            raise RejectedNodeError("indices repeat")
+        d.emit(op, [x, indices, d.leaf(x.dtype, (*shape, *x.shape[parts:]))], reduction=reduction)
+        return
+    axis = _axis(d, x.own.ndim)
+    size = x.shape[axis]
+    if not x.own.size:
+        raise RejectedNodeError("empty")
+    length = d.rng.randint(1, size if reduction is None else size + 2)
+    shape = tuple(length if a == axis % x.own.ndim else d.rng.randint(1, n) for a, n in enumerate(x.shape))
+    random_ = np.random.default_rng(d.rng.getrandbits(30))
+    if reduction is None:
+        lines = [random_.permutation(size)[:length] for _ in range(int(np.prod(shape)) // length)]
+        data = np.moveaxis(np.reshape(lines, (*shape[: axis % x.own.ndim], *shape[axis % x.own.ndim + 1 :], length)), -1, axis)
+    else:
+        data = random_.integers(-size, size, shape)
+    indices = d.constant(data)
+    if d.maybe():
+        indices = leaf(d.name("x"), indices.own, "input")
+    d.emit(op, [x, indices, d.leaf(x.dtype, shape)], axis=axis, reduction=reduction)
+
+
+def _top(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    if x.is_float and np.isnan(x.own.astype(np.float64)).any():
+        raise RejectedNodeError("ONNX Runtime sorts NaN anywhere")
+    axis = _axis(d, x.own.ndim)
+    k = d.constant([d.rng.randint(1, max(1, x.shape[axis]))])
+    d.emit(op, [x, k], outputs=2, axis=axis, largest=d.rng.choice((None, 0)))
+
+
+def _one_hot(d: Drawing, op: str) -> None:
+    random_ = np.random.default_rng(d.rng.getrandbits(30))
+    shape = d.shape(0, 3)
+    indices = leaf(d.name("x"), random_.integers(-5, 5, shape), "input")
+    values = d.leaf(d.rng.choice(d.types_of(op, 2)), (2,))
+    d.emit(op, [indices, d.constant(d.rng.randint(1, 4)), values], axis=d.rng.randint(-len(shape) - 1, len(shape)))
+
+
+def _eye(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (2, 2))
+    d.emit(op, [x], k=d.rng.choice((None, -1, 1, 3)))
+
+
+def _reverse(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (2, 4))
+    if not x.own.size:
+        raise RejectedNodeError("empty")
+    time = d.rng.choice((0, 1))
+    random_ = np.random.default_rng(d.rng.getrandbits(30))
+    lengths = leaf(d.name("x"), random_.integers(1, x.shape[time] + 1, x.shape[1 - time]), d.rng.choice(("input", "constant")))
+    d.emit(op, [x, lengths], time_axis=time, batch_axis=1 - time)
+
+
 def _concat(d: Drawing, op: str) -> None:
     x = d.pick(d.types_of(op), (1, 4))
     axis = _axis(d, x.own.ndim)
@@ -508,6 +590,12 @@ FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
     (1.2, _pad, ("Pad",)),
     (1.2, _slice, ("Slice",)),
     (1.2, _gather, ("Gather", "Gather", "GatherElements")),
+    (0.4, _gather_nd, ("GatherND",)),
+    (1.0, _scatter, ("ScatterElements", "ScatterND")),
+    (0.4, _top, ("TopK",)),
+    (0.3, _one_hot, ("OneHot",)),
+    (0.1, _eye, ("EyeLike",)),
+    (0.2, _reverse, ("ReverseSequence",)),
     (1.2, _concat, ("Concat",)),
     (0.8, _split, ("Split",)),
     (1.2, _transpose, ("Transpose",)),

@@ -46,10 +46,11 @@ _TOP = {"float32": 1e15, "float64": 1e15, "bfloat16": 1e15, "float16": 3e4}
 _BOTTOM = 1e-30
 
 EXACT = frozenset({
-    "Abs", "ArgMax", "ArgMin", "Ceil", "Clip", "Concat", "DepthToSpace", "Equal", "Expand", "Flatten", "Floor", "Gather",
-    "GatherElements", "GatherND", "GlobalMaxPool", "Greater", "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less",
-    "LessOrEqual", "Max", "MaxPool", "Min", "Neg", "Pad", "ReduceMax", "ReduceMin", "Relu", "Reshape", "Round",
-    "Sign", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+    "Abs", "ArgMax", "ArgMin", "Ceil", "Clip", "Compress", "Concat", "DepthToSpace", "Equal", "Expand", "EyeLike",
+    "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "GlobalMaxPool", "Greater", "GreaterOrEqual", "Identity",
+    "IsInf", "IsNaN", "Less", "LessOrEqual", "Max", "MaxPool", "Min", "Neg", "OneHot", "Pad", "ReduceMax", "ReduceMin",
+    "Relu", "Reshape", "ReverseSequence", "Round", "Sign", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "TopK",
+    "Transpose", "Trilu", "Unsqueeze", "Where",
 })  # fmt: skip
 """Operators that do no rounding."""
 

@@ -8,7 +8,7 @@ from flashmem.codegen.emitter import Emitter, nbytes_of
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED
-from flashmem.program import KernelShape
+from flashmem.program import Arg, KernelShape
 
 _RUN = 32
 """Elements of the runs with which a sort begins; each is compared with all of its run."""
@@ -42,7 +42,7 @@ def emit_extreme(emitter: Emitter, layer: Layer) -> None:
         symbol=">" if node.op == "ArgMax" else "<",
         last=node.attributes["last"],
     )
-    args = [emitter.operand(x), emitter.tensor(layer.output), columns, depth, inner]
+    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(layer.output), columns, depth, inner]
     emitter.launch(layer, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
 
 
@@ -70,7 +70,7 @@ def emit_top(emitter: Emitter, layer: Layer) -> None:
     kernel = emitter.kernels.kernel(
         "sort_runs", attributes=emitter.attributes(local), run=_RUN, index=STORED[target.dtype], **context
     )
-    args = [emitter.operand(x), emitter.tensor(target), columns, depth, inner, kept, stored]
+    args: list[Arg | int] = [emitter.operand(x), emitter.tensor(target), columns, depth, inner, kept, stored]
     shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
     emitter.launch(layer, kernel, args, items, local, shape, nbytes=nbytes_of(x) + nbytes_of(target), part="[runs]")
     while runs > 1:
@@ -118,5 +118,5 @@ def emit_scan(emitter: Emitter, layer: Layer) -> None:
         if not is_first:
             pointers.append(emitter.tensor(layer.output))
         shape = KernelShape(rows=chunks, columns=columns, depth=chunk, stride=inner)
-        args = [*pointers, columns, depth, inner, chunk, chunks]
-        emitter.launch(layer, kernel, args, items, local, shape, part="[chunks]" if is_first else "")
+        numbers = [columns, depth, inner, chunk, chunks]
+        emitter.launch(layer, kernel, [*pointers, *numbers], items, local, shape, part="[chunks]" if is_first else "")

@@ -66,8 +66,9 @@ def _shrink(node: Node, x: Sequence[str], v: Vector) -> str:
     bound, shift = float(node.attributes.get("lambd", 0.5)), float(node.attributes.get("bias", 0.0))
     if dtype != "float32":
         bound, shift = int(bound), int(shift)
-    below = v.truth(dtype, f"{x[0]} < {v.literal(dtype, -bound)}")
-    above = v.truth(dtype, f"{x[0]} > {v.literal(dtype, bound)}")
+    low, high = (max(0, -bound), max(0, bound)) if dtype.startswith("uint") else (-bound, bound)
+    below = v.truth(dtype, f"{x[0]} < {v.literal(dtype, low)}")
+    above = v.truth(dtype, f"{x[0]} > {v.literal(dtype, high)}")
     less = v.choose(dtype, above, f"{x[0]} - {v.literal(dtype, shift)}", v.literal(dtype, 0))
     return v.choose(dtype, below, f"{x[0]} + {v.literal(dtype, shift)}", less)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flashmem.graph.builder import Rewriter, constant
 from flashmem.graph.ir import ArrayConstant, Node, Value
-from flashmem.graph.operators.lowering import bad_axis, from_front, reshaped
+from flashmem.graph.operators.lowering import bad_axis, from_front, reshaped, too_long
 from flashmem.graph.operators.registry import ANY, BOOL, INDEX, Operator, Types, all_of, constant_inputs, each, register
 
 _INT64: Types = frozenset({"int64"})
@@ -309,7 +309,7 @@ def _check_tensor_scatter(node: Node) -> str | None:
         wrong = starts[(starts < 0) | (starts > last)]
         if wrong.size:
             return f"TensorScatter from index {wrong[0]}, where {x.shape[axis]} elements end"
-    return None
+    return too_long(node, updates.shape[axis])
 
 
 def _rewrite_reverse_sequence(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -348,7 +348,7 @@ def _check_reverse_sequence(node: Node) -> str | None:
         wrong = given[(given < 0) | (given > shape[time])]
         if wrong.size:
             return f"ReverseSequence of {wrong[0]} steps among {shape[time]}"
-    return None
+    return too_long(node, shape[time])
 
 
 def _rewrite_compress(rewriter: Rewriter, node: Node, opset: int) -> None:

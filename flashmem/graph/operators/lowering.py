@@ -9,6 +9,7 @@ import numpy as np
 
 from flashmem.graph.builder import Rewriter, reshaped_constant
 from flashmem.graph.ir import Node, Value
+from flashmem.graph.onnx_limits import TABLE
 from flashmem.graph.operators.registry import Remap
 
 
@@ -44,6 +45,12 @@ def bad_axis(node: Node, axes: Sequence[int], rank: int) -> str | None:
     if len({from_front(axis, rank) for axis in axes}) < len(axes):
         return f"{node.op} names an axis twice"
     return None
+
+
+def too_long(node: Node, *sizes: int) -> str | None:
+    """Why axes of `sizes` are beyond a rewrite that lists their positions in a constant."""
+    longest = max(sizes)
+    return None if longest <= TABLE else f"{node.op} along an axis of {longest} elements; at most {TABLE} are supported"
 
 
 def spreads(shape: Sequence[int], target: Sequence[int]) -> bool:

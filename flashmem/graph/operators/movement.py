@@ -320,10 +320,11 @@ def _rewrite_blocks(rewriter: Rewriter, node: Node, opset: int) -> None:
     batch, channels, height, width = x.shape if node.op == "SpaceToDepth" else output.shape
     height, width = height // block, width // block
     is_behind = node.attributes.get("mode", "DCR") == "CRD"
-    spread = (batch, channels, height, block, width, block)
+    spread: tuple[int, ...] = (batch, channels, height, block, width, block)
     # From the channels with the blocks' places to rows and columns of blocks.
-    perm = (0, 1, 4, 2, 5, 3) if is_behind else (0, 3, 4, 1, 5, 2)
-    packed = (batch, channels, block, block, height, width) if is_behind else (batch, block, block, channels, height, width)
+    perm: tuple[int, ...] = (0, 1, 4, 2, 5, 3) if is_behind else (0, 3, 4, 1, 5, 2)
+    blocks = (channels, block, block) if is_behind else (block, block, channels)
+    packed: tuple[int, ...] = (batch, *blocks, height, width)
     if node.op == "SpaceToDepth":
         spread, packed, perm = packed, spread, tuple(perm.index(axis) for axis in range(6))
     before = rewriter.emit("Reshape", [x], packed, x.dtype, f"{node.name}.blocks")

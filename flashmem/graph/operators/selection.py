@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from flashmem.graph.builder import Rewriter, constant
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.indexing import gather_elements
-from flashmem.graph.operators.lowering import bad_axis, constant_integers, from_front, reshaped
+from flashmem.graph.operators.lowering import bad_axis, constant_integers, from_front, reshaped, too_long
 from flashmem.graph.operators.registry import (
     ANY,
     FLOAT,
@@ -25,6 +27,8 @@ SHAPED_BY_DATA = {
     "Compress": "make its condition a constant, or keep all elements and mask them with Where",
     "NonMaxSuppression": "end the model at the boxes and scores, and select among them outside of it",
     "NonZero": "keep all elements and mask them with Where, or end the model before it",
+    "OneHot": "make its depth a constant",
+    "TopK": "make its k a constant",
     "Unique": "end the model before it",
 }
 """Operators whose output has a shape that depends on data, and what to do about it: shapes are known when compiling."""
@@ -102,7 +106,9 @@ def _rewrite_hardmax(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_hardmax(node: Node) -> str | None:
-    return bad_axis(node, [int(node.attributes.get("axis", -1))], len(node.input(0).shape))
+    shape, axis = node.input(0).shape, int(node.attributes.get("axis", -1))
+    # Before operator set 13 the axes from this one on are one.
+    return bad_axis(node, [axis], len(shape)) or too_long(node, math.prod(shape[axis:]))
 
 
 def _rewrite_one_hot(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -133,7 +139,7 @@ def _check_one_hot(node: Node) -> str | None:
     if node.input(2).shape != (2,):
         return f"OneHot with values of shape {node.input(2).shape}, not (2,)"
     axis = int(node.attributes.get("axis", -1))
-    return bad_axis(node, [axis], len(node.outputs[0].shape))
+    return bad_axis(node, [axis], len(node.outputs[0].shape)) or too_long(node, depth[0])
 
 
 def _rewrite_eye(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -149,7 +155,7 @@ def _rewrite_eye(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _check_eye(node: Node) -> str | None:
     rank = len(node.input(0).shape)
-    return None if rank == 2 else f"EyeLike of a tensor of {rank} dimensions"
+    return too_long(node, *node.outputs[0].shape) if rank == 2 else f"EyeLike of a tensor of {rank} dimensions"
 
 
 def _rewrite_triangle(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -174,7 +180,9 @@ def _check_triangle(node: Node) -> str | None:
     rank, k = len(node.input(0).shape), node.optional(1)
     if rank < 2:
         return f"Trilu of a tensor of {rank} dimensions"
-    return None if k is None or k.size == 1 else f"Trilu with {k.size} diagonals ({k.name})"
+    if k is not None and k.size != 1:
+        return f"Trilu with {k.size} diagonals ({k.name})"
+    return too_long(node, *node.input(0).shape[-2:])
 
 
 register(
