@@ -190,8 +190,10 @@ def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int)
     for first, count, width in ((0, full, panel), (full, 1, rest)):
         region = (groups, count, taps, channels, width)
         source = [strides[0], panel * strides[1], 1, strides[2], strides[1]]
-        starts = {"source_start": first * source[1], "target_start": first * target[1]}
-        move(emitter, layer, weight, made, region, source, target, part=f"[packed {first}]", **starts)
+        move(
+            emitter, layer, weight, made, region, source, target,
+            source_start=first * source[1], target_start=first * target[1], part=f"[packed {first}]",
+        )  # fmt: skip
     return emitter.tensor(made)
 
 
