@@ -94,8 +94,9 @@ def test_refusals(tmp_path: Path) -> None:
     n = Nodes()
     x = n.input(floats(1, 8, 1))
     n.node("DFT", n.input(floats(1, 40000, 1)))
-    n.node("STFT", x, n.constant(np.array(0)), n.constant(floats(4)))
+    n.node("STFT", x, n.constant(np.array(2)), n.constant(floats(4)), n.constant(np.array(5)))
     n.node("Det", n.input(floats(2, 3)))
     text = refusal(n, tmp_path)
     assert "DFT of length 40000, whose matrix has more than 67108864 elements" in text
-    assert "STFT" in text and "Det" in text
+    assert "STFT in frames of 5 with a window of shape (4,)" in text
+    assert "Det of shape (2, 3), which are no square matrices" in text
