@@ -149,14 +149,18 @@ def _layer_normalization(d: Drawing, op: str) -> None:
     operands = [x, d.leaf(x.dtype, shape)]
     if op == "LayerNormalization" and d.maybe():
         operands.append(d.leaf(x.dtype, shape))
-    d.emit(op, operands, axis=axis, epsilon=d.rng.choice((None, 1e-2)))
+    outputs = 3 if op == "LayerNormalization" and d.maybe(0.2) else 1
+    d.emit(op, operands, outputs, axis=axis, epsilon=d.rng.choice((None, 1e-2)))
 
 
 def _batch_normalization(d: Drawing, op: str) -> None:
     x = d.pick(d.types_of(op), (2, 4))
-    parameters = [d.leaf(x.dtype, (x.shape[1],), "constant") for _ in range(3)]
+    parameters = [d.leaf(x.dtype, (x.shape[1],), "constant" if d.maybe(0.8) else "input") for _ in range(3)]
     spread = d.constant(np.random.default_rng(d.rng.getrandbits(30)).uniform(0.5, 2, x.shape[1]), x.dtype)
-    d.emit(op, [x, *parameters, spread], epsilon=d.rng.choice((None, 1e-2)))
+    if d.maybe(0.2):
+        d.emit(op, [x, *parameters, spread], 3, training_mode=1, momentum=d.rng.choice((None, 0.5)))
+    else:
+        d.emit(op, [x, *parameters, spread], epsilon=d.rng.choice((None, 1e-2)))
 
 
 def _instance_normalization(d: Drawing, op: str) -> None:
@@ -227,12 +231,16 @@ def _image(d: Drawing, op: str) -> Value:
     def fits(v: Value) -> bool:
         return v.own.size <= 1500
 
-    return d.pick(d.types_of(op), (3, 4), fits, lambda: _image_shape(d))
+    return d.pick(d.types_of(op), (3, 5), fits, lambda: _image_shape(d))
 
 
 def _image_shape(d: Drawing) -> Shape:
     sizes = [size for size in d.sizes if size <= 17] or [5]
-    spatial = [d.rng.choice((*sizes, 5, 6)) for _ in range(d.rng.choice((1, 2, 2)))]
+    spatial = (
+        [d.rng.choice((*sizes, 5, 6)) for _ in range(d.rng.choice((1, 2, 2)))]
+        if d.maybe(0.8)
+        else d.rng.choices((2, 3, 5), k=3)
+    )
     return (d.rng.choice((1, 1, 2)), d.rng.choice((1, 2, 3, 4, 8)), *spatial)
 
 
@@ -264,11 +272,55 @@ def _pool(d: Drawing, op: str) -> None:
     attributes = _window(d, x.shape[2:], ceil=op != "LpPool")
     if op == "AveragePool":
         attributes["count_include_pad"] = d.rng.choice((0, 1))
-    d.emit(op, [x], **attributes)
+    if op == "LpPool":
+        attributes["p"] = d.rng.choice((1, 2, 3))
+    if op == "MaxPool" and d.maybe(0.3):
+        d.emit(op, [x], 2, storage_order=d.rng.choice((None, 1)), **attributes)
+    else:
+        d.emit(op, [x], **attributes)
 
 
 def _global_pool(d: Drawing, op: str) -> None:
     d.emit(op, [d.pick(d.types_of(op), (3, 5))])
+
+
+def _window_of_channels(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (4, 4))
+    d.emit(op, [x], size=d.rng.choice((1, 3, 5)), alpha=d.rng.choice((None, 0.3)), beta=d.rng.choice((None, 0.5)))
+
+
+def _grid_sample(d: Drawing, op: str) -> None:
+    def fits(v: Value) -> bool:
+        return 0 < v.own.size <= 300
+
+    x = d.pick(
+        ("float32",), (4, 5), fits, lambda: (d.rng.choice((1, 2)), d.rng.choice((1, 3)), *d.rng.choices((1, 2, 3, 5), k=2))
+    )
+    rank = x.own.ndim - 2
+    shape = (x.shape[0], *d.rng.choices((1, 2, 4), k=rank), rank)
+    places = np.random.default_rng(d.rng.getrandbits(30)).uniform(-1.5, 1.5, shape).astype(np.float32)
+    modes = ("linear", "nearest", "cubic") if rank == 2 else ("linear", "nearest")
+    mode, padding = d.rng.choice(modes), d.rng.choice(("zeros", "border", "reflection"))
+    if (mode, padding) == ("cubic", "border"):
+        raise RejectedNodeError("the reference evaluator clamps places, not taps")
+    d.emit(op, [x, leaf(d.name("x"), places, "input")], mode=mode, padding_mode=padding, align_corners=d.rng.choice((0, 1)))
+
+
+def _transform(d: Drawing, op: str) -> None:
+    def fits(v: Value) -> bool:
+        return v.shape[-1] in (1, 2) and 0 < v.own.size <= 600
+
+    x = d.pick(
+        ("float32",), (3, 4), fits, lambda: (2, *d.rng.choices((1, 2, 5, 8), k=d.rng.choice((1, 2))), d.rng.choice((1, 2)))
+    )
+    axis = d.constant(d.rng.randrange(1, x.own.ndim - 1))
+    attributes = {"onesided": 1} if x.shape[-1] == 1 and d.maybe() else {"inverse": 1} if x.shape[-1] == 2 and d.maybe() else {}
+    d.emit(op, [x, d.constant(d.rng.choice((3, 8))) if d.maybe(0.3) else None, axis], **attributes)
+
+
+def _determinant(d: Drawing, op: str) -> None:
+    size = d.rng.choice((1, 2, 3, 5))
+    d.emit(op, [d.leaf("float32", (*d.shape(0, 2), size, size))])
 
 
 def _resize(d: Drawing, op: str) -> None:
@@ -585,7 +637,11 @@ FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
     (1.0, _gemm, ("Gemm",)),
     (2.0, _conv, ("Conv", "Conv", "ConvTranspose")),
     (1.2, _pool, ("MaxPool", "AveragePool", "LpPool")),
-    (0.4, _global_pool, ("GlobalAveragePool", "GlobalMaxPool")),
+    (0.4, _global_pool, ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")),
+    (0.3, _window_of_channels, ("LRN",)),
+    (0.4, _grid_sample, ("GridSample",)),
+    (0.3, _transform, ("DFT",)),
+    (0.1, _determinant, ("Det",)),
     (0.8, _resize, ("Resize",)),
     (1.2, _pad, ("Pad",)),
     (1.2, _slice, ("Slice",)),

@@ -139,7 +139,8 @@ def emit_lrn(emitter: Emitter, layer: Layer) -> None:
         bias=scalar_literal("float32", node.attributes["bias"]),
         **emitter.vectors(vector),
     )
-    args = [emitter.operand(x), emitter.tensor(layer.output), rows, channels, columns, (size - 1) // 2, size // 2]
+    reach = [min((size - 1) // 2, channels), min(size // 2, channels)]
+    args = [emitter.operand(x), emitter.tensor(layer.output), rows, channels, columns, *reach]
     shape = KernelShape(rows=rows, columns=columns, depth=min(size, channels), run=columns, stride=columns, vector=vector)
     emitter.launch(layer, kernel, args, items, local, shape)
 

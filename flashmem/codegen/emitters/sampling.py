@@ -57,6 +57,6 @@ def emit_roi_align(emitter: Emitter, layer: Layer) -> None:
         **emitter.vectors(vector),
     )
     pointers = [emitter.operand(x), emitter.operand(rois), emitter.operand(batch), emitter.tensor(y), emitter.status()]
-    args = [*pointers, rows, images, height, width, columns, *y.shape[1:3], len(emitter.launches) + 1]
+    args: list[Arg | int] = [*pointers, rows, images, height, width, columns, *y.shape[1:3], len(emitter.launches) + 1]
     shape = KernelShape(rows=rows, columns=columns, depth=4 * (samples or 2) ** 2, run=columns, vector=vector)
     emitter.launch(layer, kernel, args, items, local, shape)

@@ -113,6 +113,10 @@ def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
         rewriter.add("Reshape", [result], output)
 
 
+_LARGEST_BLOCK = 1024
+"""Elements of a block of Col2Im: its matrix of places has their square."""
+
+
 def _rewrite_col2im(rewriter: Rewriter, node: Node, opset: int) -> None:
     """A transposed convolution of each channel's blocks: element t of a block is a channel that goes to tap t."""
     x, output = node.input(0), node.outputs[0]
@@ -154,6 +158,8 @@ def _check_col2im(node: Node) -> str | None:
             return f"Col2Im with {name} {tuple(given)} over {rank} spatial dimensions"
     if min(image) < 1 or min(block) < 1:
         return f"Col2Im of blocks of {tuple(block)} to {tuple(image)}"
+    if math.prod(block) > _LARGEST_BLOCK:
+        return f"Col2Im in blocks of {math.prod(block)} elements is not implemented ({_LARGEST_BLOCK} at most)"
     counts = _blocks(node)[2]
     channels = x[1] // math.prod(block) if len(x) == 3 else 0
     if min(counts) < 1 or x != (x[0], channels * math.prod(block), math.prod(counts)) or y != (x[0], channels, *image):

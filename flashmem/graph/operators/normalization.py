@@ -195,7 +195,7 @@ def _check_instance_normalization(node: Node) -> str | None:
 
 
 def _rewrite_group_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Groups of channels become rows; scale and bias stay per channel (ONNX withdrew operator set 18, where they were per group)."""
+    """Groups of channels become rows; scale and bias are per channel (ONNX withdrew the form where they are per group)."""
     x, output = node.input(0), node.outputs[0]
     groups = int(node.attributes["num_groups"])
     batch, channels = x.shape[:2]

@@ -6,6 +6,8 @@ indices count in.
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashmem.graph.builder import Rewriter
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.contraction import bad_window, lift, window
@@ -101,7 +103,7 @@ def _check_max_unpool(node: Node) -> str | None:
     return None
 
 
-_POOL = {"rewrite": _rewrite_pool, "check": _check_pool, "kernel": "pool", "layout": "channels_last"}
+_POOL: dict[str, Any] = {"rewrite": _rewrite_pool, "check": _check_pool, "kernel": "pool", "layout": "channels_last"}
 
 register(
     __name__,

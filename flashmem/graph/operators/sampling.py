@@ -42,6 +42,10 @@ def _check_grid_sample(node: Node) -> str | None:
     return None
 
 
+_LARGEST_GRID = 1 << 24
+"""Places of an AffineGrid, which are a constant."""
+
+
 def _rewrite_affine_grid(rewriter: Rewriter, node: Node, opset: int) -> None:
     """The places of a plain grid times the transposed matrices."""
     theta, output = node.input(0), node.outputs[0]
@@ -67,6 +71,8 @@ def _check_affine_grid(node: Node) -> str | None:
     rank = len(size) - 2
     if rank not in (2, 3) or min(size) < 1:
         return f"AffineGrid for an image of shape {tuple(size)}"
+    if math.prod(size[2:]) > _LARGEST_GRID:
+        return f"AffineGrid of {math.prod(size[2:])} places is not implemented ({_LARGEST_GRID} at most)"
     if theta != (size[0], rank, rank + 1) or node.outputs[0].shape != (size[0], *size[2:], rank):
         return f"AffineGrid for an image of shape {tuple(size)} by matrices of shape {theta}"
     return None

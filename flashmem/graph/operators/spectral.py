@@ -1,7 +1,7 @@
 """Fourier transforms, as products with constant matrices: complex numbers are pairs in the last dimension.
 
-After the rewrites `Frames` cuts a signal [batch, length, components] into frames that may overlap, [batch, frames, frame length,
-components].
+After the rewrites `Frames` cuts a signal [batch, length, components] into frames that may overlap, [batch, frames, frame
+length, components].
 """
 
 from __future__ import annotations

@@ -1,0 +1,102 @@
+"""DFT and STFT against numpy's transforms in double precision; windows, Det and Col2Im against ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from compared import DEVICES, Nodes, by_reference, compare, refusal
+from numpy.typing import NDArray
+
+
+def floats(*shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+def pairs(x: NDArray[Any]) -> NDArray[np.float32]:
+    return np.stack([x.real, x.imag], -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_transforms(place: tuple[str, str], tmp_path: Path) -> None:
+    n = Nodes()
+    real, complex_ = floats(2, 10, 7, 1), floats(2, 10, 7, 2)
+    x, c, first, second = n.input(real), n.input(complex_), n.constant(np.array(1)), n.constant(np.array(-2))
+    shorter, longer = n.constant(np.array(6)), n.constant(np.array(16))
+    numbers, signal = complex_[..., 0] + 1j * complex_[..., 1], real[..., 0]
+    expected = []
+
+    def transform(made: NDArray[Any], *inputs: str, **attributes: int) -> None:
+        n.node("DFT", *inputs, **attributes)
+        expected.append(pairs(made) if np.iscomplexobj(made) else made[..., None].astype(np.float32))
+
+    transform(np.fft.fft(signal, axis=1), x, "", first)
+    transform(np.fft.rfft(signal, 6, axis=1), x, shorter, first, onesided=1)
+    transform(np.fft.fft(numbers, axis=2), c, "", second)
+    transform(np.fft.ifft(numbers, axis=1), c, "", first, inverse=1)
+    transform(np.fft.rfft(signal, 16, axis=1), x, longer, first, onesided=1)
+    transform(np.fft.irfft(numbers, 15, axis=2), c, n.constant(np.array(15)), second, inverse=1, onesided=1)
+    compare(n, place, tmp_path, lambda model, feeds: expected)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_short_time_transforms(place: tuple[str, str], tmp_path: Path) -> None:
+    n = Nodes()
+    signal, window = floats(3, 130, 1), np.hamming(16).astype(np.float32)
+    x, c, w, step = n.input(signal), n.input(floats(2, 50, 2)), n.input(window), n.constant(np.array(7))
+    size = n.constant(np.array(16))
+    n.node("STFT", x, step, w, size)
+    n.node("STFT", x, step, n.constant(window))
+    n.node("STFT", x, step, "", size, onesided=0)
+    n.node("STFT", c, step, n.constant(window), size, onesided=0)
+
+    def expected(model: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[np.float32]]:
+        frames = np.lib.stride_tricks.sliding_window_view(signal[..., 0].astype(np.float64), 16, axis=1)[:, ::7]
+        numbers = (feeds[c][..., 0] + 1j * feeds[c][..., 1]).astype(np.complex128)
+        others = np.lib.stride_tricks.sliding_window_view(numbers, 16, axis=1)[:, ::7]
+        windowed = np.fft.rfft(frames * window)
+        return [pairs(each) for each in (windowed, windowed, np.fft.fft(frames), np.fft.fft(others * window))]
+
+    compare(n, place, tmp_path, expected)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_windows_and_weights_of_constants(place: tuple[str, str], tmp_path: Path) -> None:
+    """Functions of constants are folded, so that a spectrogram's window is part of its matrix."""
+    n = Nodes()
+    size, numbers = n.constant(np.array(40)), [n.constant(np.array(i)) for i in (16, 256, 8000)]
+    for op in ("HannWindow", "HammingWindow", "BlackmanWindow"):
+        n.node(op, size)
+        n.node(op, size, periodic=0)
+    n.node("MelWeightMatrix", *numbers, *(n.constant(np.array(i, np.float32)) for i in (20, 3800)))
+    n.node("Neg", n.input(floats(1)))
+    compare(n, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_determinants_and_columns(place: tuple[str, str], tmp_path: Path) -> None:
+    n = Nodes()
+    for matrices in (floats(3, 4, 5, 5), floats(2, 20, 20), np.ones((2, 3, 3), np.float32), floats(1, 1)):
+        n.node("Det", n.input(matrices))
+    n.node(
+        "Col2Im", n.input(floats(2, 24, 12)), n.constant(np.array([5, 6])), n.constant(np.array([2, 3])), strides=[1, 2],
+        pads=[0, 0, 0, 1],
+    )  # fmt: skip
+    n.node("Col2Im", n.input(floats(2, 6, 9)), n.constant(np.array([11])), n.constant(np.array([3])))
+    compare(n, place, tmp_path, by_reference)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    n = Nodes()
+    x = n.input(floats(1, 8, 1))
+    n.node("DFT", n.input(floats(1, 40000, 1)))
+    n.node("STFT", x, n.constant(np.array(2)), n.constant(floats(4)), n.constant(np.array(5)))
+    n.node("Det", n.input(floats(2, 3)))
+    text = refusal(n, tmp_path)
+    assert "DFT of length 40000, whose matrix has more than 67108864 elements" in text
+    assert "STFT in frames of 5 with a window of shape (4,)" in text
+    assert "Det of shape (2, 3), which are no square matrices" in text
