@@ -18,6 +18,7 @@ from flashmem.graph.onnx_definitions import has_definition, write_out
 from flashmem.graph.onnx_folding import FoldPass
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
+from flashmem.graph.onnx_sequences import SequencePass
 
 _ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
 
@@ -82,11 +83,11 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
 
 def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
     """Fold, rewrite and resolve control flow until nothing changes. Rounds in which a loop goes on are bounded by its limit."""
-    control, rounds = ControlFlowPass(), 0
+    control, sequences, rounds = ControlFlowPass(), SequencePass(), 0
     while rounds < _ROUNDS:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         changed = FoldPass(is_native)(model).modified
-        unrolled = control(model).modified
+        unrolled = control(model).modified | sequences(model).modified
         changed |= unrolled
         rounds += not unrolled
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
