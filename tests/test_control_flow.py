@@ -271,8 +271,8 @@ POSITION = SEQUENCES.replace("[2, 5] z)", "[2, 5] z, int64 here)").replace("At (
         (BRANCHES.format("a = Gather (x, at)"), "is not supported with Gather in a branch, which cannot be computed unasked"),
         (BRANCHES.format("a = RandomNormalLike (x)"), "is not supported with RandomNormalLike in a branch"),
         (
-            BRANCHES.format("  ".join(f"a{i + 1} = Exp ({f'a{i}' if i else 'x'})" for i in range(64)) + "  a = Exp (a64)"),
-            "whose branches have 66 nodes, is not supported: at most 64 are all computed",
+            BRANCHES.format("  ".join(f"a{i + 1} = Exp ({f'a{i}' if i else 'x'})" for i in range(128)) + "  a = Exp (a128)"),
+            "whose branches have 130 nodes, is not supported: at most 128 are all computed",
         ),
         (TRIPS, "Loop whose number of iterations is computed at run time"),
         (CONDITION, "Loop whose condition is computed at run time"),

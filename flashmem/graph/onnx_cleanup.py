@@ -92,7 +92,8 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
         rounds += not unrolled
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
-        changed |= passes.IdentityEliminationPass()(model).modified
+        if not any(True for _ in model.graph.subgraphs()):  # the pass cannot let a branch give a value from outside
+            changed |= passes.IdentityEliminationPass()(model).modified
         passes.RemoveUnusedNodesPass()(model)
         if not changed and control.choose:
             return

@@ -103,7 +103,12 @@ class FoldPass(FoldConstantsPass):
             if len(node.attributes) != 1:
                 raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
         elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
-            infer(node, self.opset_imports)
+            try:
+                infer(node, self.opset_imports)
+            except UserError:
+                if node.graph is self.model.graph:
+                    raise
+                return None  # a branch that fits another shape is not taken; one that is comes up again in the main graph
         if node.op_type in SEQUENCES:  # onnxscript says them in operators of a newer set
             return None
         replacement = super().process_node(node, is_function)
@@ -179,11 +184,22 @@ def _is_inexact(node: ir.Node) -> bool:
         return True  # the reference rounds after every step, where kernels compute in float32
     if node.op_type.startswith("Reduce") and node.op_type not in ("ReduceMax", "ReduceMin"):
         return first is None or first.dtype is None or first.dtype.is_floating_point()
-    if node.op_type == "Slice":  # of bounds beyond the tensor, walked backwards
-        return len(node.inputs) > 4 and (steps := node.inputs[4]) is not None and bool((_data(steps) < 0).any())
+    if node.op_type == "Slice":
+        return _starts_before(node)
     if node.op_type == "Pad":
         return node.attributes.get_string("mode", "constant") != "constant"
     return "Pool" in node.op_type or node.op_type.startswith("Conv") or "Norm" in node.op_type
+
+
+def _starts_before(node: ir.Node) -> bool:
+    """Whether a Slice walks backwards from before the first element, which clamps to that element."""
+    if len(node.inputs) < 5 or node.inputs[0] is None or node.inputs[0].shape is None:
+        return False
+    starts, axes, steps = (None if value is None else _data(value) for value in (node.inputs[1], *node.inputs[3:5]))
+    if starts is None or steps is None:
+        return False
+    sizes = np.array(node.inputs[0].shape.numpy())[... if axes is None else axes]
+    return bool(((steps < 0) & (starts < -sizes[: len(starts)])).any())
 
 
 def _data(value: ir.Value) -> NDArray[Any]:
