@@ -26,6 +26,7 @@ FLOAT = TensorProto.FLOAT
 # First set, last set, operator, run-time inputs (shape, or shape and type), constant inputs after them, attributes, outputs.
 Case = tuple[int, int, str, list[Any], list[Any], dict[str, Any], int]
 X = (2, 3, 4, 5)
+ONES, ZEROS = np.ones(3, np.float32), np.zeros(3, np.float32)
 CASES: list[Case] = [
     (7, 9, "Slice", [X], [], {"starts": [0, -3], "ends": [1, 100], "axes": [1, 3]}, 1),
     (10, 12, "Slice", [X], [[3, 0], [-100, 2], [3, 1], [-2, 1]], {}, 1),
@@ -37,7 +38,7 @@ CASES: list[Case] = [
     (7, 8, "Upsample", [X], [], {"scales": [1.0, 1.0, 2.0, 3.0], "mode": "nearest"}, 1),
     (9, 9, "Upsample", [X], [np.array([1, 1, 2, 1.4], np.float32)], {"mode": "linear"}, 1),
     (10, 10, "Resize", [X], [np.array([1, 1, 0.5, 2], np.float32)], {"mode": "nearest"}, 1),
-    (7, 12, "BatchNormalization", [X], [np.ones(3, np.float32), np.zeros(3, np.float32), np.ones(3, np.float32), np.full(3, 2, np.float32)], {}, 1),
+    (7, 12, "BatchNormalization", [X], [ONES, ZEROS, ONES, 2 * ONES], {}, 1),
     (7, 12, "Gemm", [(3, 4), (5, 4), (5,)], [], {"transB": 1, "alpha": 0.5, "beta": 2.0}, 1),
     (7, 12, "Squeeze", [(1, 3, 1, 2)], [], {"axes": [0, 2]}, 1),
     (7, 12, "Unsqueeze", [(3, 2)], [], {"axes": [0, 3]}, 1),
@@ -62,9 +63,9 @@ CASES: list[Case] = [
     (7, 12, "Tile", [(2, 3)], [[2, 1]], {}, 1),
     (7, 12, "PRelu", [X], [np.full((3, 1, 1), 0.2, np.float32)], {}, 1),
     (7, 12, "Pow", [X], [np.float32(2)], {}, 1),
-    (7, 12, "InstanceNormalization", [X], [np.ones(3, np.float32), np.zeros(3, np.float32)], {}, 1),
+    (7, 12, "InstanceNormalization", [X], [ONES, ZEROS], {}, 1),
     (10, 12, "Mod", [(X, "int32"), ((1,), "positive")], [], {}, 1),
-    (7, 12, "RNN", [(2, 1, 3)], [np.full((1, 2, 3), 0.3, np.float32), np.full((1, 2, 2), 0.2, np.float32)], {"hidden_size": 2}, 1),
+    (7, 12, "RNN", [(2, 1, 3)], [ONES.reshape(1, 1, 3), ONES[:1].reshape(1, 1, 1)], {"hidden_size": 1}, 1),
     (12, 12, "Einsum", [(3, 4), (4, 5)], [], {"equation": "ij,jk->ki"}, 1),
 ]  # fmt: skip
 

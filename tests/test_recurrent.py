@@ -27,10 +27,14 @@ Array = NDArray[Any]
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("LSTM", "B h c P", {"direction": "bidirectional"}),
     ("LSTM", "B n h c", {"direction": "reverse", "clip": 0.3, "input_forget": 1}),
-    ("LSTM", "B late", {"activations": ["HardSigmoid", "Softsign", "ScaledTanh"], "activation_alpha": [0.3, 1.5], "activation_beta": [0.4, 0.7]}),
+    ("LSTM", "B late", {
+        "activations": ["HardSigmoid", "Softsign", "ScaledTanh"], "activation_alpha": [0.3, 1.5], "activation_beta": [0.4, 0.7],
+    }),
     ("LSTM", "B h c", {"layout": 1, "direction": "bidirectional"}),
     ("GRU", "B h", {"direction": "bidirectional", "linear_before_reset": 0}),
-    ("GRU", "B n late", {"linear_before_reset": 1, "activations": ["Affine", "Elu"], "activation_alpha": [0.2, 0.5], "activation_beta": [0.4]}),
+    ("GRU", "B n late", {
+        "linear_before_reset": 1, "activations": ["Affine", "Elu"], "activation_alpha": [0.2, 0.5], "activation_beta": [0.4],
+    }),
     ("GRU", "B h n", {"layout": 1, "clip": 0.5, "direction": "reverse"}),
     ("RNN", "B h", {"direction": "bidirectional", "activations": ["LeakyRelu", "Softplus"], "activation_alpha": [0.2]}),
 ]  # fmt: skip

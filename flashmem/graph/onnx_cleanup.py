@@ -19,6 +19,7 @@ from flashmem.graph.onnx_folding import FoldPass
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 from flashmem.graph.onnx_scaled_weights import RecogniseDequantizePass
+from flashmem.graph.onnx_sequences import SequencePass
 
 _ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
 
@@ -83,18 +84,19 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
 
 def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
     """Fold, rewrite and resolve control flow until nothing changes. Rounds in which a loop goes on are bounded by its limit."""
-    control, rounds = ControlFlowPass(), 0
+    control, sequences, rounds = ControlFlowPass(), SequencePass(), 0
     while rounds < _ROUNDS:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         if is_native("DequantizeLinear"):
             RecogniseDequantizePass()(model)  # first: the integers are constants
         changed = FoldPass(is_native)(model).modified
-        unrolled = control(model).modified
+        unrolled = control(model).modified | sequences(model).modified
         changed |= unrolled
         rounds += not unrolled
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
-        changed |= passes.IdentityEliminationPass()(model).modified
+        if not any(True for _ in model.graph.subgraphs()):  # the pass cannot let a branch give a value from outside
+            changed |= passes.IdentityEliminationPass()(model).modified
         passes.RemoveUnusedNodesPass()(model)
         if not changed and control.choose:
             return

@@ -67,7 +67,7 @@ def _definition(node: onnx.NodeProto, opset: int, types: Mapping[str, onnx.TypeP
         )
     if not data:
         return None
-    body = onnx.FunctionProto.FromString(data)
+    body: onnx.FunctionProto = onnx.FunctionProto.FromString(data)
     for entry in body.opset_import:
         if entry.domain == "":
             if not all(_holds(inner, entry.version, opset) for inner in body.node):

@@ -26,9 +26,9 @@ from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConsta
 
 from flashmem.errors import UserError
 from flashmem.graph import contrib
-from flashmem.graph.onnx_control_flow import SEQUENCES
 from flashmem.graph.onnx_definitions import write_out
 from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
+from flashmem.graph.onnx_sequences import SEQUENCES
 from flashmem.graph.onnx_sizes import set_size
 from flashmem.graph.onnx_validate import printable
 
@@ -108,7 +108,12 @@ class FoldPass(FoldConstantsPass):
             if len(node.attributes) != 1:
                 raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
         elif not any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
-            infer(node, self.opset_imports)
+            try:
+                infer(node, self.opset_imports)
+            except UserError:
+                if node.graph is self.model.graph:
+                    raise
+                return None  # a branch that fits another shape is not taken; one that is comes up again in the main graph
         if node.op_type in SEQUENCES:  # onnxscript says them in operators of a newer set
             return None
         replacement = super().process_node(node, is_function)

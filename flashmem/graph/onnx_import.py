@@ -16,7 +16,7 @@ from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph import contrib
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
-from flashmem.graph.onnx_control_flow import REASON
+from flashmem.graph.onnx_editing import REASON
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
 from flashmem.graph.onnx_limits import check_size, nodes_of
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
@@ -102,7 +102,7 @@ def _refuse(offenders: list[tuple[str, str]]) -> None:
 
 
 def _check_opset(model: onnx.ModelProto, path: Path) -> None:
-    """Raise UserError for operator sets that are not understood; a model that calls functions only gets the newest of theirs."""
+    """Raise UserError for operator sets that are not understood; a model that only calls functions gets their newest."""
     versions = {opset.version for opset in model.opset_import if opset.domain == ""}
     inner = {opset.version for function in model.functions for opset in function.opset_import if opset.domain == ""}
     if not versions:

@@ -22,7 +22,7 @@ DEPTH = 16
 UNROLLED = 20_000
 """Nodes of all copies of the bodies of loops."""
 
-CHOSEN = 64
+CHOSEN = 128
 """Nodes in the branches of an If that are all computed, where which of them counts is known at run time only."""
 
 RANK = 16

@@ -208,6 +208,53 @@ def _gemm(d: Drawing, op: str) -> None:
     d.emit(op, operands, transA=int(transposed), transB=int(turned), alpha=d.rng.choice(scale), beta=d.rng.choice(scale))
 
 
+def _einsum(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (1, 4))
+    sizes: dict[str, int] = {}
+
+    def term(shape: Shape) -> str:
+        """Labels for a shape, an earlier one of the same size now and then."""
+        labels = ""
+        for size in shape:
+            known = [label for label, other in sizes.items() if other == size and (label not in labels or d.maybe(0.15))]
+            label = d.rng.choice(known) if known and d.maybe(0.7) else "abcdEFGHijklmnop"[len(sizes)]
+            sizes[label] = size
+            labels += label
+        return labels
+
+    operands, terms = [x], [term(x.shape)]
+    for _ in range(d.rng.choice((0, 1, 1, 1, 2))):
+        shape = tuple(d.rng.choice((*x.shape, d.rng.choice(d.sizes))) for _ in range(d.rng.randint(1, 3)))
+        operands.append(d.leaf(x.dtype, shape))
+        terms.append(term(shape))
+    if np.prod(list(sizes.values()), dtype=np.float64) > 2e5:
+        raise RejectedNodeError("too much to compute")
+    output = "".join(d.rng.sample(sorted(sizes), d.rng.randint(0, len(sizes))))
+    d.emit(op, operands, equation=",".join(terms) + (f"->{output}" if d.maybe(0.8) else ""))
+
+
+def _recurrent(d: Drawing, op: str) -> None:
+    """Default activations only: the reference evaluator knows no others."""
+
+    def fits(v: Value) -> bool:
+        return max(v.shape[:2]) <= 8 and v.own.size > 0
+
+    x = d.pick(d.types_of(op), (3, 3), fits, lambda: tuple(d.rng.randint(1, 5) for _ in range(3)))
+    direction = d.rng.choice((None, "reverse", "bidirectional"))
+    layout = d.rng.choice((None, None, 1))
+    ways, gates, hidden = 1 + (direction == "bidirectional"), {"LSTM": 4, "GRU": 3, "RNN": 1}[op], d.rng.choice((1, 3, 4, 6))
+    batch = x.shape[0] if layout else x.shape[1]
+    state = (batch, ways, hidden) if layout else (ways, batch, hidden)
+    shapes: list[Shape | None] = [(ways, gates * hidden, x.shape[2]), (ways, gates * hidden, hidden)]
+    shapes += [(ways, 2 * gates * hidden) if d.maybe(0.7) else None, None, state if d.maybe() else None]
+    if op == "LSTM":
+        shapes += [state if d.maybe() else None, (ways, 3 * hidden) if d.maybe(0.3) else None]
+    operands = [x, *(None if shape is None else d.leaf(x.dtype, shape) for shape in shapes)]
+    after = d.rng.choice((None, 1)) if op == "GRU" else None
+    count = d.rng.randint(1, 3 if op == "LSTM" else 2)
+    d.emit(op, operands, count, hidden_size=hidden, direction=direction, layout=layout, linear_before_reset=after)
+
+
 def _window(d: Drawing, sizes: Shape, *, ceil: bool = False, dilated: bool = True) -> dict[str, object]:
     """Attributes of a sliding window over `sizes`."""
     rank = len(sizes)
@@ -635,6 +682,8 @@ FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
     (0.2, _lp_normalization, ("LpNormalization",)),
     (1.5, _matmul, ("MatMul",)),
     (1.0, _gemm, ("Gemm",)),
+    (1.0, _einsum, ("Einsum",)),
+    (0.5, _recurrent, ("GRU", "LSTM", "RNN")),
     (2.0, _conv, ("Conv", "Conv", "ConvTranspose")),
     (1.2, _pool, ("MaxPool", "AveragePool", "LpPool")),
     (0.4, _global_pool, ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")),

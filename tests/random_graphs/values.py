@@ -197,6 +197,8 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if op.endswith("Pool") and b"SAME" in attributes.get("auto_pad", b"") and max(attributes.get("dilations", [1])) > 1:
         raise RejectedNodeError("ONNX Runtime's SAME pads of pools forget dilations")
+    if op in ("GRU", "LSTM", "RNN") and not all(_is_finite(value) for value in inputs):
+        raise RejectedNodeError("infinite weights times a first state of zeros, which flashmem leaves out")
     if op in ("BatchNormalization", "Resize") and not all(_is_finite(value) for value in inputs):
         raise RejectedNodeError("infinity times zero, in some orders of evaluation")
 

@@ -1,7 +1,7 @@
-"""LSTM, GRU and RNN: for each step a MatMul of the hidden state, from packed weights as any other, and one launch for the gates.
+"""LSTM, GRU and RNN: for each step a MatMul of the hidden state, from packed weights as any other, and a launch for the gates.
 
 A step needs the whole hidden state of the one before, and a device has no barrier across work-groups but the end of a launch.
-Every step runs the same kernels with other numbers. The weights of the recurrence are streamed once and stay until the last step.
+Every step runs the same kernels with other numbers. The weights of the recurrence are streamed once and stay to the last step.
 """
 
 from __future__ import annotations

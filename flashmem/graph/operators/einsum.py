@@ -1,4 +1,4 @@
-"""Einsum, for any equation: diagonals and sums of one operand, then pair after pair as MatMul or Mul, then one order of dimensions.
+"""Einsum, for any equation: diagonals and sums of one operand, then pair after pair as MatMul or Mul, then the order asked for.
 
 An operand is a value with a label for each dimension. A pair's MatMul takes whichever operand as its left one, and whichever
 order of the right one's last two dimensions, moves the least data: `bhij,hg->bgij` moves none.
@@ -214,7 +214,7 @@ def _without(rewriter: Rewriter, operand: _Operand, gone: Collection[str]) -> _O
 def _contracted(
     rewriter: Rewriter, a: _Operand, b: _Operand, needed: Collection[str], wanted: Sequence[str] | None
 ) -> _Operand:
-    """The product of two operands, summed over the labels that nobody needs; in the order `wanted`, if given, where that is free."""
+    """The product of two operands, summed over labels that nobody needs; if given, in the order `wanted` where that is free."""
     shared = [label for label in a.labels if label in b.labels]
     # What is broadcast in one of them, and summed, belongs to the other alone.
     a = _without(rewriter, a, [label for label in shared if label not in needed and a.size(label) == 1 < b.size(label)])
@@ -260,10 +260,9 @@ def _multiplied(rewriter: Rewriter, product: _Product) -> _Operand:
     one = reshaped(rewriter, one, (*((1,) * len(lead) if left_batch else ()), *left_batch, rows, depth))
     last = (columns, depth) if product.transposed else (depth, columns)
     other = reshaped(rewriter, other, (*lead, *right_batch, *last))
-    made = rewriter.emit(
-        "MatMul", [one, other], (*lead, *(sizes[label] for label in product.batch), rows, columns), one.dtype, _name(one, "product"),
-        transposed=int(product.transposed),
-    )  # fmt: skip
+    shape = (*lead, *(sizes[label] for label in product.batch), rows, columns)
+    name, transposed = _name(one, "product"), int(product.transposed)
+    made = rewriter.emit("MatMul", [one, other], shape, one.dtype, name, transposed=transposed)
     return _Operand(reshaped(rewriter, made, tuple(sizes[label] for label in product.order)), product.order)
 
 

@@ -1,9 +1,9 @@
 """LSTM, GRU and RNN: the inputs of all steps go through one MatMul, then one kernel after the other takes the steps.
 
 After the rewrites a node runs one direction. Its inputs are `INPUTS`, of which those that do not apply are left out; its one
-output holds what the steps made, [steps, batch, hidden] or (with `layout` 1) [batch, steps, hidden], and, with `finals`, the last
-hidden state and the last cell. Attributes: `steps`, `batch`, `hidden`, `reverse`, `activations` (name, alpha, beta), `clip` or
-None, `input_forget`, `linear_before_reset`, `layout`, `finals`.
+output holds what the steps made, [steps, batch, hidden] or (with `layout` 1) [batch, steps, hidden], and, with `finals`,
+the last hidden state and the last cell. Attributes: `steps`, `batch`, `hidden`, `reverse`, `activations` (name, alpha, beta),
+`clip` or None, `input_forget`, `linear_before_reset`, `layout`, `finals`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Node, Value
@@ -20,9 +21,9 @@ from flashmem.graph.operators.registry import FLOAT, Types, each, register
 from flashmem.program import DType
 
 INPUTS = ("projected", "recurrence", "candidate", "lengths", "hidden", "cell", "peepholes", "bias")
-"""Projected inputs [rows, gates * hidden] with all biases that can be added ahead; weights of the recurrence [gates * hidden, hidden];
-a GRU's own weights of the candidate, if it resets before them; steps of each sequence; first states; peepholes [3 * hidden]; a
-GRU's bias of the recurrence of the candidate [hidden], if it resets after."""
+"""Projected inputs [rows, gates * hidden] with all biases that can be added ahead; weights of the recurrence [gates * hidden,
+hidden]; a GRU's own weights of the candidate, if it resets before them; steps of each sequence; first states; peepholes
+[3 * hidden]; a GRU's bias of the recurrence of the candidate [hidden], if it resets after."""
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
@@ -44,7 +45,7 @@ def _directions(node: Node) -> list[bool]:
 
 
 def _activations(node: Node) -> list[tuple[str, float, float]]:
-    """Name, alpha and beta of each function, those of all directions; numbers are taken in turn by the functions that have any."""
+    """Name, alpha and beta of the functions of all directions; numbers are taken in turn by the functions that have any."""
     names = node.attributes.get("activations") or _FUNCTIONS[node.op] * len(_directions(node))
     given = [list(node.attributes.get(key) or ()) for key in ("activation_alpha", "activation_beta")]
     chosen = []
@@ -70,8 +71,8 @@ def _piece(
     """`value` at place `at` of dimension `axis`, there the rows `part` of the next dimension, in `shape`."""
     if value.constant is not None:
 
-        def take(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            chosen = array.take(at, axis)
+        def take(array: NDArray[Any]) -> NDArray[Any]:
+            chosen: NDArray[Any] = array[(slice(None),) * axis + (at,)]
             return (chosen if part is None else chosen[slice(*part)]).reshape(shape)
 
         return derived(value, name, shape, take)
@@ -180,7 +181,7 @@ def _check_recurrent(node: Node) -> str | None:
     if ranks != [3, 3, 3]:
         return f"{node.op} with an input and weights of {ranks} dimensions, not 3 each"
     directions = len(_directions(node))
-    steps, batch, hidden = _sizes(node)
+    _, batch, hidden = _sizes(node)
     rows = GATES[node.op] * hidden
     states = (batch, directions, hidden) if node.attributes.get("layout", 0) else (directions, batch, hidden)
     wanted: list[tuple[int, ...]] = [
