@@ -203,8 +203,10 @@ def _check_gathers(program: Program) -> None:
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
         _require(min(gather.rows, gather.columns, gather.panel) > 0, f"{name} is empty")
         _require(table_end(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
-        size = 4 * math.prod(port.shape) * gather.columns
-        _require(tensor.dtype == "float32" and size <= tensor.nbytes, f"{name} does not fit its tensor")
+        made = gather.dtype.replace("int4", "int8").replace("float16", "float32")
+        size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * gather.columns
+        _require(tensor.dtype == made and size <= tensor.nbytes, f"{name} does not fit its tensor")
+        _require(gather.panel == 1 or not gather.dtype.endswith("int4"), f"{name} has rows that no byte starts")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from itertools import chain, islice
 import numpy as np
 
 from flashmem.errors import BundleError
-from flashmem.program import Program, RowGather
+from flashmem.program import Program, RowGather, panel_bytes
 
 Digest = int
 TABLE_BLOCK = 64 << 10
@@ -71,8 +71,7 @@ def table_blocks(gather: RowGather) -> list[Piece]:
 def table_end(gather: RowGather) -> int:
     """The first byte of the weight file behind a table."""
     panels = -(-gather.rows // gather.panel)
-    span = (gather.columns - 1) * gather.column_stride + gather.panel * np.dtype(gather.dtype).itemsize
-    return gather.offset + (panels - 1) * gather.row_stride + span
+    return gather.offset + (panels - 1) * gather.row_stride + panel_bytes(gather)
 
 
 def make(program: Program, of: Callable[[Piece], Digest]) -> bytes:

@@ -18,6 +18,9 @@ Channel = Literal["float", "half", "uint8", "uint16"]
 TEXEL_BYTES: dict[Channel, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 8}
 
 OperatorClass = Literal["elemental", "reusable", "hierarchical"]
+TableType = Literal["float32", "float16", "int8", "uint8", "int4", "uint4"]
+"""What the elements of a table are that the host picks rows from. Two of 4 bits share a byte, low nibble first."""
+
 DType = Literal["bool", "float32", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 """Element types on the device, by numpy's names. float16, bfloat16 and float64 of a model are float32 there."""
 
@@ -143,7 +146,9 @@ class RowGather:
 
     The table lies in `weights.bin` at `offset`. `rows` x `columns` elements of `dtype`. Element (r, c) is at
     r * row_stride + c * column_stride bytes if `panel` is 1; a table shared with a matmul is packed in panels of `panel`
-    rows, where it is at (r // panel) * row_stride + (r % panel) * itemsize + c * column_stride.
+    rows, where it is at (r // panel) * row_stride + (r % panel) * itemsize + c * column_stride. Of 4 bits two elements share a
+    byte, low nibble first, each row starts on a byte, and `column_stride` is 0. The tensor's elements are float32 or, of
+    integers, int8 or uint8.
     """
 
     indices: str
@@ -153,7 +158,7 @@ class RowGather:
     columns: int
     row_stride: int
     column_stride: int
-    dtype: Literal["float32", "float16"]
+    dtype: TableType
     panel: int = 1
 
 
@@ -245,6 +250,14 @@ def port_dtype(port: Port) -> DType:
     raise ValueError(f"port {port.name!r} has the unknown dtype {port.dtype!r}")
 
 
+def panel_bytes(gather: RowGather) -> int:
+    """Bytes from the first element of a panel of rows to the end of its last one: what is read at once."""
+    if gather.dtype.endswith("int4"):
+        return -(-gather.columns // 2)
+    itemsize = {"float32": 4, "float16": 2}.get(gather.dtype, 1)
+    return (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
+
+
 def output_bytes(program: Program) -> int:
     """The arrays that a run hands back."""
     return sum(math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)]) for port in program.outputs)
@@ -252,10 +265,10 @@ def output_bytes(program: Program) -> int:
 
 def scratch_bytes(program: Program) -> int:
     """The largest host array a run needs beside the user's: an input or output in another dtype, or gathered table rows."""
-    shapes = {tensor.name: tensor.shape for tensor in program.tensors}
+    sizes = {tensor.name: ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) for tensor in program.tensors}
     ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != port_dtype(port)]
     converted = [ITEMSIZE[port_dtype(port)] * math.prod(port.shape) for port in ports]
-    gathered = [4 * math.prod(shapes[g.tensor]) + (g.columns - 1) * g.column_stride + 4 * g.panel for g in program.row_gathers]
+    gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.row_gathers]
     return max(converted + gathered, default=0)
 
 

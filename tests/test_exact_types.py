@@ -51,13 +51,13 @@ class Model:
             self.outputs.append(helper.make_tensor_value_info(title, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), None))
         return title
 
-    def proto(self) -> onnx.ModelProto:
+    def proto(self, opset: int = 18) -> onnx.ModelProto:
         inputs = [
             helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
             for name, data in self.feeds.items()
         ]
         graph = helper.make_graph(self.nodes, "exact", inputs, self.outputs, self.constants)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
 
 
 def _integers(m: Model) -> None:

@@ -20,6 +20,7 @@ from zoo_data import DATA, EXPORTS, examples
 from flashmem.errors import MissingFileError, UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, FileConstant, Graph
 from flashmem.graph.onnx_import import collect_unsupported, import_model
+from flashmem.graph.quantized import QuantizedConstant
 
 TINY = sorted(EXPORTS)
 OPEN_SHAPES = {"gptneo-tiny-dynamic": {"input_ids": (1, 16)}, "gptneo-tiny-dynamic-legacy": {"input_ids": (2, 11)}}
@@ -399,14 +400,20 @@ def test_types_that_are_not_supported(elem: int, path: Path) -> None:
         import_model(path)
 
 
-def test_quantised_operators(path: Path) -> None:
+def test_quantised_constants_stay_quantised(path: Path) -> None:
     nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], name="quantise"),
-        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], name="back"),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["w"], axis=0),
+        helper.make_node("Add", ["x", "w"], ["y"]),
     ]
-    onnx.save(make(nodes, {"x": [2]}, ["y"], {"s": np.float32(0.1), "z": np.uint8(3)}), path)
-    with pytest.raises(UnsupportedModelError, match=r"quantised arithmetic\) is not supported \(quantise\)"):
-        import_model(path)
+    constants = {"s": np.float32([0.5, 2]), "z": np.uint8([3, 0]), "q": np.uint8([[3, 4], [5, 6]])}
+    onnx.save(make(nodes, {"x": [2, 2]}, ["y"], constants), path)
+    (value,) = import_model(path).constants()
+    assert isinstance(value.constant, QuantizedConstant) and value.constant.storage == "uint8"
+    np.testing.assert_array_equal(value.constant.array(), [[0, 0.5], [10, 12]])
+    np.testing.assert_array_equal(value.constant.transposed((1, 0)).array(), [[0, 10], [0.5, 12]])
+    split = value.constant.reshaped((2, 1, 2))
+    assert split is not None and split.array().tolist() == [[[0, 0.5]], [[10, 12]]]
+    assert value.constant.reshaped((4,)) is None  # no axis is left that has the scales
 
 
 def test_integers_keep_64_bits(path: Path) -> None:

@@ -6,13 +6,14 @@ A table that also feeds a matmul (a tied head) is read from that matmul's panels
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES, Emitter
-from flashmem.graph.ir import Graph, Node, Value
-from flashmem.program import RowGather
+from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
+from flashmem.graph.ir import Graph, NibbleConstant, Node, Value, pack_nibbles
+from flashmem.program import RowGather, TableType
 
 ROWS_AT_ONCE = 4096
 """Rows copied at a time while the table is written, to bound the compiler's memory; whole pages, so that no gap is left."""
@@ -23,9 +24,9 @@ def host_indices(node: Node, graph: Graph) -> str | None:
     if node.op != "Gather" or node.attributes["axis"] != 0:
         return None
     table, indices = node.input(0), node.input(1)
-    if table.constant is None or len(table.shape) != 2 or table.dtype != "float32":
+    if table.constant is None or len(table.shape) != 2 or table.dtype not in ("float32", "int8", "uint8"):
         return None
-    if 4 * table.size <= RESIDENT_CONSTANT_BYTES:
+    if nbytes_of(table) <= RESIDENT_CONSTANT_BYTES:
         return None
     source: Value = indices
     while source.producer is not None and source.producer.op == "Reshape":
@@ -54,18 +55,29 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
                 indices, tensor, places[0].offset, rows, columns, pitch * columns, pitch,
                 "float16" if packing.storage == "float16" else "float32", packing.panel,
             )  # fmt: skip
-    dtype = np.dtype(np.float16 if emitter.half else np.float32)
     assert table.constant is not None
-    read = table.constant.array
+    read, kind = table.constant.array, _kind(emitter, table)
+    dtype = np.dtype(kind.replace("int4", "int8"))
+    row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
     starts = range(0, rows, ROWS_AT_ONCE)
 
-    def pieces() -> Iterator[NDArray[np.floating]]:
+    def pieces() -> Iterator[NDArray[Any]]:
         array = read()
-        return (np.ascontiguousarray(array[first : first + ROWS_AT_ONCE], dtype) for first in starts)
+        for first in starts:
+            part = np.ascontiguousarray(array[first : first + ROWS_AT_ONCE], dtype)
+            yield pack_nibbles(part) if kind.endswith("int4") else part
 
-    sizes = [min(ROWS_AT_ONCE, rows - first) * columns * dtype.itemsize for first in starts]
+    sizes = [min(ROWS_AT_ONCE, rows - first) * row_bytes for first in starts]
     offsets = emitter.weights.place(table.name, sizes, pieces)
-    return RowGather(
-        indices, tensor, offsets[0], rows, columns, columns * dtype.itemsize, dtype.itemsize,
-        "float16" if emitter.half else "float32",
-    )  # fmt: skip
+    stride = 0 if kind.endswith("int4") else dtype.itemsize
+    return RowGather(indices, tensor, offsets[0], rows, columns, row_bytes, stride, kind)
+
+
+def _kind(emitter: Emitter, table: Value) -> TableType:
+    """What the elements of a table are in the weight file."""
+    if table.dtype == "float32":
+        return "float16" if emitter.half else "float32"
+    unsigned = table.dtype == "uint8"
+    if isinstance(table.constant, NibbleConstant):
+        return "uint4" if unsigned else "int4"
+    return "uint8" if unsigned else "int8"

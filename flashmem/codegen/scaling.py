@@ -10,23 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.packing import Storage
+from flashmem.codegen.packing import Storage, weight_columns
 from flashmem.graph.builder import constant
-from flashmem.graph.ir import Node
+from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import STORED
 from flashmem.graph.placement import place
 from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program import Arg, DType
 
-LEAST_BLOCK = 8
-"""Steps of depth that share a scale, at least, for weights to stay quantised: below, scales would outweigh the weights."""
+LEAST_BLOCK = 2
+"""Steps of depth that share a column's scale, at least, for weights to stay quantised: below, floats take fewer bytes."""
 
 
 @dataclass(frozen=True)
 class Scaling:
     """Zero points or scales as the templates see them: elements of `type`, that of (row, col) of the output at `index`.
 
-    `spread`: one of them holds for all columns of a vector. Those of blocks are packed like the weights, and have no index.
+    `spread`: one of them holds for all columns of a vector. Those of blocks have no index: they are packed like the weights, or
+    in the order of depth if they hold for all columns.
     """
 
     type: str
@@ -91,9 +92,18 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
         return Kept("float16" if emitter.half else "float32", read)
     storage = cast(Storage, quantized.storage)
     column, _, taps = _axes(node)
+    scalings: dict[str, Scaling]
     parts: list[tuple[str, Any]] = [("scale", quantized.scale)]
     if quantized.zero is not None:
         parts.insert(0, ("zero", quantized.zero))
+    if block and quantized.scale.shape[column] == 1:
+        scalings, args = {}, []
+        for name, part in parts:
+            array = weight_columns(node, _full(quantized, part.array(), taps))(0, 1)
+            value = constant(f"{weight.name}.{name}", np.ascontiguousarray(array.reshape(-1)))
+            scalings[name] = Scaling(STORED[value.dtype], spread=True)
+            args.append(emitter.constant(value))
+        return Kept(storage, quantized.codes.array, args, None, scalings.get("zero"), scalings["scale"], block)
     if block:
 
         def by_block(part: Any) -> ByBlock:
@@ -109,8 +119,7 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
             block=block,
             by_block=[by_block(part) for _, part in parts],
         )
-    scalings: dict[str, Scaling] = {}
-    args = []
+    scalings, args = {}, []
     for name, part in parts:
         value = constant(f"{weight.name}.{name}", quantized.spread(part.array(), [column]).reshape(-1))
         scalings[name] = Scaling(STORED[value.dtype], "0" if value.size == 1 else "col", value.size == 1)
@@ -130,9 +139,33 @@ def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
         return 0
     channels = weight.shape[channel]
     block = channels if counts[channel] == 1 else weight.block[channel]
-    if block < LEAST_BLOCK or (taps and channels % block):
+    if (counts[column] > 1 and block < LEAST_BLOCK) or (taps and channels % block):
         return None
     return block
+
+
+def read_stack(emitter: Emitter, node: Node) -> Kept | None:
+    """A stack of constant matrices that stay integers, of 8 or 16 bits, where no two steps of depth differ in scale."""
+    weight, output = node.input(1), node.outputs[0]
+    quantized = weight.constant
+    if not isinstance(quantized, QuantizedConstant) or quantized.bits not in (8, 16):
+        return None
+    column, depth, _ = _axes(node)
+    if quantized.scale.shape[depth] != 1:
+        return None
+    codes = Value(f"{weight.name}.codes", weight.shape, cast(DType, quantized.codes.dtype.name), quantized.codes)
+    scalings: dict[str, Scaling] = {}
+    args = [emitter.constant(codes)]
+    for name, part in (("zero", quantized.zero), ("scale", quantized.scale)):
+        if part is not None:
+            array = quantized.spread(part.array())
+            value = constant(f"{weight.name}.{name}", array.swapaxes(-1, -2) if column < depth else array)
+            placed = place(value, output.shape, len(output.shape) - 1)
+            assert placed is not None
+            scalings[name] = Scaling(STORED[value.dtype], placed.index, placed.spread)
+            args.append(emitter.constant(value))
+    storage = cast(Storage, quantized.storage)
+    return Kept(storage, quantized.codes.array, args, None, scalings.get("zero"), scalings["scale"])
 
 
 def _axes(node: Node) -> tuple[int, int, list[int]]:

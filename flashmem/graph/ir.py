@@ -88,7 +88,17 @@ class NibbleConstant:
 def unpack_nibbles(packed: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Integers of 4 bits, low nibble first, as int8 (with their sign) or uint8."""
     both = np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1)[: math.prod(shape)].reshape(shape)
-    return ((both ^ 8).view(np.int8) - np.int8(8)) if dtype == np.int8 else both
+    if dtype == np.uint8:
+        return both
+    signed: NDArray[np.int8] = (both ^ 8).view(np.int8) - np.int8(8)
+    return signed
+
+
+def pack_nibbles(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Rows of integers of 4 bits, given as int8 or uint8, two a byte, low nibble first; each row starts on a byte."""
+    whole = np.pad(array.view(np.uint8), [(0, 0)] * (array.ndim - 1) + [(0, array.shape[-1] % 2)])
+    packed: NDArray[np.uint8] = (whole[..., ::2] & 15) | (whole[..., 1::2] << 4)
+    return packed
 
 
 @dataclass(frozen=True)

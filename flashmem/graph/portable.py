@@ -5,13 +5,15 @@ Values point at the nodes that make them, and those at their inputs, so pickling
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from flashmem.graph.ir import ArrayConstant, Constant, Graph, GraphPort, Node, Placeholder, Value
+from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program import ITEMSIZE, DType
 
 
@@ -74,7 +76,7 @@ def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
     def at(value: Value) -> int:
         if value not in index:
             index[value] = len(values)
-            constant = value.constant and _light(value.constant, kept=ITEMSIZE[value.dtype] * value.size <= kept_bytes)
+            constant = value.constant and _light(value.constant, ITEMSIZE[value.dtype] * value.size, kept_bytes)
             values.append(_Value(value.name, value.shape, value.dtype, constant))
         return index[value]
 
@@ -94,7 +96,17 @@ def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
     return PortableGraph(graph.name, graph.opset, tuple(values), nodes, ports(graph.inputs), ports(graph.outputs))
 
 
-def _light(constant: Constant, *, kept: bool) -> Constant:
+def _light(constant: Constant, nbytes: int, kept_bytes: int) -> Constant:
+    """`constant` without what it keeps in files, nor more than `kept_bytes` of data if it has `nbytes`."""
     if isinstance(constant, Placeholder):
         return constant
-    return ArrayConstant(np.array(constant.array())) if kept else Placeholder(constant.shape, 0.0, constant.dtype)
+    if isinstance(constant, QuantizedConstant):
+
+        def part(of: Constant) -> Constant:
+            return _light(of, math.prod(of.shape) * of.dtype.itemsize, kept_bytes)
+
+        zero = None if constant.zero is None else part(constant.zero)
+        return replace(constant, codes=part(constant.codes), scale=part(constant.scale), zero=zero)
+    if nbytes <= kept_bytes:
+        return ArrayConstant(np.array(constant.array()))
+    return Placeholder(constant.shape, 0.0, constant.dtype)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from flashmem.program import Port, RowGather, port_dtype
+from flashmem.program import Port, RowGather, panel_bytes, port_dtype
 from flashmem.runtime.weight_file import Reader
 
 Array = NDArray[Any]
@@ -64,8 +64,8 @@ def from_device(port: Port, array: Array) -> Array:
         return array.astype(numpy_dtype(port.dtype), copy=False)
 
 
-def gather_rows(file: Reader, gather: RowGather, indices: Array) -> NDArray[np.float32]:
-    """Rows of a table in the weight file, read from disk: shape `indices.shape` + (columns,), float32.
+def gather_rows(file: Reader, gather: RowGather, indices: Array) -> Array:
+    """Rows of a table in the weight file, read from disk: shape `indices.shape` + (columns,), float32, int8 or uint8.
 
     Each row (each panel, where the table is packed in panels) is read once however often it is asked for. Negative indices
     count from the end, as in ONNX.
@@ -79,8 +79,9 @@ def gather_rows(file: Reader, gather: RowGather, indices: Array) -> NDArray[np.f
     outside = wanted[(wrapped < 0) | (wrapped >= gather.rows)]
     if outside.size:
         raise ValueError(f"input {gather.indices!r} holds index {outside[0]}; its table has {gather.rows} rows")
-    result = np.empty((wrapped.size, gather.columns), np.float32)
-    dtype = np.dtype(gather.dtype)
+    nibbles = gather.dtype.endswith("int4")
+    dtype = np.dtype(gather.dtype.replace("int4", "int8"))
+    result = np.empty((wrapped.size, gather.columns), np.float32 if dtype.kind == "f" else dtype)
     span = panel_bytes(gather)
     panels, group = np.unique(wrapped // gather.panel, return_inverse=True)
     for panel in panels:
@@ -95,11 +96,12 @@ def gather_rows(file: Reader, gather: RowGather, indices: Array) -> NDArray[np.f
     for panel, last in zip(panels, ends, strict=True):
         file.read_into(scratch, gather.offset + int(panel) * gather.row_stride)
         places = order[first:last]
-        result[places] = rows[wrapped[places] % gather.panel]
+        result[places] = _unpacked(scratch, gather) if nibbles else rows[wrapped[places] % gather.panel]
         first = last
     return result.reshape(*indices.shape, gather.columns)
 
 
-def panel_bytes(gather: RowGather) -> int:
-    """Bytes from the first element of a panel to the end of its last one: what is read at once."""
-    return (gather.columns - 1) * gather.column_stride + gather.panel * np.dtype(gather.dtype).itemsize
+def _unpacked(row: NDArray[np.uint8], gather: RowGather) -> Array:
+    """A row of integers of 4 bits, low nibble first."""
+    both = np.stack((row & 15, row >> 4), axis=-1).reshape(-1)[: gather.columns]
+    return both if gather.dtype == "uint4" else (both ^ 8).view(np.int8) - np.int8(8)

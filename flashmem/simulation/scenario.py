@@ -24,6 +24,7 @@ from flashmem.program import (
     Slice,
     lane_kind,
     output_bytes,
+    panel_bytes,
     port_dtype,
     scratch_bytes,
 )
@@ -31,7 +32,6 @@ from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import planned_frees, planned_loads, read_while_opening
-from flashmem.runtime.ports import panel_bytes
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
 from flashmem.runtime.transfer import WORD
 

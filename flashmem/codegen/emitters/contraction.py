@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flashmem.codegen.emitter import Emitter, nbytes_of
 from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
-from flashmem.codegen.scaling import Scaling, read_weights, zero_points
+from flashmem.codegen.scaling import Scaling, read_stack, read_weights, zero_points
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
@@ -323,9 +323,15 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
-    tile = _tile(emitter, layer, rows, columns, b.dtype, packed=False)
-    zero, weight_zero, zeros = zero_points(emitter, layer.main)
-    tile = replace(tile, zero=zero, weight_zero=weight_zero)
+    kept = read_stack(emitter, layer.main)
+    if kept is None:
+        tile = _tile(emitter, layer, rows, columns, b.dtype, packed=False)
+        zero, weight_zero, zeros = zero_points(emitter, layer.main)
+        tile, right = replace(tile, zero=zero, weight_zero=weight_zero), emitter.operand(b)
+    else:
+        tile = _tile(emitter, layer, rows, columns, kept.storage, packed=False)
+        tile = replace(tile, weight_zero=kept.weight_zero, weight_scale=kept.weight_scale)
+        right, *zeros = kept.args
     tail = emitter.tail(layer, tile.vector)
     local = tile.local if math.prod(tile.local) > 1 else (1, 1)
     kernel = emitter.kernels.kernel(
@@ -340,7 +346,7 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         b_col=depth if transposed else 1,
         **emitter.tail_context(tail),
     )
-    args = [emitter.operand(a), emitter.operand(b), emitter.tensor(layer.output), *zeros, *emitter.operand_args(tail)]
+    args = [emitter.operand(a), right, emitter.tensor(layer.output), *zeros, *emitter.operand_args(tail)]
     emitter.launch(
         layer,
         kernel,

@@ -23,7 +23,9 @@ from flashmem.graph.operators.lowering import (
     per_dimension_last,
     transpose,
 )
+from flashmem.graph.operators.quantization import gather_codes
 from flashmem.graph.operators.registry import ANY, BOOL, INDEX, INTEGERS, Operator, all_of, constant_inputs, each, register
+from flashmem.graph.quantized import QuantizedConstant
 
 
 def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -214,6 +216,9 @@ def _rewrite_gather(rewriter: Rewriter, node: Node, opset: int) -> None:
     data, indices, output = node.input(0), node.input(1), node.outputs[0]
     rank = len(data.shape)
     axis = from_front(int(node.attributes.get("axis", 0)), rank)
+    if indices.constant is None and isinstance(data.constant, QuantizedConstant):
+        gather_codes(rewriter, node, axis)
+        return
     if indices.constant is None:
         rewriter.add("Gather", [data, indices], output, node.name, axis=axis)
         return

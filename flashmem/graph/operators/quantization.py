@@ -13,7 +13,7 @@ Dequantize and Mul. DequantizeLinear of a constant is a constant (`graph.quantiz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from flashmem.graph.operators.lowering import from_front, reshaped, spreads
 from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, Types, elementwise, register
 from flashmem.graph.operators.vector import Vector
 from flashmem.graph.quantized import QuantizedConstant
+from flashmem.program import DType
 
 BYTES: Types = frozenset({"int8", "uint8"})
 CODES: Types = frozenset({"int8", "uint8", "int16", "uint16", "int32"})
@@ -205,6 +206,30 @@ def _rewrite_dequantize(rewriter: Rewriter, node: Node, opset: int) -> None:
     block = _blocks(node, x.shape, scale.shape)
     assert block is not None
     dequantize(rewriter, node.name, x, scale, node.optional(2), block, output)
+
+
+def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
+    """A Gather from a quantised constant: its integers are gathered, and what is gathered is dequantised."""
+    table, indices, output = node.input(0), node.input(1), node.outputs[0]
+    quantized = table.constant
+    assert isinstance(quantized, QuantizedConstant)
+    codes = Value(f"{table.name}.codes", table.shape, cast(DType, quantized.codes.dtype.name), quantized.codes)
+    picked = rewriter.emit("Gather", [codes, indices], output.shape, codes.dtype, f"{node.name}.codes", axis=axis)
+    varies = quantized.scale.shape[axis] > 1
+
+    def of_picked(part: Constant, name: str) -> Value:
+        array = quantized.spread(part.array(), [axis])
+        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        if not varies:
+            return constant(f"{table.name}.{name}", array.reshape(*before, *[1] * len(indices.shape), *after))
+        value = constant(f"{table.name}.{name}", array)
+        shape = (*before, *indices.shape, *after)
+        return rewriter.emit("Gather", [value, indices], shape, value.dtype, f"{node.name}.{name}", axis=axis)
+
+    inner = (1,) * len(indices.shape) if varies else indices.shape
+    block = (*quantized.block[:axis], *inner, *quantized.block[axis + 1 :])
+    zero = None if quantized.zero is None else of_picked(quantized.zero, "zero")
+    dequantize(rewriter, node.name, picked, of_picked(quantized.scale, "scale"), zero, block, output)
 
 
 def _rewrite_quantize(rewriter: Rewriter, node: Node, opset: int) -> None:
