@@ -42,13 +42,32 @@ def missing(what: str) -> None:
     (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
 
 
-def places(number: int, every: bool = False) -> Any:
-    """Each device with one of its memory paths, so that tests of different numbers share them out; or `every` one."""
-    chosen = []
-    for device in list_devices():
-        paths = descriptor_for(device).memory_paths
-        chosen += [(device, path) for path in (paths if every else [paths[number % len(paths)]])]
+PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
+
+
+def at(*chosen: tuple[Any, Any]) -> Any:
+    """Runs a test at places, each a device and one of its memory paths."""
     return pytest.mark.parametrize("place", chosen, ids=[f"{device.descriptor_name}-{path}" for device, path in chosen])
+
+
+def on_each_device(number: int) -> Any:
+    """One memory path for each device: tests of different numbers share the paths out."""
+    paths = [(device, descriptor_for(device).memory_paths) for device in list_devices()]
+    return at(*((device, there[number % len(there)]) for device, there in paths))
+
+
+def at_one_place(number: int) -> Any:
+    """For networks of many kernels, which take seconds to build: tests of different numbers share the places out."""
+    return at(PLACES[number % len(PLACES)])
+
+
+def path_of(network: Trained) -> Path:
+    """Where it lies."""
+    try:
+        return network.path()
+    except FileNotFoundError as error:
+        missing(str(error))
+        raise
 
 
 class Checked:
@@ -77,11 +96,7 @@ class Opener:
         self.folder, self.stack = folder, stack
 
     def __call__(self, network: Trained, model: Path | None = None) -> Checked:
-        try:
-            model = model or network.path()
-        except FileNotFoundError as error:
-            missing(str(error))
-        assert model is not None
+        model = model or path_of(network)
         bundle = flashmem.compile(
             model,
             self.folder / f"{model.stem}.flashmem",
@@ -135,12 +150,62 @@ def files() -> dict[str, bytes]:
     }
 
 
-@places(1)
+@on_each_device(1)
 def test_magika_tells_types_of_files(opened: Opener) -> None:
     network = opened(file_type.NETWORK)
     for kind, data in files().items():
         found, sure = file_type.file_type(data, network)
         assert (found, sure > 0.9) == (kind, True)
+
+
+class Calibration(CalibrationDataReader):  # type: ignore[misc]
+    """What Magika sees of the files."""
+
+    def __init__(self) -> None:
+        self.inputs = iter([{"bytes": file_type.prepare(data)} for data in files().values()])
+
+    def get_next(self) -> dict[str, NDArray[np.int32]] | None:
+        return next(self.inputs, None)
+
+
+def magika_in_8_bits(form: QuantFormat, folder: Path) -> Path:
+    """Magika with products of integers, as ONNX Runtime's tools make it: constants folded, then calibrated.
+
+    Weights without a sign: where a processor adds pairs of products in 16 bits, ONNX Runtime saturates those of signed ones.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(folder / "folded.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path_of(file_type.NETWORK)), options)
+    quantize_static(
+        folder / "folded.onnx",
+        folder / "magika8.onnx",
+        Calibration(),
+        quant_format=form,
+        op_types_to_quantize=["Conv", "MatMul"],
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QUInt8,
+    )
+    return folder / "magika8.onnx"
+
+
+def assert_files_are_known_in_8_bits(form: QuantFormat, opened: Opener, folder: Path) -> None:
+    network = opened(file_type.NETWORK, magika_in_8_bits(form, folder))
+    assert {kind: file_type.file_type(data, network)[0] for kind, data in files().items()} == {kind: kind for kind in files()}
+    assert network.session.bundle.program.weights_bytes < path_of(file_type.NETWORK).stat().st_size / 2
+
+
+@at_one_place(2)
+def test_magika_in_quantised_operators(opened: Opener, tmp_path: Path) -> None:
+    """QLinearConv and QLinearMatMul."""
+    assert_files_are_known_in_8_bits(QuantFormat.QOperator, opened, tmp_path)
+
+
+@at_one_place(1)
+def test_magika_between_quantise_and_dequantise(opened: Opener, tmp_path: Path) -> None:
+    """Conv and MatMul of floats that were rounded to 8 bits."""
+    assert_files_are_known_in_8_bits(QuantFormat.QDQ, opened, tmp_path)
 
 
 # Which way up a line of text is
@@ -155,53 +220,9 @@ def line(text: str) -> NDArray[np.uint8]:
     return np.asarray(image)
 
 
-@places(0)
+@at_one_place(0)
 def test_lines_that_stand_on_their_head(opened: Opener) -> None:
     network = opened(text_direction.NETWORK)
-    for _, text in PAGE[:3]:
-        upright = line(text)
-        assert text_direction.upside_down(upright, network) < 0.01
-        assert text_direction.upside_down(upright[::-1, ::-1], network) > 0.99
-
-
-class Calibration(CalibrationDataReader):  # type: ignore[misc]
-    """The lines of the demo's page, either way up."""
-
-    def __init__(self) -> None:
-        upright = [line(text) for _, text in PAGE]
-        self.lines = iter([*upright, *(one[::-1, ::-1] for one in upright)])
-
-    def get_next(self) -> dict[str, NDArray[np.float32]] | None:
-        return next(({"x": text_direction.prepare(one)} for one in self.lines), None)
-
-
-@pytest.fixture(scope="module")
-def direction_in_8_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The classifier with integer convolutions, as ONNX Runtime's tools make it: normalisation folded, then calibrated.
-
-    Weights without a sign: where a processor adds pairs of products in 16 bits, ONNX Runtime saturates those of signed ones.
-    """
-    folder = tmp_path_factory.mktemp("quantised")
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(folder / "folded.onnx")
-    options.log_severity_level = 3
-    onnxruntime.InferenceSession(str(text_direction.NETWORK.path()), options)
-    quantize_static(
-        folder / "folded.onnx",
-        folder / "direction8.onnx",
-        Calibration(),
-        quant_format=QuantFormat.QOperator,
-        op_types_to_quantize=["Conv"],
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QUInt8,
-    )
-    return folder / "direction8.onnx"
-
-
-@places(0)
-def test_lines_that_stand_on_their_head_in_8_bits(direction_in_8_bits: Path, opened: Opener) -> None:
-    network = opened(text_direction.NETWORK, direction_in_8_bits)
     for _, text in PAGE[:3]:
         upright = line(text)
         assert text_direction.upside_down(upright, network) < 0.01
@@ -217,7 +238,7 @@ PAIRS = [
 ]
 
 
-@places(1)
+@on_each_device(1)
 def test_sentences_are_nearest_to_their_paraphrase(opened: Opener) -> None:
     network = opened(similar_sentences.NETWORK)
     likeness = similar_sentences.similarities([sentence for pair in PAIRS for sentence in pair], network)
@@ -255,7 +276,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> NDArray[np.float32]:
     return samples[loud[0] : loud[-1] + 1]
 
 
-@places(0)
+@on_each_device(0)
 def test_speech_is_told_from_other_sounds(spoken: NDArray[np.float32], opened: Opener) -> None:
     network = opened(speech_or_not.NETWORK)
     generator, times = np.random.default_rng(0), np.arange(speech_or_not.RATE) / speech_or_not.RATE
@@ -303,7 +324,7 @@ def played(starts: Mapping[int, list[float]], seconds: float = 1.9) -> NDArray[n
     return samples.astype(np.float32)
 
 
-@places(1)
+@at_one_place(1)
 def test_notes_that_are_played(opened: Opener) -> None:
     network = opened(notes.NETWORK)
     melody = notes.notes(played({60: [0.2], 64: [0.6], 67: [1.0], 72: [1.4]}), network)
@@ -324,18 +345,18 @@ def spellings(encode: Run, decode: Run) -> dict[str | None, str]:
     return {country: romanise_name.romanise(NAME, encode, decode, country) for country in SPELT}
 
 
-@places(0, every=True)
+@at(*PLACES)
 def test_names_in_latin_letters(opened: Opener) -> None:
     encode, decode = opened(romanise_name.ENCODER), opened(romanise_name.DECODER)
     assert spellings(encode, decode) == SPELT
     assert weights_over_budget(encode) > 1.4 and weights_over_budget(decode) > 1
 
 
-@places(1)
+@at_one_place(2)
 def test_names_by_a_decoder_in_8_bits(opened: Opener, tmp_path: Path) -> None:
     """Matrix products of integers, whose scales are found in each run."""
     encode = opened(romanise_name.ENCODER)
-    quantize_dynamic(romanise_name.DECODER.path(), tmp_path / "decoder8.onnx", weight_type=QuantType.QUInt8)
+    quantize_dynamic(path_of(romanise_name.DECODER), tmp_path / "decoder8.onnx", weight_type=QuantType.QUInt8)
     decode = opened(romanise_name.DECODER, tmp_path / "decoder8.onnx")
     assert spellings(encode, decode) == SPELT
     assert decode.session.bundle.program.weights_bytes < romanise_name.DECODER.path().stat().st_size / 2
