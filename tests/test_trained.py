@@ -113,7 +113,7 @@ def weights_over_budget(network: Checked) -> float:
 # File types
 
 
-@on_each_device(1)
+@at_one_place(3)
 def test_magika_tells_types_of_files(opened: Opener) -> None:
     network = opened(file_type.NETWORK)
     for kind, data in files().items():
