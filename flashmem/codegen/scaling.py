@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -132,9 +133,9 @@ def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
     if weight.bits > 16 or node.op == "DeformConv":
         return None
     column, channel, taps = _axes(node)
-    if node.op == "ConvTranspose" and node.attributes["group"] > 1 and weight.scale.shape[column] > 1:
-        return None  # the groups share these scales
     counts = weight.scale.shape
+    if node.op == "ConvTranspose" and node.attributes["group"] > 1 and math.prod(counts) > 1:
+        return None  # channels of all groups lie along one axis, and the groups share the columns' scales
     if counts[channel] == 1 and all(counts[axis] == 1 for axis in taps):
         return 0
     channels = weight.shape[channel]
