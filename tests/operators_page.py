@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flashmem.graph import contrib
 from flashmem.graph.operators import FAMILIES, REGISTRY, Operator
 from flashmem.graph.operators.registry import ANY, BOOL, FLOAT, INDEX, INTEGERS, NEWEST_OPSET, NUMBERS, WIDE, Types
 
@@ -61,6 +62,9 @@ def page() -> str:
                 parts.append(
                     f"| {operator.name} | {_types(operator)} | {_how(operator)} | {operator.operator_class} | {done} / {of} |\n"
                 )
+    names = ", ".join(contrib.operators())
+    about = "expanded into ONNX's when a model is imported ([onnxruntime.md](onnxruntime.md))"
+    parts.append(f"\n## ONNX Runtime's own\n\nOperators of domain com.microsoft, {about}: {names}.\n")
     return "".join(parts)
 
 

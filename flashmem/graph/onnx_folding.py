@@ -26,6 +26,7 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.errors import UserError
+from flashmem.graph import contrib
 from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sizes import set_size
 from flashmem.graph.onnx_validate import printable
@@ -98,6 +99,9 @@ class FoldPass(FoldConstantsPass):
 
     def process_node(self, node: ir.Node, is_function: bool) -> Replacement | None:
         """What replaces `node`, if something does."""
+        expansion = contrib.expand(node, self.opset_imports.get("", 0))
+        if expansion is not None:  # what it adds is walked next
+            return Replacement(*expansion)
         if node.op_type == "Constant":  # those that onnxscript makes may be of a newer operator set
             if len(node.attributes) != 1:
                 raise UserError(f"{describe(node)} needs one value, but has {len(node.attributes)}")
@@ -238,7 +242,7 @@ def describe(node: ir.Node) -> str:
 
 def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.TypeProto]:
     """The types of the outputs of `node` by name."""
-    schema = onnx.defs.get_schema(node.op_type, opset_imports[node.domain], node.domain)
+    schema = _schema(node, opset_imports[node.domain])
     proto = ir.serde.serialize_node(node)
     types = {str(value.name): _type_proto(value) for value in node.inputs if value is not None}
     imports = [onnx.helper.make_opsetid(*entry) for entry in opset_imports.items()]
@@ -248,6 +252,18 @@ def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.Ty
         return infer_node_outputs(schema, proto, types, data, opset_imports=imports)
     defined = schema.has_function or schema.has_context_dependent_function  # type: ignore[attr-defined]
     return _by_definition(proto, types, imports) if defined else {}
+
+
+def _schema(node: ir.Node, opset: int) -> onnx.defs.OpSchema:
+    """The rules for `node`. What replaces operators of ONNX Runtime's may be newer than the model: the first that fit it."""
+    for version in range(opset, onnx.defs.onnx_opset_version() + 1):
+        try:
+            schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+        except onnx.defs.SchemaError:
+            continue
+        if node.attributes.keys() <= schema.attributes.keys():
+            return schema
+    return onnx.defs.get_schema(node.op_type, opset, node.domain)
 
 
 def _by_definition(

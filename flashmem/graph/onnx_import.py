@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from flashmem.errors import UnsupportedModelError, UserError
+from flashmem.graph import contrib
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
@@ -60,6 +61,7 @@ def import_model(
     path = Path(path)
     proto = load_mapped(path)
     tidy(proto, path)
+    contrib.mark(proto)
     _check_opset(proto, path)
     check_size(proto, path)
     if proto.graph.sparse_initializer:
@@ -249,7 +251,7 @@ def _op(node: ir.Node) -> str:
 def _never(node: ir.Node) -> str | None:
     """Why `node` is beyond what a `Graph` can say, if it is."""
     if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
-        return f"{_op(node)} is not an ONNX operator"
+        return contrib.why_not(node) or f"{_op(node)} is not an ONNX operator"
     if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
         return f"{node.op_type} (control flow that depends on data) is not supported"
     if "Quantize" in node.op_type or node.op_type.startswith("QLinear") or node.op_type.endswith("Integer"):

@@ -1,0 +1,100 @@
+"""Operators of ONNX Runtime's own (domain com.microsoft), said in ONNX's: files that its optimizer wrote hold them.
+
+Each operator is a function that adds ONNX nodes in place of one node. Weights stay where they are: packed projections are one
+product whose result is cut, four-bit weights are the same bytes of another element type. Their specification is ONNX Runtime's
+list of contrib operators and ONNX Runtime itself.
+
+A node is expanded during the walk that infers shapes and folds constants (`graph/onnx_folding.py`), once the shapes of its
+inputs are known. One that cannot be expanded stays, with the reason in its metadata, for the importer to report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from flashmem.graph.contrib import attention, fused, grouped, normalization, others, quantized
+from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError, UnknownShapeError
+from flashmem.graph.onnx_limits import nodes_of
+
+DOMAIN = "com.microsoft"
+
+_EXPANSIONS: dict[str, Expand] = {}
+for _family in (attention, fused, grouped, normalization, others, quantized):
+    _EXPANSIONS |= _family.EXPANSIONS
+
+_REASON = "flashmem.reason"
+
+# What ONNX Runtime registers in ONNX's own domain, and the operator set from which on ONNX has it.
+_IN_ONNX = {"SimplifiedLayerNormalization": None, "LayerNormalization": 17}
+
+_BLOCKED = "com.microsoft.nchwc"
+_SAVE_AGAIN = "save the model without ONNX Runtime's optimizations, or export it again"
+
+
+def operators() -> list[str]:
+    """The operators of domain com.microsoft that are understood, in alphabetical order."""
+    return sorted(_EXPANSIONS)
+
+
+def mark(model: onnx.ModelProto) -> None:
+    """Write operators that ONNX Runtime has in ONNX's domain, and ONNX has not, in the domain com.microsoft, in place."""
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    for node in nodes_of(model.graph.node, Path()):
+        if node.domain == "" and node.op_type in _IN_ONNX:
+            first = _IN_ONNX[node.op_type]
+            if first is None or versions.get("", 0) < first:
+                node.domain = DOMAIN
+                if DOMAIN not in versions:
+                    versions[DOMAIN] = 1
+                    model.opset_import.add(domain=DOMAIN, version=1)
+
+
+def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.Node]] | None:
+    """What takes the place of `node`, in operators of the ONNX operator set `opset`: its outputs, and the nodes.
+
+    None for an operator that is not ONNX Runtime's, or not understood, and as long as a shape that is needed is unknown.
+    """
+    rule = _EXPANSIONS.get(node.op_type) if node.domain == DOMAIN else None
+    if rule is None or not any(value.name for value in node.outputs):
+        return None
+    expansion = Expansion(node, opset)
+    try:
+        results = rule(expansion)
+    except RefusedError as error:
+        node.metadata_props[_REASON] = f"{DOMAIN}.{node.op_type} {error} is not implemented"
+        return None
+    except UnknownShapeError:
+        return None
+    outputs: list[ir.Value] = []
+    for index, output in enumerate(node.outputs):
+        value = results[index] if index < len(results) else None
+        if not expansion.wants(index):  # a place holder: the others lend their values their names
+            value = ir.Value(name=output.name)
+        elif value is None:
+            node.metadata_props[_REASON] = f"{DOMAIN}.{node.op_type} whose output {index} is used is not implemented"
+            return None
+        elif value in outputs or value in node.inputs:  # it keeps its name
+            value = expansion.op("Identity", value)
+        outputs.append(value)
+    return outputs, expansion.nodes
+
+
+def why_not(node: ir.Node) -> str | None:
+    """Why `node`, of a domain that is not ONNX's, was not expanded, and what to do; None if it is none of ONNX Runtime's."""
+    name = f"{node.domain}.{node.op_type}"
+    if node.domain == _BLOCKED:
+        return f"{name} keeps its weights in blocks whose size only the machine that wrote them knows: {_SAVE_EXTENDED}"
+    if node.domain != DOMAIN and not node.domain.startswith(("com.ms.", "com.microsoft.")) and node.domain != "ai.onnx.contrib":
+        return None
+    if (reason := node.metadata_props.get(_REASON)) is not None:
+        return f"{reason}: {_SAVE_AGAIN}"
+    if node.domain == DOMAIN and node.op_type in _EXPANSIONS:
+        return f"{name} of inputs without static shapes is not implemented"
+    return f"{name} is an operator of ONNX Runtime's own that is not supported: {_SAVE_AGAIN}"
+
+
+_SAVE_EXTENDED = 'save it at ONNX Runtime\'s optimization level "extended" instead of "all"'

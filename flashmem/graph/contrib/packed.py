@@ -1,0 +1,55 @@
+"""Weights of four bits: the same bytes under another element type and shape, where they are in order, without a copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+
+def reinterpreted(tensor: ir.TensorProtocol, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
+    """The bytes of `tensor`, which stay in their file, as elements of `dtype` in `shape`."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return ir.ExternalTensor(
+            tensor.location,
+            tensor.offset,
+            tensor.length,
+            dtype,
+            shape=ir.Shape(shape),
+            name=tensor.name or "",
+            base_dir=tensor.base_dir,
+        )
+    data = np.frombuffer(tensor.tobytes(), np.uint8)
+    if dtype == ir.DataType.UINT4:
+        return ir.PackedTensor(data, dtype, shape=ir.Shape(shape), name=tensor.name)
+    return ir.Tensor(data.view(np.dtype(dtype.numpy())).reshape(shape), dtype, name=tensor.name)
+
+
+def quantised_matrix(
+    tensor: ir.TensorProtocol, shape: tuple[int, int], block: int, bits: int, wanted: int | None = None
+) -> ir.TensorProtocol:
+    """Rows of blocks of `block` numbers of `bits` bits, the last block filled up, as a matrix of `shape` of `wanted` bits.
+
+    Two numbers of four bits share a byte, the first in its low half, as in ONNX's uint4.
+    """
+    rows, columns = shape
+    wanted = bits if wanted is None else wanted
+    kind = ir.DataType.UINT4 if wanted == 4 else ir.DataType.UINT8
+    if bits == wanted and columns % block == 0:
+        return reinterpreted(tensor, kind, shape)
+    data = np.frombuffer(tensor.tobytes(), np.uint8).reshape(rows, -1)
+    numbers = (data if bits == 8 else _nibbles(data))[:, :columns].reshape(-1)
+    if wanted == 8:
+        return ir.Tensor(numbers.reshape(shape), kind, name=tensor.name)
+    numbers = np.append(numbers, np.zeros(numbers.size % 2, np.uint8))
+    return ir.PackedTensor(numbers[::2] | numbers[1::2] << 4, kind, shape=ir.Shape(shape), name=tensor.name)
+
+
+def packed_zero_points(data: NDArray[np.uint8], blocks: int, bits: int) -> NDArray[np.uint8]:
+    """Zero points of `bits` bits, each row packed by itself, as one byte each: [rows, `blocks`]."""
+    return data if bits == 8 else _nibbles(data)[:, :blocks]
+
+
+def _nibbles(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Every byte of each row as two numbers, the low half first."""
+    return np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)

@@ -1,0 +1,254 @@
+"""Quantised operators: ONNX's between a DequantizeLinear and a QuantizeLinear, integer products with their scales, and products
+with weights of four or eight bits in blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from flashmem.graph.contrib.attention import project_and_attend
+from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.graph.contrib.packed import packed_zero_points, quantised_matrix, reinterpreted
+
+_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+_WINDOW = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+def _single(e: Expansion, value: ir.Value | None) -> ir.Value | None:
+    """`value`, which counts for a whole tensor, without dimensions if it has one of one element."""
+    return e.reshape(value) if value is not None and e.shape(value) == (1,) else value
+
+
+def _dequantized(e: Expansion, index: int) -> ir.Value:
+    """Inputs `index`, `index` + 1 and, if given, `index` + 2: elements, scale and zero point of a whole tensor."""
+    scale, zero = (_single(e, value) for value in (e.input(index + 1), e.optional(index + 2)))
+    return e.op("DequantizeLinear", e.input(index), scale, *([] if zero is None else [zero]))
+
+
+def _quantized(e: Expansion, value: ir.Value, index: int, like: ir.Value) -> ir.Value:
+    """`value` by scale and zero point in inputs `index` and `index` + 1; of the type of `like` without a zero point."""
+    scale, zero = (_single(e, given) for given in (e.input(index), e.optional(index + 1)))
+    return e.op("QuantizeLinear", value, scale, e.constant(0, like) if zero is None else zero)
+
+
+def _binary(op: str) -> Expand:
+    def expand(e: Expansion) -> list[ir.Value]:
+        return [_quantized(e, e.op(op, _dequantized(e, 0), _dequantized(e, 3)), 6, e.input(0))]
+
+    return expand
+
+
+def _unary(apply: Callable[[Expansion, ir.Value], ir.Value]) -> Expand:
+    def expand(e: Expansion) -> list[ir.Value]:
+        return [_quantized(e, apply(e, _dequantized(e, 0)), 3, e.input(0))]
+
+    return expand
+
+
+def _where(e: Expansion) -> list[ir.Value]:
+    return [_quantized(e, e.op("Where", e.input(0), _dequantized(e, 1), _dequantized(e, 4)), 7, e.input(1))]
+
+
+def _concat(e: Expansion) -> list[ir.Value]:
+    """Output scale and zero point, and then elements, scale and zero point of each part."""
+    count, rest = divmod(len(e.node.inputs) - 2, 3)
+    if rest or count < 1:
+        raise RefusedError(f"of {len(e.node.inputs)} inputs")
+    parts = [_dequantized(e, 2 + 3 * i) for i in range(count)]
+    return [_quantized(e, e.op("Concat", *parts, axis=e.integer("axis")), 0, e.input(2))]
+
+
+def _softmax(e: Expansion, x: ir.Value) -> ir.Value:
+    """Before operator set 13 all dimensions from `axis` on are one."""
+    shape, axis = e.shape(e.input(0)), e.integer("axis", -1)
+    if not -len(shape) <= axis < len(shape):
+        raise RefusedError(f"along axis {axis} of a tensor of {len(shape)} dimensions")
+    axis %= len(shape)
+    if e.integer("opset") >= 13:
+        last = len(shape) - 1
+        if axis == last:
+            return e.op("Softmax", x, axis=-1)
+        order = [i for i in range(len(shape)) if i != axis] + [axis]
+        back = [order.index(i) for i in range(len(shape))]
+        return e.transpose(e.op("Softmax", e.transpose(x, *order), axis=-1), *back)
+    rows = e.reshape(x, *shape[:axis], math.prod(shape[axis:]))
+    return e.reshape(e.op("Softmax", rows, axis=-1), *shape)
+
+
+def _reduce_mean(e: Expansion, x: ir.Value) -> ir.Value:
+    axes, keep = [int(axis) for axis in e.numbers("axes")], e.integer("keepdims", 1)
+    if e.opset >= 18:
+        return e.op("ReduceMean", x, e.integers(*axes), keepdims=keep)
+    return e.op("ReduceMean", x, axes=axes, keepdims=keep)
+
+
+def _channels_last(e: Expansion, x: ir.Value, apply: Callable[[ir.Value], ir.Value]) -> ir.Value:
+    """`apply` to `x`, which has as many dimensions as input 0, channels last if the attribute says so."""
+    if not e.integer("channels_last", 0):
+        return apply(x)
+    rank = len(e.shape(e.input(0)))
+    if rank < 3:
+        raise RefusedError(f"of a tensor of {rank} dimensions")
+    return e.transpose(apply(e.transpose(x, 0, rank - 1, *range(1, rank - 1))), 0, *range(2, rank), 1)
+
+
+def _average_pool(e: Expansion, x: ir.Value) -> ir.Value:
+    return _channels_last(e, x, lambda first: e.op("AveragePool", first, **e.keep(*_POOL)))
+
+
+def _global_average_pool(e: Expansion, x: ir.Value) -> ir.Value:
+    return _channels_last(e, x, lambda first: e.op("GlobalAveragePool", first))
+
+
+def _conv(e: Expansion) -> list[ir.Value]:
+    """ONNX's QLinearConv, or the same channels last."""
+    rest = [e.optional(index) for index in range(1, 9)]
+    while rest and rest[-1] is None:
+        rest.pop()
+    return [_channels_last(e, e.input(0), lambda x: e.op("QLinearConv", x, *rest, **e.keep(*_WINDOW)))]
+
+
+def _same(op: str) -> Expand:
+    """ONNX's operator of that name, whose axis counts only where there is a scale for each of its elements."""
+
+    def expand(e: Expansion) -> list[ir.Value]:
+        scale, zero = (_single(e, value) for value in (e.input(1), e.optional(2)))
+        single = e.shape(e.input(1)) in ((), (1,))
+        axis = {} if single else {"axis": e.integer("axis")}
+        if e.optional(2) is not None and e.dtype(e.input(2)).itemsize > 1:
+            axis["block_size"] = 0  # which only the version has that knows 16 bits
+        return [e.op(op, e.input(0), scale, *([] if zero is None else [zero]), **axis)]
+
+    return expand
+
+
+def _product(
+    e: Expansion,
+    a: ir.Value,
+    b: ir.Value,
+    zeros: tuple[ir.Value | None, ir.Value | None],
+    scale: ir.Value,
+    added: ir.Value | None = None,
+) -> ir.Value:
+    """The product of integers `a` and `b` less their zero points, plus an integer, times `scale`."""
+    points = list(zeros)
+    while points and points[-1] is None:
+        points.pop()
+    total = e.plus(e.op("MatMulInteger", a, b, *points), added)
+    return e.op("Mul", e.cast(total, ir.DataType.FLOAT), scale)
+
+
+def _integer_to_float(e: Expansion) -> list[ir.Value]:
+    scale = e.op("Mul", _single(e, e.input(2)), _single(e, e.input(3)))
+    product = _product(e, e.input(0), e.input(1), (_single(e, e.optional(4)), _single(e, e.optional(5))), scale)
+    return [e.plus(product, e.optional(6))]
+
+
+def _dynamic_matmul(e: Expansion) -> list[ir.Value]:
+    """The first operand is quantised to 8 bits by its own range."""
+    a, a_scale, a_zero = e.ops("DynamicQuantizeLinear", 3, e.input(0))
+    scale = e.op("Mul", a_scale, _single(e, e.input(2)))
+    return [e.plus(_product(e, a, e.input(1), (a_zero, _single(e, e.optional(3))), scale), e.optional(4))]
+
+
+def _gemm(e: Expansion) -> list[ir.Value]:
+    """`C` counts in the units of the product; the answer is quantised if its scale is given."""
+    a, b = (
+        e.transpose(e.input(index), 1, 0) if e.integer(name, 0) else e.input(index)
+        for index, name in ((0, "transA"), (3, "transB"))
+    )
+    scale = e.op("Mul", _single(e, e.input(1)), _single(e, e.input(4)))
+    scale = e.scaled(scale, e.number("alpha", 1.0), e.input(1))
+    zeros = _single(e, e.optional(2)), _single(e, e.optional(5))
+    product = _product(e, a, b, zeros, scale, e.optional(6))
+    return [product if e.optional(7) is None else _quantized(e, product, 7, e.input(0))]
+
+
+def _attention(e: Expansion) -> list[ir.Value | None]:
+    """Attention whose projection is a product of integers."""
+    width = e.ranked(0, 3)[2]
+    depth, columns = e.ranked(1, 2)
+    if depth != width:
+        raise RefusedError(f"with weights of shape {(depth, columns)} over an input of {width} channels")
+    e.expect(2, (columns,))
+    scale = e.op("Mul", _single(e, e.input(3)), _single(e, e.input(4)))
+    zeros = _single(e, e.optional(6)), _single(e, e.optional(7))
+    projected = _product(e, e.input(0), e.input(1), zeros, scale)
+    return project_and_attend(e, e.plus(projected, e.optional(2)), columns, mask=5, past=8, bias=None)
+
+
+def _matmul_nbits(e: Expansion) -> list[ir.Value]:
+    """The product with a matrix [N, K] of four- or eight-bit weights, which have a scale for each block along K."""
+    e.refuse_input(4)
+    inner, columns, block, bits = e.integer("K"), e.integer("N"), e.integer("block_size"), e.integer("bits", 4)
+    if bits not in (4, 8) or e.integer("weight_prepacked", 0):
+        raise RefusedError(f"of {bits} bits, or of weights that are packed for a GPU,")
+    if min(inner, columns) < 1 or block < 16 or block & (block - 1):
+        raise RefusedError(f"of {columns} x {inner} weights in blocks of {block}")
+    blocks = -(-inner // block)
+    weight, scales = e.input(1).const_value, e.input(2).const_value
+    if weight is None or scales is None:
+        raise RefusedError("with weights or scales computed at run time")
+    if weight.size != columns * blocks * block * bits // 8 or scales.size != columns * blocks:
+        raise RefusedError(
+            f"of {columns} x {inner} weights of {bits} bits that have {weight.size} bytes and {scales.size} scales"
+        )
+    x, shape = e.input(0), e.shape(e.input(0))
+    if not shape or shape[-1] != inner:
+        raise RefusedError(f"with K {inner} over an input of shape {shape}")
+    matrix = e.tensor(quantised_matrix(weight, (columns, inner), block, bits))
+    scale = e.tensor(reinterpreted(scales, scales.dtype, (columns, blocks)))
+    middle = np.full((columns, blocks), 1 << (bits - 1), np.uint8)
+    points, shift = middle, None
+    if (zero := e.optional(3)) is not None:
+        given = e.known(zero)
+        if given is None:
+            raise RefusedError("with zero points computed at run time")
+        if given.dtype == np.uint8:
+            row = blocks if bits == 8 else -(-blocks // 2)
+            if given.size != columns * row:
+                raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} bytes of zero points")
+            points = packed_zero_points(given.reshape(columns, row), blocks, bits)
+        else:  # of any value: what they are beyond the middle is taken off by the sum of each block
+            if given.size != columns * blocks:
+                raise RefusedError(f"of {columns} x {blocks} blocks with {given.size} zero points")
+            beyond = given.reshape(columns, blocks).astype(np.float32) - middle
+            shift = (beyond * scales.numpy().reshape(columns, blocks).astype(np.float32)).T
+    zeros = e.tensor(quantised_matrix(ir.tensor(points), (columns, blocks), blocks, 8, bits))
+    dense = e.op("DequantizeLinear", matrix, scale, zeros, axis=1, block_size=block)
+    result = e.op("MatMul", x, e.transpose(dense, 1, 0))
+    if shift is not None and shift.any():
+        result = e.op("Sub", result, e.op("MatMul", _block_sums(e, x, shape, block, blocks), e.constant(shift, x)))
+    return [e.plus(result, e.optional(5))]
+
+
+def _block_sums(e: Expansion, x: ir.Value, shape: tuple[int, ...], block: int, blocks: int) -> ir.Value:
+    """The sums of each block of the last dimension, as a product: [..., K] -> [..., blocks]."""
+    member = np.arange(shape[-1])[:, None] // block == np.arange(blocks)
+    return e.op("MatMul", x, e.constant(member, x))
+
+
+EXPANSIONS: dict[str, Expand] = {
+    "DequantizeLinear": _same("DequantizeLinear"),
+    "DynamicQuantizeMatMul": _dynamic_matmul,
+    "MatMulIntegerToFloat": _integer_to_float,
+    "MatMulNBits": _matmul_nbits,
+    "QAttention": _attention,
+    "QGemm": _gemm,
+    "QLinearAdd": _binary("Add"),
+    "QLinearAveragePool": _unary(_average_pool),
+    "QLinearConcat": _concat,
+    "QLinearConv": _conv,
+    "QLinearGlobalAveragePool": _unary(_global_average_pool),
+    "QLinearLeakyRelu": _unary(lambda e, x: e.op("LeakyRelu", x, alpha=e.number("alpha", 0.01))),
+    "QLinearMul": _binary("Mul"),
+    "QLinearReduceMean": _unary(_reduce_mean),
+    "QLinearSigmoid": _unary(lambda e, x: e.op("Sigmoid", x)),
+    "QLinearSoftmax": _unary(_softmax),
+    "QLinearWhere": _where,
+    "QuantizeLinear": _same("QuantizeLinear"),
+}
+"""Operators by name."""
