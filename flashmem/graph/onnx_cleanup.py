@@ -14,6 +14,7 @@ from onnxscript import rewriter
 from onnxscript.rewriter.rules import common as rules
 
 from flashmem.graph.onnx_folding import FoldPass, write_out_defaults
+from flashmem.graph.onnx_gemm import ReshapedGemm
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 
@@ -37,6 +38,7 @@ _REWRITES = rewriter.RewriteRuleSet(
         rules.no_op_static_scatter_nd_rule,
         rules.one_reshape_matmul_reshape_rule,
         rules.two_reshapes_matmul_reshape_rule,
+        ReshapedGemm.rule(),  # type: ignore[no-untyped-call]
     ]
 )
 
