@@ -19,11 +19,11 @@ class ReshapedGemm(RewriteRuleClassBase):
         product = op.Gemm(x, w, c, _allow_other_attributes=True, _outputs=["product"])
         return op.Reshape(product, shape, _allow_other_attributes=True, _outputs=["result"])
 
-    def check(self, context: Any, *_: Any, **named: Any) -> MatchResult:
+    def check(self, op: Any, *args: Any, **kwargs: Any) -> MatchResult:
         """Whether columns stay columns, and the node only multiplies and adds something that every row has."""
         outcome = MatchResult()
-        product = named["product"]
-        shapes = [named[name].shape for name in ("x", "product", "result", "c")]
+        product = kwargs["product"]
+        shapes = [kwargs[name].shape for name in ("x", "product", "result", "c")]
         if any(shape is None or not shape.is_static() for shape in shapes):
             return outcome.fail("a shape is unknown")
         rows, columns, after, added = (shape.numpy() for shape in shapes)
