@@ -460,6 +460,7 @@ def _quantized(make: Callable[..., Array]) -> list[Case]:
 
 def _integer_products() -> list[Case]:
     width = 12
+    tables = [u8(20, 8), u8(9, 8), u8(3, 8), u8(8), u8(8)]
     past = floats(2, 2, 3, 2, 4)
     weights = [i8(7, 3 * width), floats(3 * width), scale(), scale()]
     unsigned = [u8(7, 3 * width), floats(3 * width), scale(), scale(), numbers(3, 5), u8(), u8()]
@@ -468,6 +469,18 @@ def _integer_products() -> list[Case]:
         Case("DynamicQuantizeMatMul", [floats(2, 3, 6)], [u8(6, 5), scale()]),
         Case("QAttention", [u8(2, 5, 7)], [*weights, None, u8(), np.int8(0)], num_heads=3),
         Case("QAttention", [u8(2, 5, 7)], [*unsigned, past], num_heads=3, outputs=(0, 1), unidirectional=1),
+        Case(
+            "QEmbedLayerNormalization",
+            [ids(20, 2, 5), ids(3, 2, 5)],
+            [
+                *tables,
+                np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32),
+                *(scale() for _ in tables),
+                *(u8() for _ in tables),
+            ],
+            outputs=(0, 1),
+            epsilon=1e-5,
+        ),
         Case("QuantizeLinear", [floats(3, 4)], [scale(), np.uint16(7)], model_opset=12),
         Case("DequantizeLinear", [np.arange(12, dtype=np.int16)], [scale(), np.int16(7)], model_opset=17),
     ]
