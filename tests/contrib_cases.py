@@ -1,4 +1,4 @@
-"""Nodes of ONNX Runtime's own operators, with inputs, for the tests of what they are expanded into.
+"""Nodes of ONNX Runtime's own operators.
 
 Where ONNX Runtime has no kernel for the CPU, a case says what the answer is, by ONNX Runtime's other operators or by numpy.
 """
@@ -6,109 +6,11 @@ Where ONNX Runtime has no kernel for the CPU, a case says what the answer is, by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
-from numpy.typing import NDArray
-from onnx import helper, numpy_helper
-
-Array = NDArray[Any]
-
-_random = np.random.default_rng(7)
-
-
-def run(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
-    """ONNX Runtime's answer, without optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, dict(feeds))  # type: ignore[no-any-return]
-
-
-class Case:
-    """A model of one node: inputs that are given in a run, and constants; None where one is left out."""
-
-    def __init__(
-        self,
-        op: str,
-        run_time: Sequence[Array | None],
-        constants: Sequence[Array | None] = (),
-        *,
-        outputs: Sequence[int] = (0,),
-        expected: Callable[[], Sequence[Array]] | None = None,
-        model_opset: int = 21,
-        domain: str = "com.microsoft",
-        scores: bool = False,
-        rows: Sequence[slice] | None = None,
-        **attributes: Any,
-    ) -> None:
-        """`expected` gives the answer, or ONNX Runtime; `rows` are the parts of the first output that mean something."""
-        self.op, self.expected, self.opset, self.rows = op, expected, model_opset, rows
-        inputs = {f"x{i}": np.asarray(array) for i, array in enumerate(run_time) if array is not None}
-        constants_ = {f"c{i}": np.asarray(array) for i, array in enumerate(constants) if array is not None}
-        names = [f"x{i}" if array is not None else "" for i, array in enumerate(run_time)]
-        names += [f"c{i}" if array is not None else "" for i, array in enumerate(constants)]
-        made = [f"y{i}" if i in outputs else "" for i in range(max(outputs) + 1)]
-        self.node = helper.make_node(op, names, made, name="n", domain=domain, **attributes)
-        self.feeds = inputs
-        self.initializers = [numpy_helper.from_array(array, name) for name, array in constants_.items()]
-        self.inputs = [_info(name, array) for name, array in inputs.items()]
-        self.outputs = [helper.make_empty_tensor_value_info(f"y{i}") for i in outputs]
-        if scores:  # ONNX Runtime does not infer their type
-            self.outputs[-1] = helper.make_tensor_value_info(f"y{outputs[-1]}", onnx.TensorProto.FLOAT, None)
-        graph = helper.make_graph([self.node], "g", self.inputs, self.outputs, self.initializers)
-        self.model = helper.make_model(graph, opset_imports=imports(model_opset), ir_version=10)
-
-    def reference(self) -> Sequence[Array]:
-        """The right answer."""
-        return run(self.model, self.feeds) if self.expected is None else self.expected()
-
-
-def imports(opset: int) -> list[onnx.OperatorSetIdProto]:
-    """ONNX's operators of that set, and ONNX Runtime's."""
-    return [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
-
-
-def _info(name: str, array: Array) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-
-
-def floats(*shape: int, scale: float = 1.0) -> Array:
-    """Normal numbers."""
-    return (scale * _random.standard_normal(shape)).astype(np.float32)
-
-
-def ids(high: int, *shape: int) -> Array:
-    """int32 below `high`."""
-    return _random.integers(0, high, shape).astype(np.int32)
-
-
-def u8(*shape: int) -> Array:
-    """Any uint8."""
-    return _random.integers(0, 256, shape).astype(np.uint8)
-
-
-def i8(*shape: int) -> Array:
-    """Any int8."""
-    return _random.integers(-128, 128, shape).astype(np.int8)
-
-
-def scale(*shape: int) -> Array:
-    """A scale of quantisation."""
-    return (0.02 + 0.02 * _random.random(shape)).astype(np.float32)
-
-
-def numbers(*values: int) -> Array:
-    """int32."""
-    return np.array(values, np.int32)
-
-
-def places(*shape: int) -> Array:
-    """Positions, as int64."""
-    return _random.integers(0, 20, shape)
+from contrib_case import Array, Case, floats, ids, numbers, places
 
 
 def erf_gelu(x: Array) -> Array:
@@ -405,103 +307,6 @@ def _others() -> list[Case]:
     ]
 
 
-def _quantized(make: Callable[..., Array]) -> list[Case]:
-    """All operators with elements of one type."""
-    a, b = make(2, 5, 7), make(5, 7)
-    narrow = np.array(0 if a.dtype == np.uint8 else -128, a.dtype)
-    fraction = np.float32(1 / 256)
-    z = [make() for _ in range(3)]
-    mean = [make(2, 5, 7), scale(), make(), np.float32(0.02), make()]
-
-    def reduced() -> list[Array]:
-        x = (mean[0].astype(np.float32) - mean[2].astype(np.float32)) * mean[1]
-        y = np.rint(x.mean(1, keepdims=True) / mean[3]) + mean[4]
-        return [np.clip(y, np.iinfo(a.dtype).min, np.iinfo(a.dtype).max).astype(a.dtype)]
-
-    return [
-        Case("QLinearAdd", [a], [scale(), z[0], b, scale(), z[1], scale(), z[2]]),
-        Case("QLinearMul", [a], [scale(), z[0], b, scale(), z[1], np.float32(0.1), z[2]]),
-        Case("QLinearSigmoid", [a], [scale(), z[0], fraction, z[1]]),
-        Case("QLinearLeakyRelu", [a], [scale(), z[0], scale(), z[1]], alpha=0.1),
-        Case("QLinearAveragePool", [make(1, 3, 6, 7)], [scale(), z[0], scale(), z[1]], kernel_shape=[2, 3], pads=[1, 1, 0, 1]),
-        Case("QLinearAveragePool", [make(1, 6, 7, 3)], [scale(), z[0], scale(), z[1]], kernel_shape=[2, 3], channels_last=1),
-        Case("QLinearGlobalAveragePool", [make(1, 3, 6, 7)], [scale(), z[0], scale(), z[1]]),
-        Case("QLinearGlobalAveragePool", [make(1, 6, 7, 3)], [scale(), z[0], scale(), z[1]], channels_last=1),
-        *(
-            Case("QLinearSoftmax", [a], [scale(), z[0], fraction, narrow], axis=axis, opset=opset)
-            for axis in (1, 2, -1)
-            for opset in (12, 13)
-        ),
-        Case("QLinearConcat", [scale(), z[0], make(2, 3), scale(), z[1], make(2, 4), scale(1), z[2]], axis=1),
-        Case("QLinearWhere", [np.array([[True], [False]]), make(2, 5)], [scale(), z[0], make(5), scale(), z[1], scale(), z[2]]),
-        Case("QLinearReduceMean", [mean[0]], mean[1:], expected=reduced, axes=[1], keepdims=1),
-        Case(
-            "QGemm",
-            [make(3, 6)],
-            [scale(), z[0], make(5, 6), scale(), z[1], ids(100, 5), np.float32(0.5), z[2]],
-            transB=1,
-            alpha=0.7,
-        ),
-        Case("QGemm", [make(3, 6)], [scale(), z[0], make(6, 5), scale(), z[1], ids(100, 5)], alpha=1.3),
-        Case("QGemm", [make(3, 6)], [scale(), z[0], make(5, 6), scale(5), make(5), None, np.float32(0.5), z[2]], transB=1),
-        Case(
-            "QLinearConv",
-            [make(1, 6, 5, 4)],
-            [scale(), z[0], i8(8, 4, 3, 3), scale(8), np.zeros(8, np.int8), np.float32(3), z[1], ids(100, 8)],
-            channels_last=1,
-            pads=[1, 1, 1, 1],
-        ),
-        Case("QuantizeLinear", [floats(3, 4)], [scale(), z[0]], model_opset=12),
-        Case("DequantizeLinear", [make(3, 4)], [scale(4), make(4)], axis=1),
-        Case("MatMulIntegerToFloat", [make(3, 6)], [i8(6, 5), scale(), scale(5), z[0], i8(5), floats(5)]),
-        Case("MatMulIntegerToFloat", [make(3, 6)], [i8(6, 5), scale(1), scale()]),
-    ]
-
-
-def _integer_products() -> list[Case]:
-    width = 12
-    past = floats(2, 2, 3, 2, 4)
-    weights = [i8(7, 3 * width), floats(3 * width), scale(), scale()]
-    unsigned = [u8(7, 3 * width), floats(3 * width), scale(), scale(), numbers(3, 5), u8(), u8()]
-    return [
-        Case("DynamicQuantizeMatMul", [floats(3, 6)], [i8(6, 5), scale(5), i8(5), floats(5)]),
-        Case("DynamicQuantizeMatMul", [floats(2, 3, 6)], [u8(6, 5), scale()]),
-        Case("QAttention", [u8(2, 5, 7)], [*weights, None, u8(), np.int8(0)], num_heads=3),
-        Case("QAttention", [u8(2, 5, 7)], [*unsigned, past], num_heads=3, outputs=(0, 1), unidirectional=1),
-        Case("QuantizeLinear", [floats(3, 4)], [scale(), np.uint16(7)], model_opset=12),
-        Case("DequantizeLinear", [np.arange(12, dtype=np.int16)], [scale(), np.int16(7)], model_opset=17),
-    ]
-
-
-def nbits(columns: int, inner: int, block: int, bits: int = 4, zeros: str = "", bias: bool = False, opset: int = 21) -> Case:
-    """A MatMulNBits with zero points that are "packed", "float" or left out."""
-    blocks = -(-inner // block)
-    weight, scales = u8(columns, blocks, block * bits // 8), scale(columns, blocks)
-    points = {
-        "": None,
-        "packed": u8(columns, blocks if bits == 8 else -(-blocks // 2)),
-        "float": (15 * _random.random((columns, blocks))).astype(np.float32),
-    }[zeros]
-    constants = [weight, scales, points, None, floats(columns) if bias else None]
-    return Case(
-        "MatMulNBits", [floats(2, 3, inner)], constants, K=inner, N=columns, block_size=block, bits=bits, model_opset=opset
-    )
-
-
-def _blocks() -> list[Case]:
-    return [
-        nbits(24, 64, 32),
-        nbits(24, 64, 32, zeros="packed"),
-        nbits(24, 96, 32, zeros="packed"),
-        nbits(24, 96, 32, zeros="float"),
-        nbits(7, 45, 16, zeros="packed"),
-        nbits(7, 45, 16, bias=True),
-        nbits(24, 64, 32, bits=8),
-        nbits(9, 40, 16, bits=8, zeros="packed"),
-        nbits(24, 96, 32, opset=14),
-    ]
-
-
 FLOAT_CASES = [*_fused(), *_normalizations(), *_attention(), *_multi_head(), *_rotary(), *_grouped(), *_others()]
 """Whose expansion holds no quantised operator."""
 
@@ -509,10 +314,6 @@ SAMPLED_CASES = [
     Case("GridSample", [floats(1, 2, 4, 5), floats(1, 3, 3, 2)], mode="bilinear", padding_mode="border"),
     Case("GatherND", [floats(4, 5)], [np.array([[1], [2]])]),
 ]
-QUANTIZED_CASES = [*_quantized(u8), *_quantized(i8), *_integer_products(), *_blocks()]
-"""Whose expansion holds quantised operators."""
-
-
 DEVICE_CASES = [
     *(
         next(case for case in FLOAT_CASES[::-1] if case.op == op)

@@ -16,20 +16,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from contrib_cases import (
-    DEVICE_CASES,
-    FLOAT_CASES,
-    QUANTIZED_CASES,
-    SAMPLED_CASES,
-    Array,
-    Case,
-    floats,
-    ids,
-    imports,
-    nbits,
-    numbers,
-    run,
-)
+from contrib_case import Array, Case, floats, ids, imports, numbers, run
+from contrib_cases import DEVICE_CASES, FLOAT_CASES, SAMPLED_CASES
+from contrib_cases_quantized import QUANTIZED_CASES, nbits
 from onnx import helper
 from test_models import IDS, PLACES, SHAPES, _error, _inputs, _reference
 from test_onnx_import import assert_same_function

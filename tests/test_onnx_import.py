@@ -231,6 +231,42 @@ def test_a_slice_backwards_from_before_the_first_element_takes_that_one(path: Pa
     assert_same_function(path, graph)
 
 
+@pytest.mark.parametrize(
+    ("shape", "bias", "attributes", "expected"),
+    [
+        ([2, 3, 6], [6], {}, "MatMul"),
+        ([3, 2, 1, 6], [], {"transB": 1}, "MatMul"),
+        ([3, 2, 6], [1], {"transB": 1, "alpha": 1.0}, "MatMul"),
+        ([2, 3, 6], [6, 1], {}, "Gemm"),
+        ([2, 3, 6], [6], {"transA": 1}, "Gemm"),
+        ([2, 3, 6], [6], {"alpha": 0.5}, "Gemm"),
+        ([3, 6, 2], [6], {}, "Gemm"),
+        ([36], [6], {}, "Gemm"),
+    ],
+)
+def test_gemm_before_a_change_of_shape(
+    shape: list[int], bias: list[int], attributes: dict[str, float], expected: str, path: Path
+) -> None:
+    """It is a MatMul of more dimensions, where that is the same."""
+    draw = np.random.default_rng(3).standard_normal
+    nodes = [
+        helper.make_node("Reshape", ["x", "rows"], ["a"]),
+        helper.make_node("Gemm", ["a", "w", "c"], ["b"], **attributes),
+        helper.make_node("Reshape", ["b", "shape"], ["d"]),
+        helper.make_node("Tanh", ["d"], ["y"]),
+    ]
+    constants = {
+        "rows": np.array([-1, 6]),
+        "shape": np.array(shape),
+        "w": draw((6, 6)).astype(np.float32),
+        "c": draw(bias).astype(np.float32),
+    }
+    onnx.save(make(nodes, {"x": [2, 3, 6]}, ["y"], constants), path)
+    graph = import_model(path)
+    assert expected in {node.op for node in graph.nodes}
+    assert_same_function(path, graph)
+
+
 @pytest.mark.parametrize("op", ["Transpose", "Cast", "Reshape"])
 def test_no_plain_copy_of_a_weight_is_made(op: str, path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float16 if op == "Cast" else np.float32)

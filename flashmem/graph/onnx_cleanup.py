@@ -16,6 +16,7 @@ from onnxscript.rewriter.rules import common as rules
 from flashmem.graph.onnx_control_flow import ControlFlowPass
 from flashmem.graph.onnx_definitions import has_definition, write_out
 from flashmem.graph.onnx_folding import FoldPass
+from flashmem.graph.onnx_gemm import ReshapedGemm
 from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 from flashmem.graph.onnx_scaled_weights import RecogniseDequantizePass
@@ -44,6 +45,7 @@ _REWRITES = rewriter.RewriteRuleSet(
         rules.no_op_static_scatter_nd_rule,
         rules.one_reshape_matmul_reshape_rule,
         rules.two_reshapes_matmul_reshape_rule,
+        ReshapedGemm.rule(),  # type: ignore[no-untyped-call]
     ]
 )
 

@@ -51,7 +51,7 @@ def attend(e: Expansion, h: Heads, padding: ir.Value | None, bias: ir.Value | No
             scores = e.op("Where", seen, scores, lowest)
         else:  # what lies ahead is masked whatever else is said of it
             padding = lowest_where_ahead(e, seen, padding, h.like, lowest)
-    scores = e.plus(scores, padding, bias)
+    scores = e.plus(scores, bias, padding)  # in this order rows of padding alone are rounded as ONNX Runtime does
     return merge(e, e.op("MatMul", e.op("Softmax", scores, axis=-1), h.value), h), scores
 
 

@@ -79,11 +79,11 @@ def _embed_layer_norm(e: Expansion) -> list[ir.Value | None]:
     if segments is not None:
         total = e.op("Add", total, e.op("Gather", e.input(4), segments))
     result = e.layer_norm(total, e.input(5), e.input(6), e.number("epsilon", 1e-12))
-    return [result, _count(e, batch) if e.wants(1) else None, total]
+    return [result, word_count(e, batch) if e.wants(1) else None, total]
 
 
-def _count(e: Expansion, batch: int) -> ir.Value:
-    """The number of ones in each row of the mask, 0 without a mask."""
+def word_count(e: Expansion, batch: int) -> ir.Value:
+    """The number of ones in each row of the mask, input 7; 0 without a mask."""
     mask = e.optional(7)
     if mask is None:
         return e.constant(np.zeros(batch), dtype=np.int32)

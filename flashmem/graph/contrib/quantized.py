@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from flashmem.graph.contrib.attention import project_and_attend
 from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.graph.contrib.normalization import word_count
 from flashmem.graph.contrib.packed import packed_zero_points, quantised_matrix, reinterpreted
 
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
@@ -180,6 +181,24 @@ def _attention(e: Expansion) -> list[ir.Value | None]:
     return project_and_attend(e, e.plus(projected, e.optional(2)), columns, mask=5, past=8, bias=None)
 
 
+def _embed_layer_norm(e: Expansion) -> list[ir.Value | None]:
+    """EmbedLayerNormalization of quantised tables: rows are picked first, and dequantised then."""
+    batch, length = e.ranked(0, 2)
+    if e.ranked(3, 2)[0] < length:
+        raise RefusedError(f"of {length} words with a table of {e.shape(e.input(3))[0]} positions")
+
+    def meant(value: ir.Value, table: int) -> ir.Value:
+        """Elements of the table in input `table`, by its scale and zero point."""
+        return e.op("DequantizeLinear", value, _single(e, e.input(table + 6)), _single(e, e.input(table + 11)))
+
+    words = meant(e.op("Gather", e.input(2), e.input(0)), 2)
+    total = e.op("Add", words, meant(e.part(e.input(3), 0, 0, length), 3))
+    if (segments := e.optional(1)) is not None:
+        total = e.op("Add", total, meant(e.op("Gather", e.input(4), segments), 4))
+    result = e.layer_norm(total, meant(e.input(5), 5), meant(e.input(6), 6), e.number("epsilon", 1e-12))
+    return [result, word_count(e, batch) if e.wants(1) else None]
+
+
 def _matmul_nbits(e: Expansion) -> list[ir.Value]:
     """The product with a matrix [N, K] of four- or eight-bit weights, which have a scale for each block along K."""
     e.refuse_input(4)
@@ -237,6 +256,7 @@ EXPANSIONS: dict[str, Expand] = {
     "MatMulIntegerToFloat": _integer_to_float,
     "MatMulNBits": _matmul_nbits,
     "QAttention": _attention,
+    "QEmbedLayerNormalization": _embed_layer_norm,
     "QGemm": _gemm,
     "QLinearAdd": _binary("Add"),
     "QLinearAveragePool": _unary(_average_pool),
