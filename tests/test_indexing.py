@@ -98,6 +98,7 @@ def _sums(m: Model) -> None:
         for reverse in (0, 1):
             m.node(f"sums {exclusive} {reverse}", "CumSum", long, axis, dtype="float32", exclusive=exclusive, reverse=reverse)
     x = m.input(RANDOM.integers(-5, 5, (3, 40, 7)) * 2**40, "int64")
+    m.node("sums of vectors", "CumSum", m.input(RANDOM.integers(-5, 5, (2, 3, 128)), "int64"), axis, dtype="int64")
     m.node("sums within", "CumSum", x, m.constant(-2, "int64"), dtype="int64", reverse=1)
 
 

@@ -7,7 +7,7 @@ import math
 from flashmem.codegen.emitter import Emitter, nbytes_of
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.vector import REGISTER, STORED
+from flashmem.graph.operators.vector import REGISTER, STORED, Vector
 from flashmem.program import Arg, KernelShape
 
 _RUN = 32
@@ -95,18 +95,23 @@ def emit_scan(emitter: Emitter, layer: Layer) -> None:
     """A work-item for each column, or, of few long columns, for each chunk of one."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
+    # Neighbouring columns as one vector, as long as enough of those are left.
+    vector = emitter.vector_for(inner)
+    while vector > 1 and (inner % vector or outer * inner // vector < _BUSY[emitter.descriptor.kind]):
+        vector //= 2
+    inner //= vector
     columns = outer * inner
     chunks = max(1, min(_BUSY[emitter.descriptor.kind] // columns, depth // _CHUNK, _CHUNKS))
     chunk = -(-depth // chunks)
     chunks = -(-depth // chunk)
     items = (columns, chunks)
     local = emitter.work_group(items)
-    parts = emitter.tensor(Value(f"{layer.output.name}.chunks", (chunks, columns), x.dtype)) if chunks > 1 else None
+    parts = emitter.tensor(Value(f"{layer.output.name}.chunks", (chunks, columns * vector), x.dtype)) if chunks > 1 else None
     for is_first in (True, False)[parts is None :]:
         kernel = emitter.kernels.kernel(
             "scan",
             attributes=emitter.attributes(local),
-            scalar=STORED[x.dtype],
+            scalar=Vector(vector).named(STORED[x.dtype]),
             symbol="+" if node.op == "CumSum" else "*",
             neutral=0 if node.op == "CumSum" else 1,
             exclusive=node.attributes["exclusive"],
@@ -117,6 +122,6 @@ def emit_scan(emitter: Emitter, layer: Layer) -> None:
         pointers = [emitter.operand(x), *([parts] if parts is not None else [])]
         if not is_first:
             pointers.append(emitter.tensor(layer.output))
-        shape = KernelShape(rows=chunks, columns=columns, depth=chunk, stride=inner)
+        shape = KernelShape(rows=chunks, columns=columns * vector, depth=chunk, stride=inner * vector, vector=vector)
         numbers = [columns, depth, inner, chunk, chunks]
         emitter.launch(layer, kernel, [*pointers, *numbers], items, local, shape, part="[chunks]" if is_first else "")
