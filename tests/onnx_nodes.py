@@ -38,7 +38,10 @@ PATHS = ("buffer", "texture")
 _DOWNSAMPLED = (
     "the answer is ONNX Runtime's, which aligns the corners of the output as it is, not of the one before rounding its size"
 )
+_ROUNDED = "the answer has the rounding errors of a transform in float32 where it should be 0; ours are smaller"
 DIFFERS = {
+    "test_dft_inverse": _ROUNDED,
+    "test_dft_inverse_opset19": _ROUNDED,
     "test_resize_downsample_scales_cubic_align_corners": _DOWNSAMPLED,
     "test_resize_downsample_scales_linear_align_corners": _DOWNSAMPLED,
 }

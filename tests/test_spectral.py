@@ -92,11 +92,8 @@ def test_determinants_and_columns(place: tuple[str, str], tmp_path: Path) -> Non
 
 def test_refusals(tmp_path: Path) -> None:
     n = Nodes()
-    x = n.input(floats(1, 8, 1))
     n.node("DFT", n.input(floats(1, 40000, 1)))
-    n.node("STFT", x, n.constant(np.array(2)), n.constant(floats(4)), n.constant(np.array(5)))
-    n.node("Det", n.input(floats(2, 3)))
+    n.node("Col2Im", n.input(floats(1, 1600, 1)), n.constant(np.array([40, 40])), n.constant(np.array([40, 40])))
     text = refusal(n, tmp_path)
     assert "DFT of length 40000, whose matrix has more than 67108864 elements" in text
-    assert "STFT in frames of 5 with a window of shape (4,)" in text
-    assert "Det of shape (2, 3), which are no square matrices" in text
+    assert "Col2Im in blocks of 1600 elements" in text

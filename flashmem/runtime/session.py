@@ -198,7 +198,7 @@ class Session:
             if status[0]:
                 raise ValueError(
                     f"layer {program.launches[status[0] - 1].name} was given an index outside the tensor it reads from: "
-                    f"check the inputs that hold indices"
+                    f"check the inputs that hold indices or rectangles"
                 )
 
     def _read_output(self, port: Port) -> Array:
