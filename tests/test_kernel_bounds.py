@@ -174,7 +174,7 @@ def test_a_rewritten_program_is_refused_on_opening(compiled: dict[tuple[str, str
 
 
 def test_every_template_states_its_bounds() -> None:
-    templates = ("conv", "depthwise", "elementwise", "gather", "matmul", "matmul_dynamic", "movement", "pool", "recurrent", "reduce_columns",
-                 "reduce_rows", "resize")  # fmt: skip
+    templates = ("conv", "depthwise", "elementwise", "gather", "matmul", "matmul_dynamic", "movement", "pool", "recurrent",
+                 "reduce_columns", "reduce_rows", "resize")  # fmt: skip
     for name in templates:
         assert "//@ items" in read_text("kernels", f"templates/{name}.cl.j2"), name
