@@ -196,6 +196,51 @@ def _matmul(d: Drawing, op: str) -> None:
     d.emit(op, [x, d.pick((x.dtype,), (1, 4), fits, shape, fresh=0.6)])
 
 
+def _linear(d: Drawing, op: str) -> None:
+    """QuantizeLinear of float32, DequantizeLinear; scales of the run or constant, of the tensor, an axis, or blocks."""
+    kinds = ["float32"] if op == "QuantizeLinear" else [kind for kind in d.types_of(op) if kind in INTEGERS]
+    if not kinds or (kinds == ["float32"] and "float32" not in d.types):
+        raise RejectedNodeError("no such type")
+    x = d.pick(kinds, (1, 4), lambda v: v.own.size > 0)
+    axis = d.rng.randrange(x.own.ndim)
+    counts: Shape = ()
+    attributes: dict[str, object] = {}
+    if d.maybe(0.6):
+        counts, attributes = (x.shape[axis],), {"axis": axis}
+        if d.opset >= 21 and d.maybe(0.4):
+            block = d.rng.choice((1, 2, 3, 4, 16))
+            counts = tuple(-(-n // block) if a == axis else n for a, n in enumerate(x.shape))
+            attributes["block_size"] = block
+    random = np.random.default_rng(d.rng.getrandbits(30))
+    scale = leaf(d.name("s"), (random.random(counts) + 0.05).astype(np.float32), d.rng.choice(("input", "constant")))
+    target = d.rng.choice(("int8", "uint8")) if op == "QuantizeLinear" else x.dtype
+    zero = d.leaf(target, counts) if target != "int32" and (d.maybe() or target == "int8") else None
+    d.emit(op, [x, scale, zero] if zero is not None else [x, scale], **attributes)
+
+
+def _dynamic_quantize(d: Drawing, op: str) -> None:
+    d.emit(op, [d.pick(d.types_of(op), (1, 4), lambda v: v.own.size > 0)], 3)
+
+
+def _matmul_integer(d: Drawing, op: str) -> None:
+    x = d.pick(d.types_of(op), (2, 4), lambda v: v.own.size > 0)
+    columns = d.rng.choice([size for size in d.sizes if size])
+    y = d.leaf(d.rng.choice(("int8", "uint8")), (x.shape[-1], columns))
+    zeros = [d.leaf(x.dtype, ()) if d.maybe() else None, d.leaf(y.dtype, d.rng.choice(((), (columns,)))) if d.maybe() else None]
+    d.emit(op, [x, y, *zeros])
+
+
+def _conv_integer(d: Drawing, op: str) -> None:
+    x = _image(d, op)
+    channels = x.shape[1]
+    group = d.rng.choice([n for n in (1, 1, 2, channels) if n and channels % n == 0] or [1])
+    attributes = _window(d, x.shape[2:])
+    filters = d.rng.choice((1, 2, 3, 5)) * group
+    shape = (filters, channels // group, *attributes["kernel_shape"])  # type: ignore[misc]
+    weight = d.leaf(d.rng.choice(("int8", "uint8")), shape, "constant")
+    d.emit(op, [x, weight, d.leaf(x.dtype, ()) if d.maybe() else None], group=group if group > 1 else None, **attributes)
+
+
 def _gemm(d: Drawing, op: str) -> None:
     x = d.pick(d.types_of(op), (2, 2))
     transposed, turned = d.maybe(), d.maybe()
@@ -684,6 +729,10 @@ FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
     (1.0, _gemm, ("Gemm",)),
     (1.0, _einsum, ("Einsum",)),
     (0.5, _recurrent, ("GRU", "LSTM", "RNN")),
+    (1.0, _linear, ("QuantizeLinear", "DequantizeLinear", "DequantizeLinear")),
+    (0.3, _dynamic_quantize, ("DynamicQuantizeLinear",)),
+    (0.8, _matmul_integer, ("MatMulInteger",)),
+    (0.5, _conv_integer, ("ConvInteger",)),
     (2.0, _conv, ("Conv", "Conv", "ConvTranspose")),
     (1.2, _pool, ("MaxPool", "AveragePool", "LpPool")),
     (0.4, _global_pool, ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")),

@@ -62,9 +62,9 @@ def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _range_zero(node: Node, x: Sequence[str], v: Vector) -> str:
-    """The zero point: x[0] is the smallest number, x[1] the scale."""
+    """The zero point: x[0] is the smallest number, x[1] the scale. Of an infinite range it is 255, as in ONNX Runtime."""
     zero, high = v.literal("float32", 0), v.literal("float32", 255)
-    return f"convert_{v.named('int')}(rint(fmin(fmax({zero} - fmin({x[0]}, {zero}) / {x[1]}, {zero}), {high})))"
+    return f"convert_{v.named('int')}(rint(fmax(fmin({zero} - fmin({x[0]}, {zero}) / {x[1]}, {high}), {zero})))"
 
 
 # Shapes of scales and zero points
