@@ -2,7 +2,7 @@
 
 What a model costs to stream depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs are
 what the importer makes of the files PyTorch exports (operators, their order, folded constants); weights have a shape and no
-data. The graphs of GPT-Neo, ViT and ResNet are held to exports by `tests/test_zoo_graphs.py`.
+data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/test_zoo_graphs.py`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,39 @@ class Vit:
 
 
 @dataclass(frozen=True)
+class WhisperEncoder:
+    """Whisper's encoder: two convolutions over the frames, the second halves them, and layers without a class token."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    bins: int = 80
+
+    def graph(self, name: str, frames: int) -> Graph:
+        """The graph for one spectrogram of `frames`."""
+        net = _Net(name)
+        x = net.input("input_features", (1, self.bins, frames), "float32")
+        for number, stride in enumerate((1, 2)):
+            x = net.gelu(net.conv(x, f"conv{number + 1}", self.hidden, 3, stride, 1))
+        x = net.transpose(x, (0, 2, 1))
+        x = net.op("Add", [x, net.weight("embed_positions", x.shape[1:])], x.shape)
+        scale = net.number((self.hidden // self.heads) ** -0.5)
+        for layer in range(self.layers):
+            at = f"layers.{layer}"
+            y = net.layer_norm(x, f"{at}.self_attn_layer_norm")
+            q = net.linear(y, f"{at}.q_proj", self.hidden, bias=True)
+            q = net.heads(net.op("Mul", [q, scale], q.shape), self.heads)
+            k = net.heads(net.linear(y, f"{at}.k_proj", self.hidden), self.heads)
+            v = net.heads(net.linear(y, f"{at}.v_proj", self.hidden, bias=True), self.heads)
+            y = net.merge_heads(net.matmul(net.softmax(net.matmul(q, net.swap_last(k))), v))
+            x = net.op("Add", [x, net.linear(y, f"{at}.out_proj", self.hidden, bias=True)], x.shape)
+            y = net.linear(net.layer_norm(x, f"{at}.final_layer_norm"), f"{at}.fc1", self.intermediate, bias=True)
+            x = net.op("Add", [x, net.linear(net.gelu(y), f"{at}.fc2", self.hidden, bias=True)], x.shape)
+        return net.finish(net.layer_norm(x, "layer_norm"), "last_hidden_state")
+
+
+@dataclass(frozen=True)
 class ResNet:
     """A ResNet of bottleneck blocks, batch normalisation folded into the convolutions."""
 
@@ -170,8 +203,8 @@ class ResNet:
 
 @dataclass(frozen=True)
 class _Known:
-    config: GptNeo | Llama | Vit | ResNet
-    size: int  # tokens, or pixels a side
+    config: GptNeo | Llama | Vit | WhisperEncoder | ResNet
+    size: int  # tokens, frames, or pixels a side
     source: str
 
 
@@ -183,13 +216,14 @@ _ZOO = {
     "gptneo-125m": _Known(GptNeo(12, 768, 12), 128, "EleutherAI/gpt-neo-125m"),
     "gptneo-1.3b": _Known(GptNeo(24, 2048, 16), 128, "EleutherAI/gpt-neo-1.3B"),
     "gptneo-2.7b": _Known(GptNeo(32, 2560, 20), 128, "EleutherAI/gpt-neo-2.7B"),
+    "whisper-medium-encoder": _Known(WhisperEncoder(24, 1024, 16, 4096), 3000, "openai/whisper-medium"),
     "llama2-13b": _Known(Llama(40, 5120, 40, 40, 13824), 128, "meta-llama/Llama-2-13b-hf"),
     "llama2-70b": _Known(Llama(80, 8192, 64, 8, 28672), 128, "meta-llama/Llama-2-70b-hf"),
 }
 
 
 def zoo_graph(name: str) -> Graph:
-    """The graph of a known architecture, as the importer would yield it: before normal form, batch 1, 128 tokens or 224 pixels.
+    """The graph of a known architecture, as the importer would yield it: before normal form, batch 1, of the model's own size.
 
     Raises:
         UserError: no such architecture.
@@ -215,8 +249,8 @@ class _Net:
         self.weights = 0
         self.numbers: dict[float, Value] = {}
 
-    def finish(self, logits: Value) -> Graph:
-        return Graph(self.name, self.inputs, [GraphPort("logits", "float32", logits)], self.nodes, OPSET)
+    def finish(self, answer: Value, name: str = "logits") -> Graph:
+        return Graph(self.name, self.inputs, [GraphPort(name, "float32", answer)], self.nodes, OPSET)
 
     # -- values
 
@@ -278,14 +312,17 @@ class _Net:
         return self.op("Gemm", [x, *weights], (x.shape[0], columns), name=name, transB=1)
 
     def conv(self, x: Value, name: str, channels: int, kernel: int, stride: int, pad: int) -> Value:
+        """Over one dimension, or over two of one size."""
+        dimensions = len(x.shape) - 2
         side = (x.shape[2] + 2 * pad - kernel) // stride + 1
         weights = [
-            self.weight(f"{name}.weight", (channels, x.shape[1], kernel, kernel)),
+            self.weight(f"{name}.weight", (channels, x.shape[1], *(kernel,) * dimensions)),
             self.weight(f"{name}.bias", (channels,)),
         ]
         return self.op(
-            "Conv", [x, *weights], (1, channels, side, side), name=name,
-            kernel_shape=(kernel, kernel), strides=(stride, stride), dilations=(1, 1), pads=(pad,) * 4, group=1,
+            "Conv", [x, *weights], (1, channels, *(side,) * dimensions), name=name,
+            kernel_shape=(kernel,) * dimensions, strides=(stride,) * dimensions, dilations=(1,) * dimensions,
+            pads=(pad,) * (2 * dimensions), group=1,
         )  # fmt: skip
 
     def layer_norm(self, x: Value, name: str) -> Value:
@@ -311,6 +348,12 @@ class _Net:
 
     def merge_heads(self, x: Value) -> Value:
         return self.reshape(self.transpose(x, (0, 2, 1, 3)), (1, x.shape[2], x.shape[1] * x.shape[3]))
+
+    def swap_last(self, x: Value) -> Value:
+        """Exporters fold the batch into the heads for this."""
+        _, heads, tokens, width = x.shape
+        x = self.transpose(self.reshape(x, (heads, tokens, width)), (0, 2, 1))
+        return self.reshape(x, (1, heads, width, tokens))
 
     def repeat_heads(self, x: Value, times: int) -> Value:
         if times == 1:
