@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import flashmem
-from benchmarks.models import MODELS, models_in, planned_again, within
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
+from benchmarks.zoo import MODELS, models_in, planned_again, within
 from flashmem.device import TransferMode
 
 

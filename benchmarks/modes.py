@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import flashmem
-from benchmarks.models import within
 from benchmarks.processes import median, run_bundle, run_worker, weights_of
+from benchmarks.zoo import within
 
 
 def arrays(path: Path) -> list[np.ndarray[Any, Any]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, get_args
 
-from benchmarks.models import MODELS, models_in
+from benchmarks.zoo import MODELS, models_in
 from flashmem.codegen.program import generate
 from flashmem.compile import SLICE_BYTES, plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor

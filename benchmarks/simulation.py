@@ -23,9 +23,9 @@ from typing import Literal
 
 import flashmem
 from benchmarks.disk import cold_rate
-from benchmarks.models import models_in, planned_again, within
 from benchmarks.pace import Pace, at_pace
 from benchmarks.processes import Row, median, run_bundle, take_turns
+from benchmarks.zoo import models_in, planned_again, within
 from flashmem.console import exit_codes
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.request import find_descriptor

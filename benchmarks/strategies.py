@@ -20,8 +20,8 @@ from statistics import geometric_mean
 from typing import Any, get_args
 
 import flashmem
-from benchmarks.models import MODELS, models_in, planned_again
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
+from benchmarks.zoo import MODELS, models_in, planned_again
 from flashmem.errors import BudgetError
 from flashmem.planning.plan import Strategy
 from flashmem.units import parse_size

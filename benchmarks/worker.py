@@ -1,7 +1,7 @@
 """One measurement in one fresh process; prints one JSON object.
 
-    python -m benchmarks.worker flashmem --bundle B [--mode M] [--strategy S] [--no-lanes]
-    python -m benchmarks.worker onnxruntime --model M [--mapped]
+    python -m benchmarks.worker flashmem --bundle B [--mode M] [--strategy S] [--no-lanes] [--inputs I.npz]
+    python -m benchmarks.worker onnxruntime --model M [--mapped] [--inputs I.npz]
 
 `above_bare` is the peak resident memory (VmHWM) over that of the same process just before the model is opened, with its engine
 imported and, for flashmem, the OpenCL device opened. `integrated` is the time from creating the session to the outputs.
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,14 @@ def draw(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
     return generator.standard_normal(shape).astype(dtype)
 
 
+def inputs_for(ports: Iterable[tuple[str, tuple[int, ...], str]], path: Path | None) -> dict[str, np.ndarray[Any, Any]]:
+    """What is asked: (name, shape, dtype) of each port drawn, or the arrays in an .npz file."""
+    if path is None:
+        return {name: draw(name, shape, dtype) for name, shape, dtype in ports}
+    with np.load(path) as file:
+        return {name: file[name] for name, _, _ in ports}
+
+
 def drop(paths: list[Path]) -> None:
     """Drop files from the page cache (a virtual machine's host may still hold them)."""
     for path in paths:
@@ -50,7 +60,8 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     from flashmem.runtime.opencl import Context, find_device
 
     driver = Context(find_device(args.device)).queue()
-    inputs = {port.name: draw(port.name, port.shape, port.dtype) for port in Bundle.open(args.bundle).program.inputs}
+    ports = Bundle.open(args.bundle).program.inputs
+    inputs = inputs_for([(port.name, port.shape, port.dtype) for port in ports], args.inputs)
     bare = vm("VmHWM")
     started = time.perf_counter()
     trace = args.trace is not None
@@ -72,6 +83,7 @@ def run_flashmem(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "integrated": integrated,
         "warm": min(again, default=None),
+        "later": statistics.median(again) if again else None,
         "bare": bare,
         "ledger_peak": report.memory.peak_bytes,
         "ledger_average": report.memory.average_bytes,
@@ -101,7 +113,7 @@ def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     session = ort.InferenceSession(args.model, options)
     types = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
-    inputs = {i.name: draw(i.name, tuple(i.shape), types[i.type]) for i in session.get_inputs()}
+    inputs = inputs_for([(i.name, tuple(i.shape), types[i.type]) for i in session.get_inputs()], args.inputs)
     outputs = session.run(None, inputs)
     integrated = time.perf_counter() - started
     again = []
@@ -118,6 +130,7 @@ def main() -> None:
     parser.add_argument("engine", choices=("flashmem", "onnxruntime"))
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--inputs", type=Path, help="an .npz file, instead of inputs drawn from their names")
     parser.add_argument("--mapped", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--mode", default="auto")

@@ -199,6 +199,7 @@ def _write(
             how["dynamic_axes"] = axes | {name: {0: "batch"} for name in model.outputs}
     names = {"input_names": list(examples), "output_names": list(model.outputs)}
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    torch._C._jit_onnx_log = lambda *words: None  # PyTorch leaves this log enabled, and prints the graph of a failed export
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -2,24 +2,16 @@
 
 What a model costs to stream depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs are
 what the importer makes of the files PyTorch exports (operators, their order, folded constants); weights have a shape and no
-data. The graphs of GPT-Neo, ViT and ResNet are held to exports by `tests/test_zoo_graphs.py`.
+data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/test_zoo_graphs.py`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from flashmem.errors import UserError
-from flashmem.graph.builder import constant
-from flashmem.graph.ir import Graph, GraphPort, Node, Placeholder, Value
-from flashmem.program import DType
-
-OPSET = 18
+from flashmem.graph.ir import Graph
+from flashmem.zoo.net import Net
 
 
 @dataclass(frozen=True)
@@ -34,7 +26,7 @@ class GptNeo:
 
     def graph(self, name: str, tokens: int) -> Graph:
         """The graph for one sequence of `tokens`."""
-        net = _Net(name)
+        net = Net(name)
         x = net.embed(self.vocabulary, self.hidden, tokens)
         x = net.op("Add", [x, net.weight("wpe", (1, tokens, self.hidden))], x.shape)
         masks = [net.weight(f"mask.{kind}", (1, 1, tokens, tokens), "bool") for kind in ("global", "local")]
@@ -71,7 +63,7 @@ class Llama:
 
     def graph(self, name: str, tokens: int) -> Graph:
         """The graph for one sequence of `tokens`."""
-        net = _Net(name)
+        net = Net(name)
         width = self.hidden // self.heads
         x = net.embed(self.vocabulary, self.hidden, tokens)
         mask = net.weight("mask", (1, 1, tokens, tokens))
@@ -112,7 +104,7 @@ class Vit:
 
     def graph(self, name: str, pixels: int) -> Graph:
         """The graph for one square image with sides of `pixels`."""
-        net = _Net(name)
+        net = Net(name)
         side = pixels // self.patch
         image = net.input("pixel_values", (1, 3, pixels, pixels), "float32")
         x = net.conv(image, "patches", self.hidden, self.patch, self.patch, 0)
@@ -139,6 +131,83 @@ class Vit:
 
 
 @dataclass(frozen=True)
+class WideVit:
+    """ViT and, with `mixing`, DeepViT as `flashmem.zoo.vision_transformer` has them: patches are normalised vectors."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    patch: int
+    classes: int = 1000
+    mixing: bool = False
+
+    def graph(self, name: str, pixels: int) -> Graph:
+        """The graph for one square image with sides of `pixels`."""
+        net = Net(name)
+        side = pixels // self.patch
+        x = net.input("pixel_values", (1, 3, pixels, pixels), "float32")
+        x = net.reshape(x, (1, 3, side, self.patch, side, self.patch))
+        x = net.reshape(net.transpose(x, (0, 2, 4, 3, 5, 1)), (1, side * side, 3 * self.patch**2))
+        x = net.layer_norm(net.linear(net.layer_norm(x, "patches.0"), "patches.1", self.hidden, bias=True), "patches.2")
+        shape = (1, side * side + 1, self.hidden)
+        x = net.op("Concat", [net.weight("cls_token", (1, 1, self.hidden)), x], shape, axis=1)
+        x = net.op("Add", [x, net.weight("positions", shape)], shape)
+        scale = net.number((self.hidden // self.heads) ** -0.5)
+        for layer in range(self.layers):
+            at = f"layers.{layer}"
+            y = net.linear(net.layer_norm(x, f"{at}.norm"), f"{at}.query_key_value", 3 * self.hidden)
+            y = net.reshape(y, (1, shape[1], 3, self.heads, self.hidden // self.heads))
+            q, k, v = net.unbind(net.transpose(y, (2, 0, 3, 1, 4)))
+            scores = net.matmul(q, net.transpose(k, (0, 1, 3, 2)))
+            scores = net.softmax(net.op("Mul", [scores, scale], scores.shape))
+            if self.mixing:
+                mixing = net.weight(f"{at}.mixing", (self.heads, self.heads))
+                scores = net.op("Einsum", [scores, mixing], scores.shape, equation="bhij,hg->bgij")
+                scores = net.layer_norm(net.transpose(scores, (0, 2, 3, 1)), f"{at}.mixing_norm")
+                scores = net.transpose(scores, (0, 3, 1, 2))
+            y = net.linear(net.merge_heads(net.matmul(scores, v)), f"{at}.project", self.hidden, bias=True)
+            x = net.op("Add", [x, y], x.shape)
+            y = net.linear(net.layer_norm(x, f"{at}.mlp.norm"), f"{at}.mlp.up", self.intermediate, bias=True)
+            x = net.op("Add", [x, net.linear(net.gelu(y), f"{at}.mlp.down", self.hidden, bias=True)], x.shape)
+        first = net.op("Gather", [x, net.integers(0)], (1, self.hidden), axis=1)
+        return net.finish(net.gemm(net.layer_norm(first, "head.0"), "head.1", self.classes))
+
+
+@dataclass(frozen=True)
+class WhisperEncoder:
+    """Whisper's encoder: two convolutions over the frames, the second halves them, and layers without a class token."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    bins: int = 80
+
+    def graph(self, name: str, frames: int) -> Graph:
+        """The graph for one spectrogram of `frames`."""
+        net = Net(name)
+        x = net.input("input_features", (1, self.bins, frames), "float32")
+        for number, stride in enumerate((1, 2)):
+            x = net.gelu(net.conv(x, f"conv{number + 1}", self.hidden, 3, stride, 1))
+        x = net.transpose(x, (0, 2, 1))
+        x = net.op("Add", [x, net.weight("embed_positions", x.shape[1:])], x.shape)
+        scale = net.number((self.hidden // self.heads) ** -0.5)
+        for layer in range(self.layers):
+            at = f"layers.{layer}"
+            y = net.layer_norm(x, f"{at}.self_attn_layer_norm")
+            q = net.linear(y, f"{at}.q_proj", self.hidden, bias=True)
+            q = net.heads(net.op("Mul", [q, scale], q.shape), self.heads)
+            k = net.heads(net.linear(y, f"{at}.k_proj", self.hidden), self.heads)
+            v = net.heads(net.linear(y, f"{at}.v_proj", self.hidden, bias=True), self.heads)
+            y = net.merge_heads(net.matmul(net.softmax(net.matmul(q, net.swap_last(k))), v))
+            x = net.op("Add", [x, net.linear(y, f"{at}.out_proj", self.hidden, bias=True)], x.shape)
+            y = net.linear(net.layer_norm(x, f"{at}.final_layer_norm"), f"{at}.fc1", self.intermediate, bias=True)
+            x = net.op("Add", [x, net.linear(net.gelu(y), f"{at}.fc2", self.hidden, bias=True)], x.shape)
+        return net.finish(net.layer_norm(x, "layer_norm"), "last_hidden_state")
+
+
+@dataclass(frozen=True)
 class ResNet:
     """A ResNet of bottleneck blocks, batch normalisation folded into the convolutions."""
 
@@ -149,7 +218,7 @@ class ResNet:
 
     def graph(self, name: str, pixels: int) -> Graph:
         """The graph for one square image with sides of `pixels`."""
-        net = _Net(name)
+        net = Net(name)
         image = net.input("pixel_values", (1, 3, pixels, pixels), "float32")
         x = net.relu(net.conv(image, "stem", self.stem, 7, 2, 3))
         side = (x.shape[2] + 2 - 3) // 2 + 1
@@ -170,26 +239,29 @@ class ResNet:
 
 @dataclass(frozen=True)
 class _Known:
-    config: GptNeo | Llama | Vit | ResNet
-    size: int  # tokens, or pixels a side
+    config: GptNeo | Llama | Vit | WideVit | WhisperEncoder | ResNet
+    size: int  # tokens, frames, or pixels a side
     source: str
 
 
 _ZOO = {
     "resnet50": _Known(ResNet((3, 4, 6, 3), (256, 512, 1024, 2048)), 224, "microsoft/resnet-50"),
     "vit-b16": _Known(Vit(12, 768, 12, 3072, 16), 224, "google/vit-base-patch16-224"),
+    "vit-103m": _Known(WideVit(12, 1024, 16, 2048, 16), 224, "lucidrains/vit-pytorch, sized by the paper's parameters"),
+    "deepvit-204m": _Known(WideVit(24, 1024, 16, 2048, 16, mixing=True), 224, "the same"),
     # The paper gives no dimensions for its ViT-8B; this is the published vision transformer of that size.
     "vit-8b": _Known(Vit(32, 4096, 32, 20480, 14), 224, "BAAI/EVA-CLIP-8B, vision tower (arXiv 2402.04252)"),
     "gptneo-125m": _Known(GptNeo(12, 768, 12), 128, "EleutherAI/gpt-neo-125m"),
     "gptneo-1.3b": _Known(GptNeo(24, 2048, 16), 128, "EleutherAI/gpt-neo-1.3B"),
     "gptneo-2.7b": _Known(GptNeo(32, 2560, 20), 128, "EleutherAI/gpt-neo-2.7B"),
+    "whisper-medium-encoder": _Known(WhisperEncoder(24, 1024, 16, 4096), 3000, "openai/whisper-medium"),
     "llama2-13b": _Known(Llama(40, 5120, 40, 40, 13824), 128, "meta-llama/Llama-2-13b-hf"),
     "llama2-70b": _Known(Llama(80, 8192, 64, 8, 28672), 128, "meta-llama/Llama-2-70b-hf"),
 }
 
 
 def zoo_graph(name: str) -> Graph:
-    """The graph of a known architecture, as the importer would yield it: before normal form, batch 1, 128 tokens or 224 pixels.
+    """The graph of a known architecture, as the importer would yield it: before normal form, batch 1, of the model's own size.
 
     Raises:
         UserError: no such architecture.
@@ -203,145 +275,3 @@ def check_architecture(name: str) -> None:
     """Raises UserError unless `zoo_graph` knows `name`."""
     if name not in _ZOO:
         raise UserError(f"no architecture {name!r} in the zoo: choose one of {', '.join(_ZOO)}")
-
-
-class _Net:
-    """A graph in the making. Every method that computes appends the nodes and returns their value."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.inputs: list[GraphPort] = []
-        self.nodes: list[Node] = []
-        self.weights = 0
-        self.numbers: dict[float, Value] = {}
-
-    def finish(self, logits: Value) -> Graph:
-        return Graph(self.name, self.inputs, [GraphPort("logits", "float32", logits)], self.nodes, OPSET)
-
-    # -- values
-
-    def input(self, name: str, shape: tuple[int, ...], dtype: DType) -> Value:
-        value = Value(name, shape, dtype)
-        self.inputs.append(GraphPort(name, dtype, value))
-        return value
-
-    def weight(self, name: str, shape: tuple[int, ...], dtype: DType = "float32") -> Value:
-        """A placeholder. Each is filled with a number of its own, so that two of one shape are not taken for one."""
-        self.weights += 1
-        fill = self.weights % 2 if dtype == "bool" else self.weights
-        return Value(name, shape, dtype, Placeholder(shape, fill, np.dtype(dtype)))
-
-    def number(self, value: float) -> Value:
-        if value not in self.numbers:
-            self.numbers[value] = constant(f"number.{value:g}", np.asarray(value, np.float32))
-        return self.numbers[value]
-
-    def integers(self, values: int | Sequence[int]) -> Value:
-        return constant("integers", np.asarray(values, np.int64))
-
-    # -- operators
-
-    def op(self, op: str, inputs: Sequence[Value], shape: tuple[int, ...], *, name: str = "", **attributes: Any) -> Value:
-        name = name or f"{op}_{len(self.nodes)}"
-        output = Value(name, shape, "float32")
-        output.producer = Node(op, name, list(inputs), [output], attributes)
-        self.nodes.append(output.producer)
-        return output
-
-    def matmul(self, a: Value, b: Value, name: str = "") -> Value:
-        return self.op("MatMul", [a, b], (*a.shape[:-1], b.shape[-1]), name=name)
-
-    def transpose(self, x: Value, perm: tuple[int, ...]) -> Value:
-        return self.op("Transpose", [x], tuple(x.shape[axis] for axis in perm), perm=perm)
-
-    def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
-        return self.op("Reshape", [x, self.integers(shape)], shape)
-
-    def softmax(self, x: Value) -> Value:
-        return self.op("Softmax", [x], x.shape, axis=-1)
-
-    def relu(self, x: Value) -> Value:
-        return self.op("Relu", [x], x.shape)
-
-    # -- layers with weights
-
-    def embed(self, vocabulary: int, hidden: int, tokens: int) -> Value:
-        ids = self.input("input_ids", (1, tokens), "int64")
-        return self.op("Gather", [self.weight("embedding", (vocabulary, hidden)), ids], (1, tokens, hidden), axis=0)
-
-    def linear(self, x: Value, name: str, columns: int, *, bias: bool = False) -> Value:
-        y = self.matmul(x, self.weight(f"{name}.weight", (x.shape[-1], columns)), name)
-        return self.op("Add", [y, self.weight(f"{name}.bias", (columns,))], y.shape) if bias else y
-
-    def gemm(self, x: Value, name: str, columns: int) -> Value:
-        weights = [self.weight(f"{name}.weight", (columns, x.shape[-1])), self.weight(f"{name}.bias", (columns,))]
-        return self.op("Gemm", [x, *weights], (x.shape[0], columns), name=name, transB=1)
-
-    def conv(self, x: Value, name: str, channels: int, kernel: int, stride: int, pad: int) -> Value:
-        side = (x.shape[2] + 2 * pad - kernel) // stride + 1
-        weights = [
-            self.weight(f"{name}.weight", (channels, x.shape[1], kernel, kernel)),
-            self.weight(f"{name}.bias", (channels,)),
-        ]
-        return self.op(
-            "Conv", [x, *weights], (1, channels, side, side), name=name,
-            kernel_shape=(kernel, kernel), strides=(stride, stride), dilations=(1, 1), pads=(pad,) * 4, group=1,
-        )  # fmt: skip
-
-    def layer_norm(self, x: Value, name: str) -> Value:
-        weights = [self.weight(f"{name}.{part}", (x.shape[-1],)) for part in ("weight", "bias")]
-        return self.op("LayerNormalization", [x, *weights], x.shape, name=name, axis=-1, epsilon=1e-5)
-
-    def rms_norm(self, x: Value, name: str) -> Value:
-        """Decomposed, as exporters write it up to opset 22."""
-        mean_shape = (*x.shape[:-1], 1)
-        square = self.op("Pow", [x, self.number(2.0)], x.shape)
-        mean = self.op("ReduceMean", [square, self.integers([-1])], mean_shape, name=name, keepdims=1)
-        root = self.op("Sqrt", [self.op("Add", [mean, self.number(1e-5)], mean_shape)], mean_shape)
-        scaled = self.op("Mul", [x, self.op("Reciprocal", [root], mean_shape)], x.shape)
-        return self.op("Mul", [self.weight(f"{name}.weight", (x.shape[-1],)), scaled], x.shape)
-
-    # -- attention: between [1, tokens, heads * width] and [1, heads, tokens, width]
-
-    def split_heads(self, x: Value, heads: int) -> Value:
-        return self.reshape(x, (1, x.shape[1], heads, x.shape[2] // heads))
-
-    def heads(self, x: Value, heads: int) -> Value:
-        return self.transpose(self.split_heads(x, heads), (0, 2, 1, 3))
-
-    def merge_heads(self, x: Value) -> Value:
-        return self.reshape(self.transpose(x, (0, 2, 1, 3)), (1, x.shape[2], x.shape[1] * x.shape[3]))
-
-    def repeat_heads(self, x: Value, times: int) -> Value:
-        if times == 1:
-            return x
-        _, heads, tokens, width = x.shape
-        wide = (1, heads, times, tokens, width)
-        x = self.reshape(x, (1, heads, 1, tokens, width))
-        return self.reshape(self.op("Expand", [x, self.integers(wide)], wide), (1, heads * times, tokens, width))
-
-    def rotary(self, x: Value, cos: Value, sin: Value) -> Value:
-        half = x.shape[-1] // 2
-        part = (*x.shape[:-1], half)
-        low, high = (
-            self.op("Slice", [x, *(self.integers([i]) for i in (start, start + half, 3, 1))], part) for start in (0, half)
-        )
-        turned = self.op("Concat", [self.op("Neg", [high], part), low], x.shape, axis=-1)
-        straight = self.op("Mul", [x, cos], x.shape)
-        return self.op("Add", [straight, self.op("Mul", [turned, sin], x.shape)], x.shape)
-
-    # -- activations, in the operators that exporters leave
-
-    def gelu(self, x: Value) -> Value:
-        y = self.op("Div", [x, self.number(math.sqrt(2))], x.shape)
-        y = self.op("Add", [self.op("Erf", [y], x.shape), self.number(1.0)], x.shape)
-        return self.op("Mul", [x, self.op("Mul", [self.number(0.5), y], x.shape)], x.shape)
-
-    def gelu_tanh(self, x: Value) -> Value:
-        def times(a: Value, factor: float) -> Value:
-            return self.op("Mul", [a, self.number(factor)], a.shape)
-
-        half = times(x, 0.5)
-        cube = times(self.op("Pow", [x, self.number(3.0)], x.shape), 0.044715)
-        bent = self.op("Tanh", [times(self.op("Add", [x, cube], x.shape), math.sqrt(2 / math.pi))], x.shape)
-        return self.op("Mul", [half, self.op("Add", [bent, self.number(1.0)], x.shape)], x.shape)

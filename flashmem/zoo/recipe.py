@@ -89,7 +89,8 @@ def image(name: str = "pixel_values") -> Input:
         at = (np.arange(size) + 0.5) * 4 / size - 0.5
         between = np.stack([np.interp(at, np.arange(4), row) for row in np.eye(4)])
         fields = np.einsum("bcij,iy,jx->bcyx", generator.standard_normal((1, 3, 4, 4)), between, between)
-        return (fields + 0.3 * generator.standard_normal(fields.shape)).astype(np.float32)
+        pixels: NDArray[Any] = fields + 0.3 * generator.standard_normal(fields.shape)
+        return pixels.astype(np.float32)
 
     return Input(name, draw)
 

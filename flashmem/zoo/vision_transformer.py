@@ -1,4 +1,4 @@
-"""ViT (Dosovitskiy et al., arXiv 2010.11929) and DeepViT (Zhou et al., arXiv 2103.11886), in the shape of the package vit-pytorch.
+"""ViT (arXiv 2010.11929) and DeepViT (arXiv 2103.11886), shaped as in the package vit-pytorch.
 
 That package is not used itself: importing it needs torchvision, of which there is no build beside every build of PyTorch. It
 differs from the papers in that patches are normalised before and after their projection, that the width of a head is free, and
@@ -28,7 +28,7 @@ class _Attention(nn.Module):  # type: ignore[misc]
         parts = self.query_key_value(self.norm(x)).reshape(batch, length, 3, self.heads, self.head_width)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         scores = (query @ key.transpose(-1, -2) * self.head_width**-0.5).softmax(-1)
-        if self.mixing is not None:
+        if self.mixing is not None and self.mixing_norm is not None:
             scores = torch.einsum("bhij,hg->bgij", scores, self.mixing)
             scores = self.mixing_norm(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return self.project((scores @ value).transpose(1, 2).reshape(batch, length, -1))

@@ -29,8 +29,8 @@ def _transformers(kind: str, **config: Any) -> Any:
     return zoo_class("transformers", f"{kind}ForImageClassification")(configuration)
 
 
-def _vit(depth: int, size: int, *, mixing: bool = False, **config: int) -> Any:
-    zoo_module("torch")
+def _vit(depth: int, size: int, config: dict[str, int], *, mixing: bool = False) -> Any:
+    zoo_module("torch")  # which the module below imports
     return zoo_class("flashmem.zoo.vision_transformer", "VisionTransformer")(size, depth=depth, mixing=mixing, **config)
 
 
@@ -66,12 +66,12 @@ def _model(
 MODELS = (
     _model("resnet50", "ResNet-50, 25.6 M weights", 224, lambda _: _transformers("ResNet", num_labels=1000)),
     _model("vit-b16", "ViT-B/16, 86.6 M weights", 224, lambda size: _transformers("ViT", num_labels=1000, image_size=size)),
-    _model("vit-103m", "ViT, 12 wide layers, 102.8 M weights", 224, lambda size: _vit(12, size, **_WIDE), _output),
+    _model("vit-103m", "ViT, 12 wide layers, 102.8 M weights", 224, lambda size: _vit(12, size, _WIDE), _output),
     _model(
         "deepvit-204m",
         "DeepViT: 24 wide layers with re-attention, 203.6 M weights",
         224,
-        lambda size: _vit(24, size, mixing=True, **_WIDE),
+        lambda size: _vit(24, size, _WIDE, mixing=True),
         _output,
     ),
     _model(
@@ -108,7 +108,7 @@ MODELS = (
         "deepvit-tiny",
         "two narrow layers with re-attention",
         32,
-        lambda size: _vit(2, size, mixing=True, **_TINY),
+        lambda size: _vit(2, size, _TINY, mixing=True),
         _output,
         tiny=True,
     ),

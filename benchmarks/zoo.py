@@ -1,0 +1,46 @@
+"""Models as `flashmem zoo export` writes them, and their bundles: what benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import flashmem
+from flashmem.bundle import replace_plan
+from flashmem.compile import plan_program
+from flashmem.errors import BudgetError
+from flashmem.learn import limits_of
+from flashmem.request import Options, choose_mode
+
+MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
+
+
+def models_in(zoo: Path, names: list[str], parser: argparse.ArgumentParser) -> dict[str, Path]:
+    """The files of those `names` that are in `zoo`; the parser's error if none is."""
+    found = {name: zoo / name / "model.onnx" for name in names if (zoo / name / "model.onnx").is_file()}
+    if not found:
+        parser.error(f"none of {', '.join(names)} is in {zoo}; export one with `flashmem zoo export`")
+    return found
+
+
+def within(budget: int, bundle: Callable[..., flashmem.Bundle]) -> flashmem.Bundle:
+    """`bundle(budget=...)` within the budget, or within the smallest one that works."""
+    try:
+        return bundle(budget=budget)
+    except BudgetError as error:
+        return bundle(budget=error.smallest_bytes)
+
+
+def planned_again(bundle: flashmem.Bundle, output: Path, *, mode: str | None = None, **limits: Any) -> flashmem.Bundle:
+    """The program of `bundle` under other `limits` (fields of `Limits`), in a bundle that shares its file of weights.
+
+    Raises:
+        BudgetError: the budget is too small; it names the smallest that works.
+    """
+    changed = replace(limits_of(bundle), **limits)
+    options = Options(bundle.descriptor, choose_mode(bundle.descriptor, mode or bundle.meta["mode"]), changed)
+    meta = {"limits": asdict(changed), "budget_bytes": changed.budget, "mode": options.mode}
+    return replace_plan(bundle, plan_program(bundle.program, options), {**bundle.meta, **meta}, output)
