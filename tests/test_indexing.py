@@ -79,6 +79,7 @@ def _choices(m: Model) -> None:
     odd = m.input([[1, nan, 3, 2], [nan, 1, 2, 3], [-inf, nan, -inf, nan], [nan, nan, nan, nan]], "float32")
     m.node("beside NaN", "ArgMax", odd, dtype="int64", axis=1)
     m.node("least beside NaN", "ArgMin", odd, dtype="int64", axis=0, select_last_index=1)
+    m.node("hard beside NaN", "Hardmax", odd, dtype="float32", axis=1)
     m.node("hard", "Hardmax", m.input(_draw(3, 4, 5), "float32"), dtype="float32", axis=1)
     for k, largest in ((1, 1), (7, 0), (40, 1), (500, 1)):
         m.top(f"top {k}", tied, k, axis=1, largest=largest)

@@ -38,10 +38,7 @@ LARGE_CONSTANTS: dict[str, tuple[onnx.NodeProto, Constants]] = {
         {"a": np.float32(0), "b": np.float32(1e8), "c": np.float32(1)},
     ),
     "ConstantOfShape": (node("ConstantOfShape", ["s"], ["r"], name="n"), {"s": np.array([10**8])}),
-    "OneHot": (
-        node("OneHot", ["i", "d", "v"], ["r"], name="n"),
-        {"i": np.array([1]), "d": np.array(10**8), "v": np.float32([0, 1])},
-    ),
+    "HannWindow": (node("HannWindow", ["s"], ["r"], name="n"), {"s": np.array(10**8)}),
 }
 
 

@@ -208,6 +208,8 @@ def _require_trusted(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
     op = node.op_type
     if op in ("MatMul", "Gemm", "PRelu") and not all(_is_finite(value) for value in inputs):
         raise RejectedNodeError("zero times infinity, which BLAS leaves out")
+    if op in ("ArgMax", "ArgMin", "Hardmax", "TopK") and np.isnan(inputs[0].exact).any():
+        raise RejectedNodeError("NaN, which it takes for the largest number")
     if op.endswith("Pool") and any(attribute.name == "dilations" for attribute in node.attribute):
         raise RejectedNodeError("dilated windows, whose number it miscounts")
     if op == "AveragePool" and not all(_is_finite(value) for value in inputs):

@@ -101,6 +101,10 @@ def _rewrite_hardmax(rewriter: Rewriter, node: Node, opset: int) -> None:
     found = rewriter.emit("ArgMax", [x], shape, "int64", f"{node.name}.place", axis=axis, last=False)
     position = _positions(f"{node.name}.positions", x.shape[axis], axis, rank)
     is_there = rewriter.emit("Equal", [found, position], x.shape, "bool", f"{node.name}.there")
+    # A row that begins with NaN has no largest element, and stays 0.
+    is_nan = rewriter.emit("IsNaN", [x], x.shape, "bool", f"{node.name}.nan")
+    is_number = rewriter.emit("Not", [is_nan], x.shape, "bool", f"{node.name}.number")
+    is_there = rewriter.emit("And", [is_there, is_number], x.shape, "bool", f"{node.name}.largest")
     value = rewriter.emit("Cast", [is_there], x.shape, output.dtype, f"{node.name}.cast", rounding=None)
     rewriter.add("Reshape", [value], output)
 
@@ -192,7 +196,7 @@ register(
         ("CumProd", "CumSum"), inputs=(WIDE,), check=all_of(constant_inputs(1), _check_scan), rewrite=_rewrite_scan,
         kernel="scan",
     ),
-    Operator("EyeLike", (ANY,), check=_check_eye, rewrite=_rewrite_eye, empty=True),
+    Operator("EyeLike", (ANY,), check=_check_eye, rewrite=_rewrite_eye),
     Operator("Hardmax", (FLOAT,), check=_check_hardmax, rewrite=_rewrite_hardmax),
     Operator(
         "OneHot", (NUMBERS, NUMBERS, ANY), check=all_of(constant_inputs(1), _check_one_hot), rewrite=_rewrite_one_hot
