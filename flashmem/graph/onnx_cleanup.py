@@ -97,10 +97,11 @@ def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
         rounds += not unrolled
         changed |= rewriter.RewritePass(_REWRITES)(model).modified
         changed |= RemoveNeutralPass()(model).modified
-        if not any(True for _ in model.graph.subgraphs()):  # the pass cannot let a branch give a value from outside
+        nested = next(model.graph.subgraphs(), None) is not None
+        if not nested:  # the pass cannot let a branch give a value from outside
             changed |= passes.IdentityEliminationPass()(model).modified
         passes.RemoveUnusedNodesPass()(model)
-        if not changed and control.choose:
+        if not changed and (control.choose or not nested):
             return
         control.choose = not changed  # last of all: the condition may still turn out to be constant
 

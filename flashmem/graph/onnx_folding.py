@@ -27,6 +27,7 @@ from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConsta
 from flashmem.errors import UserError
 from flashmem.graph import contrib
 from flashmem.graph.onnx_definitions import write_out
+from flashmem.graph.onnx_editing import fit, graph_of
 from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sequences import SEQUENCES
 from flashmem.graph.onnx_sizes import set_size
@@ -114,6 +115,9 @@ class FoldPass(FoldConstantsPass):
                 if node.graph is self.model.graph:
                     raise
                 return None  # a branch that fits another shape is not taken; one that is comes up again in the main graph
+        if node.op_type == "If":
+            for name in ("then_branch", "else_branch"):
+                fit(node, len(graph_of(node, name).outputs) == len(node.outputs))
         if node.op_type in SEQUENCES:  # onnxscript says them in operators of a newer set
             return None
         replacement = super().process_node(node, is_function)

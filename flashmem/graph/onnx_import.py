@@ -155,8 +155,9 @@ class _Importer:
                 output.const_value = node.attributes["value"].as_tensor()
                 self._constant(output)
                 continue
-            made, reason = self._node(node)
-            if reason is None and self.supported is not None:
+            made, reason, is_shaped = self._node(node)
+            # Of a node whose inputs have no shape nothing can be said but that its operator is unknown.
+            if reason is None and self.supported is not None and (is_shaped or not is_native(made.op)):
                 reason = self.supported(made)
             if reason is None and node.inputs and (folded := linear_constant(made, self._bits(node))) is not None:
                 self.values[node.outputs[0]] = folded
@@ -234,7 +235,8 @@ class _Importer:
             return 0
         return 4 if first.dtype in _NIBBLES else int(8 * first.dtype.itemsize)
 
-    def _node(self, node: ir.Node) -> tuple[Node, str | None]:
+    def _node(self, node: ir.Node) -> tuple[Node, str | None, bool]:
+        """The node, why it cannot run, and whether the shapes of its inputs are known."""
         inputs = [None if value is None else self._read(value, node) for value in node.inputs]
         blameless = all(value not in self.shapeless for value in node.inputs if value is not None)
         named = list(node.outputs)
@@ -249,9 +251,7 @@ class _Importer:
         made = Node(_op(node), self._name(node), inputs, outputs, _attributes(node))
         for output in outputs:
             output.producer = made
-        if reason is None and not blameless:
-            return made, None
-        return made, reason
+        return made, reason, blameless
 
     def _read(self, value: ir.Value, node: ir.Node) -> Value:
         if value.producer() is None and not value.is_graph_input() and value.const_value is None:

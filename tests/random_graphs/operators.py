@@ -254,7 +254,10 @@ def _gemm(d: Drawing, op: str) -> None:
 
 
 def _einsum(d: Drawing, op: str) -> None:
-    x = d.pick(d.types_of(op), (1, 4))
+    kinds = [kind for kind in d.types_of(op) if kind in (*FLOATS, "int32", "int64", "uint32", "uint64")]  # as MatMul has them
+    if not kinds:
+        raise RejectedNodeError("no such type")
+    x = d.pick(kinds, (1, 4), lambda value: value.own.size > 0)
     sizes: dict[str, int] = {}
 
     def term(shape: Shape) -> str:

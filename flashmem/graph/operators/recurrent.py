@@ -141,12 +141,19 @@ def _direction(rewriter: Rewriter, node: Node, index: int, reverse: bool, finals
     if b is not None:
         ahead = (gates - 1) * hidden if op == "GRU" and after else rows
         late = piece(b, ".late", (2 * rows - hidden, 2 * rows), (hidden,)) if ahead < rows else None
-        bias = piece(b, ".w", (0, rows), (rows,))
-        projected = rewriter.emit("Add", [projected, bias], projected.shape, "float32", f"{name}.bias")
-        bias = piece(b, ".r", (rows, rows + ahead), (ahead,))
-        if ahead < rows:
-            bias = _padded(rewriter, bias, rows)
-        projected = rewriter.emit("Add", [projected, bias], projected.shape, "float32", f"{name}.biases")
+        if b.constant is not None:
+            biases = [
+                derived(
+                    b, f"{b.name}.{index}", (rows,), lambda a: a[index, :rows] + _widened(a[index, rows : rows + ahead], rows)
+                )
+            ]
+        else:
+            recurrent = piece(b, ".r", (rows, rows + ahead), (ahead,))
+            if ahead < rows:
+                recurrent = rewriter.emit("Pad", [recurrent], (rows,), b.dtype, f"{name}.padded", before=(0,), value=0.0)
+            biases = [piece(b, ".w", (0, rows), (rows,)), recurrent]
+        for i, bias in enumerate(biases):
+            projected = rewriter.emit("Add", [projected, bias], projected.shape, "float32", f"{name}.bias{i}")
     split = op == "GRU" and not after
     recurrence = piece(r, "", (0, 2 * hidden) if split else None, (2 * hidden if split else rows, hidden))
     candidate = piece(r, ".candidate", (2 * hidden, rows), (hidden, hidden)) if split else None
@@ -164,11 +171,9 @@ def _direction(rewriter: Rewriter, node: Node, index: int, reverse: bool, finals
     )  # fmt: skip
 
 
-def _padded(rewriter: Rewriter, bias: Value, rows: int) -> Value:
+def _widened(bias: NDArray[Any], rows: int) -> NDArray[Any]:
     """`bias` with zeros behind it."""
-    if bias.constant is not None:
-        return derived(bias, f"{bias.name}.padded", (rows,), lambda array: np.pad(array, (0, rows - len(array))))
-    return rewriter.emit("Pad", [bias], (rows,), bias.dtype, f"{bias.name}.padded", before=(0,), value=0.0)
+    return np.pad(bias, (0, rows - len(bias)))
 
 
 def _check_recurrent(node: Node) -> str | None:
