@@ -16,6 +16,7 @@ from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.program import Generated, generate
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError
+from flashmem.graph.dequantised import read_integers
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
@@ -131,7 +132,7 @@ def read_graph(model: Path, options: Options) -> Graph:
     """
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
-    return assign_layouts(normalize(graph))
+    return assign_layouts(read_integers(normalize(graph)))
 
 
 def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:

@@ -352,6 +352,9 @@ def test_models_that_onnx_runtime_quantised(kind: str, operator: str, share: flo
     for answer, wanted in zip(answers, run_ort(onnx.load(path), feeds), strict=True):
         np.testing.assert_allclose(answer, wanted, rtol=0, atol=3e-6 * abs(wanted).max())
     floats = flashmem.compile(tmp_path / "float.onnx", tmp_path / "f.flashmem", device=device)
+    if kind in ("QDQ", "QOperator"):  # what lies between two products is 8 bit
+        assert {"uint8", "int8"} & {tensor.dtype for tensor in made.program.tensors}
+        assert made.program.arena_bytes < floats.program.arena_bytes
     narrow, wide = (sum(part.nbytes for part in bundle.program.slices) for bundle in (made, floats))
     assert narrow * share <= wide
 

@@ -55,6 +55,7 @@ class Kept:
     codes: Callable[[], NDArray[Any]] | None = None
     args: Sequence[Arg] = ()
     zero: Scaling | None = None
+    scale: Scaling | None = None
     weight_zero: Scaling | None = None
     weight_scale: Scaling | None = None
     block: int = 0
@@ -86,11 +87,12 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
     read = weight.constant.array
     if weight.dtype != "float32":
         zero, weight_zero, args = zero_points(emitter, node)
-        return Kept(cast(Storage, weight.dtype), read, args, zero, weight_zero)
+        return Kept(cast(Storage, weight.dtype), read, args, zero, weight_zero=weight_zero)
+    zero, scale, activation = read_activation(emitter, node)
     quantized = weight.constant
     block = quantized_block(node, quantized) if isinstance(quantized, QuantizedConstant) else None
     if not isinstance(quantized, QuantizedConstant) or block is None or (block and not blocks):
-        return Kept("float16" if emitter.half else "float32", read)
+        return Kept("float16" if emitter.half else "float32", read, activation, zero, scale)
     storage = cast(Storage, quantized.storage)
     column, _, taps = _axes(node)
     scalings: dict[str, Scaling]
@@ -98,13 +100,13 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
     if quantized.zero is not None:
         parts.insert(0, ("zero", quantized.zero))
     if block and quantized.scale.shape[column] == 1:
-        scalings, args = {}, []
+        scalings, args = {}, list(activation)
         for name, part in parts:
             array = weight_columns(node, _full(quantized, part.array(), taps))(0, 1)
             value = constant(f"{weight.name}.{name}", np.ascontiguousarray(array.reshape(-1)))
             scalings[name] = Scaling(STORED[value.dtype], spread=True)
             args.append(emitter.constant(value))
-        return Kept(storage, quantized.codes.array, args, None, scalings.get("zero"), scalings["scale"], block)
+        return Kept(storage, quantized.codes.array, args, zero, scale, scalings.get("zero"), scalings["scale"], block)
     if block:
 
         def by_block(part: Any) -> ByBlock:
@@ -115,17 +117,32 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
         return Kept(
             storage,
             quantized.codes.array,
+            activation,
+            zero,
+            scale,
             weight_zero=Scaling(STORED[cast(DType, quantized.codes.dtype.name)]) if quantized.zero is not None else None,
             weight_scale=Scaling("float"),
             block=block,
             by_block=[by_block(part) for _, part in parts],
         )
-    scalings, args = {}, []
+    scalings, args = {}, list(activation)
     for name, part in parts:
         value = constant(f"{weight.name}.{name}", quantized.spread(part.array(), [column]).reshape(-1))
         scalings[name] = Scaling(STORED[value.dtype], "0" if value.size == 1 else "col", value.size == 1)
         args.append(emitter.constant(value))
-    return Kept(storage, quantized.codes.array, args, None, scalings.get("zero"), scalings["scale"])
+    return Kept(storage, quantized.codes.array, args, zero, scale, scalings.get("zero"), scalings["scale"])
+
+
+def read_activation(emitter: Emitter, node: Node) -> tuple[Scaling | None, Scaling | None, list[Arg]]:
+    """Zero point and scale of a left operand of integers that is dequantised as it is read (`graph.dequantised`)."""
+    return _single(emitter, node, 2, 4)
+
+
+def _single(emitter: Emitter, node: Node, *indices: int) -> tuple[Scaling | None, Scaling | None, list[Arg]]:
+    """Two inputs of one number each, and the arguments that hold them."""
+    values = [node.optional(index) for index in indices]
+    first, second = (None if value is None else Scaling(STORED[value.dtype], "0", True) for value in values)
+    return first, second, [emitter.operand(value) for value in values if value is not None]
 
 
 def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
@@ -145,28 +162,40 @@ def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
     return block
 
 
-def read_stack(emitter: Emitter, node: Node) -> Kept | None:
-    """A stack of constant matrices that stay integers, of 8 or 16 bits, where no two steps of depth differ in scale."""
-    weight, output = node.input(1), node.outputs[0]
-    quantized = weight.constant
-    if not isinstance(quantized, QuantizedConstant) or quantized.bits not in (8, 16):
-        return None
+def read_both(emitter: Emitter, node: Node) -> tuple[Arg, Kept]:
+    """The right operand of a product whose kernel packs nothing, and the zero points and scales of both.
+
+    A stack of constant matrices stays integers, of 8 or 16 bits, where no two steps of depth differ in scale.
+    """
+    right, output = node.input(1), node.outputs[0]
+    quantized = right.constant
+    if output.dtype != "float32":
+        zero, right_zero, args = zero_points(emitter, node)
+        return emitter.operand(right), Kept(cast(Storage, right.dtype), lambda: _nothing, args, zero, None, right_zero)
+    zero, scale, args = read_activation(emitter, node)
+    is_narrow = isinstance(quantized, QuantizedConstant) and quantized.bits in (8, 16)
     column, depth, _ = _axes(node)
-    if quantized.scale.shape[depth] != 1:
-        return None
-    codes = Value(f"{weight.name}.codes", weight.shape, cast(DType, quantized.codes.dtype.name), quantized.codes)
+    if not isinstance(quantized, QuantizedConstant) or not is_narrow or quantized.scale.shape[depth] != 1:
+        right_zero, right_scale, others = _single(emitter, node, 3, 5)
+        kind = cast(Storage, right.dtype)
+        return emitter.operand(right), Kept(kind, lambda: _nothing, [*args, *others], zero, scale, right_zero, right_scale)
+    codes = Value(f"{right.name}.codes", right.shape, cast(DType, quantized.codes.dtype.name), quantized.codes)
     scalings: dict[str, Scaling] = {}
-    args = [emitter.constant(codes)]
     for name, part in (("zero", quantized.zero), ("scale", quantized.scale)):
         if part is not None:
             array = quantized.spread(part.array())
-            value = constant(f"{weight.name}.{name}", array.swapaxes(-1, -2) if column < depth else array)
+            value = constant(f"{right.name}.{name}", array.swapaxes(-1, -2) if column < depth else array)
             placed = place(value, output.shape, len(output.shape) - 1)
             assert placed is not None
             scalings[name] = Scaling(STORED[value.dtype], placed.index, placed.spread)
             args.append(emitter.constant(value))
     storage = cast(Storage, quantized.storage)
-    return Kept(storage, quantized.codes.array, args, None, scalings.get("zero"), scalings["scale"])
+    kept = Kept(storage, lambda: _nothing, args, zero, scale, scalings.get("zero"), scalings["scale"])
+    return emitter.constant(codes), kept
+
+
+_nothing = np.zeros(0)
+"""What is packed of an operand that is read as it lies."""
 
 
 def _axes(node: Node) -> tuple[int, int, list[int]]:

@@ -97,7 +97,7 @@ def unpack_nibbles(packed: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.
 def pack_nibbles(array: NDArray[Any]) -> NDArray[np.uint8]:
     """Rows of integers of 4 bits, given as int8 or uint8, two a byte, low nibble first; each row starts on a byte."""
     whole = np.pad(array.view(np.uint8), [(0, 0)] * (array.ndim - 1) + [(0, array.shape[-1] % 2)])
-    packed: NDArray[np.uint8] = (whole[..., ::2] & 15) | (whole[..., 1::2] << 4)
+    packed: NDArray[np.uint8] = (whole[..., ::2] & np.uint8(15)) | (whole[..., 1::2] << np.uint8(4))
     return packed
 
 

@@ -196,12 +196,17 @@ def _matmul(d: Drawing, op: str) -> None:
     d.emit(op, [x, d.pick((x.dtype,), (1, 4), fits, shape, fresh=0.6)])
 
 
+def _is_moderate(x: Value) -> bool:
+    """Whether there are elements, all of which ONNX Runtime converts to integers as ONNX says."""
+    return x.own.size > 0 and bool(np.all(np.abs(x.own.astype(np.float64)) < 1e6))
+
+
 def _linear(d: Drawing, op: str) -> None:
     """QuantizeLinear of float32, DequantizeLinear; scales of the run or constant, of the tensor, an axis, or blocks."""
     kinds = ["float32"] if op == "QuantizeLinear" else [kind for kind in d.types_of(op) if kind in INTEGERS]
     if not kinds or (kinds == ["float32"] and "float32" not in d.types):
         raise RejectedNodeError("no such type")
-    x = d.pick(kinds, (1, 4), lambda v: v.own.size > 0)
+    x = d.pick(kinds, (1, 4), _is_moderate)
     axis = d.rng.randrange(x.own.ndim)
     counts: Shape = ()
     attributes: dict[str, object] = {}
@@ -219,7 +224,7 @@ def _linear(d: Drawing, op: str) -> None:
 
 
 def _dynamic_quantize(d: Drawing, op: str) -> None:
-    d.emit(op, [d.pick(d.types_of(op), (1, 4), lambda v: v.own.size > 0)], 3)
+    d.emit(op, [d.pick(d.types_of(op), (1, 4), _is_moderate)], 3)
 
 
 def _matmul_integer(d: Drawing, op: str) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flashmem.codegen.emitter import Emitter, nbytes_of
 from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
-from flashmem.codegen.scaling import Scaling, read_stack, read_weights, zero_points
+from flashmem.codegen.scaling import Kept, Scaling, read_both, read_weights
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
@@ -44,6 +44,7 @@ class _Tile:
     activation: str = "float"
     stored: str = "float"
     zero: Scaling | None = None
+    scale: Scaling | None = None
     weight_zero: Scaling | None = None
     weight_scale: Scaling | None = None
     block: int = 0
@@ -98,6 +99,18 @@ def _tile(emitter: Emitter, layer: Layer, rows: int, columns: int, weights: str,
         REGISTER[layer.main.outputs[0].dtype],
         STORED[layer.main.input(0).dtype],
         STORED[layer.output.dtype],
+    )
+
+
+def _with(tile: _Tile, kept: Kept) -> _Tile:
+    """`tile` with the zero points and scales of its operands."""
+    return replace(
+        tile,
+        zero=kept.zero,
+        scale=kept.scale,
+        weight_zero=kept.weight_zero,
+        weight_scale=kept.weight_scale,
+        block=kept.block,
     )
 
 
@@ -176,8 +189,7 @@ def _emit_packed(
     node = layer.main
     depth, columns = weight_matrix(node)
     kept = read_weights(emitter, node)
-    tile = _tile(emitter, layer, rows, columns // groups, kept.storage, packed=kept.codes is not None)
-    tile = replace(tile, zero=kept.zero, weight_zero=kept.weight_zero, weight_scale=kept.weight_scale, block=kept.block)
+    tile = _with(_tile(emitter, layer, rows, columns // groups, kept.storage, packed=kept.codes is not None), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
     fold_unit = step if template == "matmul" else run
@@ -294,7 +306,7 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
     tile = _Tile(
         1, vector, vector, False, (1, 1), storage, accumulator, STORED[x.dtype], stored,
-        kept.zero, kept.weight_zero, kept.weight_scale,
+        kept.zero, kept.scale, kept.weight_zero, kept.weight_scale,
     )  # fmt: skip
     tail = emitter.tail(layer, vector)
     items = (-(-columns // vector), rows)
@@ -323,15 +335,8 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
-    kept = read_stack(emitter, layer.main)
-    if kept is None:
-        tile = _tile(emitter, layer, rows, columns, b.dtype, packed=False)
-        zero, weight_zero, zeros = zero_points(emitter, layer.main)
-        tile, right = replace(tile, zero=zero, weight_zero=weight_zero), emitter.operand(b)
-    else:
-        tile = _tile(emitter, layer, rows, columns, kept.storage, packed=False)
-        tile = replace(tile, weight_zero=kept.weight_zero, weight_scale=kept.weight_scale)
-        right, *zeros = kept.args
+    right, kept = read_both(emitter, layer.main)
+    tile = _with(_tile(emitter, layer, rows, columns, kept.storage, packed=False), kept)
     tail = emitter.tail(layer, tile.vector)
     local = tile.local if math.prod(tile.local) > 1 else (1, 1)
     kernel = emitter.kernels.kernel(
@@ -346,7 +351,7 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         b_col=depth if transposed else 1,
         **emitter.tail_context(tail),
     )
-    args = [emitter.operand(a), right, emitter.tensor(layer.output), *zeros, *emitter.operand_args(tail)]
+    args = [emitter.operand(a), right, emitter.tensor(layer.output), *kept.args, *emitter.operand_args(tail)]
     emitter.launch(
         layer,
         kernel,

@@ -332,7 +332,8 @@ def _ratio(rewriter: Rewriter, name: str, scales: Sequence[Value]) -> Value:
     left, right, result = scales
     if all(value.constant is not None for value in scales):
         arrays = [np.asarray(value.constant.array(), np.float32) for value in scales if value.constant is not None]
-        return constant(f"{name}.scale", np.asarray(arrays[0] * arrays[1] / arrays[2], np.float32))
+        with np.errstate(all="ignore"):
+            return constant(f"{name}.scale", np.asarray(arrays[0] * arrays[1] / arrays[2], np.float32))
     shape = np.broadcast_shapes(left.shape, right.shape)
     both = rewriter.emit("Mul", [left, right], shape, "float32", f"{name}.scales")
     shape = np.broadcast_shapes(shape, result.shape)
