@@ -19,7 +19,7 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.planning.problem import build_problem
 from flashmem.program import Program
-from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, zoo_graph
+from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 
 DATA = Path(__file__).parent / "data"
 
@@ -46,6 +46,7 @@ def planned(program: Program) -> list[tuple[Any, ...]]:
     [
         ("gptneo-tiny.onnx", GptNeo(2, 32, 4, 307, window=8).graph("tiny", 16)),
         ("vit-tiny.onnx", Vit(2, 32, 4, 64, 8, 10).graph("tiny", 32)),
+        ("deepvit-tiny.onnx", WideVit(2, 32, 4, 64, 8, 10, mixing=True).graph("tiny", 32)),
         ("whisper-tiny-encoder.onnx", WhisperEncoder(2, 32, 4, 64, bins=8).graph("tiny", 32)),
         ("resnet-tiny.onnx", ResNet((1, 1), (16, 32), 8, 10).graph("tiny", 32)),
     ],
@@ -61,9 +62,9 @@ def test_a_graph_from_a_configuration_is_planned_as_the_exported_file(file: str,
 @pytest.mark.parametrize(
     ("name", "weights"),  # in millions; without what the file's tables of positions leave out beyond 128 tokens
     [
-        ("resnet50", 25.5), ("vit-b16", 86.5), ("vit-103m", 102.8), ("vit-8b", 7520), ("gptneo-125m", 162.5),
-        ("gptneo-1.3b", 1414), ("gptneo-2.7b", 2781), ("whisper-medium-encoder", 307.2), ("llama2-13b", 13016),
-        ("llama2-70b", 68977),
+        ("resnet50", 25.5), ("vit-b16", 86.5), ("vit-103m", 102.8), ("deepvit-204m", 203.6), ("vit-8b", 7520),
+        ("whisper-medium-encoder", 307.2), ("gptneo-125m", 162.5), ("gptneo-1.3b", 1414), ("gptneo-2.7b", 2781),
+        ("llama2-13b", 13016), ("llama2-70b", 68977),
     ],
 )  # fmt: skip
 def test_models_have_the_published_number_of_weights(name: str, weights: float) -> None:

@@ -248,6 +248,7 @@ _ZOO = {
     "resnet50": _Known(ResNet((3, 4, 6, 3), (256, 512, 1024, 2048)), 224, "microsoft/resnet-50"),
     "vit-b16": _Known(Vit(12, 768, 12, 3072, 16), 224, "google/vit-base-patch16-224"),
     "vit-103m": _Known(WideVit(12, 1024, 16, 2048, 16), 224, "lucidrains/vit-pytorch, sized by the paper's parameters"),
+    "deepvit-204m": _Known(WideVit(24, 1024, 16, 2048, 16, mixing=True), 224, "the same"),
     # The paper gives no dimensions for its ViT-8B; this is the published vision transformer of that size.
     "vit-8b": _Known(Vit(32, 4096, 32, 20480, 14), 224, "BAAI/EVA-CLIP-8B, vision tower (arXiv 2402.04252)"),
     "gptneo-125m": _Known(GptNeo(12, 768, 12), 128, "EleutherAI/gpt-neo-125m"),

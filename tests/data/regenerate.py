@@ -37,6 +37,11 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "depthanything-tiny": ("depthanything-tiny", {}),
     "depthanything-tiny-legacy": ("depthanything-tiny", {"exporter": "legacy"}),
     "sam2-narrow": ("sam2-narrow", {}),
+    "sam2-narrow-legacy": ("sam2-narrow", {"exporter": "legacy"}),
+    "sam2-narrow-decoder": ("sam2-narrow-decoder", {}),
+    "sam2-narrow-decoder-legacy": ("sam2-narrow-decoder", {"exporter": "legacy"}),
+    "deepvit-tiny": ("deepvit-tiny", {}),
+    "deepvit-tiny-legacy": ("deepvit-tiny", {"exporter": "legacy"}),
 }
 
 
