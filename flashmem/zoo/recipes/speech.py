@@ -8,7 +8,7 @@ from flashmem.zoo.recipe import Tensors, ZooModel, features, tokens, zoo_class
 
 _MODULE = "transformers.models.whisper.modeling_whisper"
 _SECONDS_30 = 3000  # frames of 10 ms that the published encoder takes
-_NO_LEGACY = "transformers makes its mask with vmap, which that exporter cannot trace"
+_NO_LEGACY = "it cannot trace how transformers makes the mask of the decoder"
 
 _MEDIUM = {
     "vocab_size": 51865, "num_mel_bins": 80, "d_model": 1024, "encoder_layers": 24, "decoder_layers": 24,
