@@ -36,6 +36,9 @@ def test_transforms(place: tuple[str, str], tmp_path: Path) -> None:
 
     transform(np.fft.fft(signal, axis=1), x, "", first)
     transform(np.fft.rfft(signal, 6, axis=1), x, shorter, first, onesided=1)
+    behind = real.copy()
+    behind[:, 6:] = np.inf
+    transform(np.fft.rfft(signal, 6, axis=1), n.input(behind), shorter, first, onesided=1)
     transform(np.fft.fft(numbers, axis=2), c, "", second)
     transform(np.fft.ifft(numbers, axis=1), c, "", first, inverse=1)
     transform(np.fft.rfft(signal, 16, axis=1), x, longer, first, onesided=1)

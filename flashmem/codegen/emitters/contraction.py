@@ -184,7 +184,7 @@ def _emit_packed(
 ) -> None:
     """Pack the weights and launch `template` once for each slice.
 
-    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `context`: what else the template asks.
+    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `context`: what else it takes.
     """
     node = layer.main
     depth, columns = weight_matrix(node)

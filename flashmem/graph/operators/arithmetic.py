@@ -233,9 +233,10 @@ register(
     *(
         elementwise(name, FLOAT, call(name.lower()), special=True)
         for name in (
-            "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Exp", "Log", "Sin", "Sinh", "Tan",
+            "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Exp", "Log", "Sinh",
         )
     ),
+    *(elementwise(name, FLOAT, call(f"fm_{name.lower()}"), special=True) for name in ("Cos", "Sin", "Tan")),
     elementwise("BitShift", INTEGERS, _shift, check=_check_shift),
     elementwise("BitwiseAnd", INTEGERS, infix("&")),
     elementwise("BitwiseNot", INTEGERS, lambda node, x, v: f"~{x[0]}"),

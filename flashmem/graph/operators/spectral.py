@@ -24,13 +24,12 @@ LARGEST_MATRIX = 1 << 26
 def _matrix(
     count: int, length: int, components: int, bins: int, *, inverse: bool = False, window: NDArray[np.floating] | None = None
 ) -> NDArray[np.float32]:
-    """[count * components, bins * 2]: the transform of `length` of `count` numbers, zeros after them; `bins` of its results."""
+    """[count * components, bins * 2]: the transform of `length` of `count` numbers and zeros after them; `bins` of its results."""
     turns = np.outer(np.arange(count), np.arange(bins)) % length
     angles = 2 * np.pi / length * turns
     real, imaginary = np.cos(angles), np.sin(angles) if inverse else -np.sin(angles)
     rows = [np.stack([real, imaginary], -1), np.stack([-imaginary, real], -1)][:components]
     matrix = np.stack(rows, 1)  # [count, components, bins, 2]
-    matrix[length:] = 0  # a signal longer than the transform is cut
     if inverse:
         matrix /= length
     if window is not None:
@@ -42,7 +41,6 @@ def _real_inverse(count: int, length: int, components: int) -> NDArray[np.float3
     """[count * components, length]: the real signal of `length` whose transform begins with these `count` numbers."""
     angles = 2 * np.pi / length * (np.outer(np.arange(count), np.arange(length)) % length)
     share = np.where((np.arange(count) == 0) | (2 * np.arange(count) == length), 1.0, 2.0) / length
-    share[length // 2 + 1 :] = 0
     matrix = np.stack([np.cos(angles), -np.sin(angles)][:components], 1) * share[:, None, None]
     return matrix.reshape(count * components, length).astype(np.float32)
 
@@ -72,12 +70,16 @@ def _rewrite_dft(rewriter: Rewriter, node: Node, opset: int) -> None:
     x, output = node.input(0), node.outputs[0]
     rank, axis = len(x.shape), _axis(node, opset)
     order = (*(a for a in range(rank - 1) if a != axis), axis, rank - 1)
-    count, components, made = x.shape[axis], x.shape[-1], output.shape[-1]
+    components, made = x.shape[-1], output.shape[-1]
     length, bins = _lengths(node, axis)
     inverse = bool(node.attributes.get("inverse", 0))
     if order != tuple(range(rank)):
         x = transpose(rewriter, x, order, Value(f"{node.name}.last", tuple(x.shape[a] for a in order), x.dtype))
     lead = x.shape[:-2]
+    count = min(x.shape[-2], length if made == 2 else length // 2 + 1)
+    if count < x.shape[-2]:  # a longer signal is cut, whatever is behind
+        first = {"starts": (0,) * rank, "steps": (1,) * rank}
+        x = rewriter.emit("Slice", [x], (*lead, count, components), x.dtype, f"{node.name}.cut", **first)
     rows = reshaped(rewriter, x, (math.prod(lead), count * components))
     shape = (count * components, bins * made)
     if made == 1:
