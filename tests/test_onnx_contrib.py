@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import shutil
@@ -20,8 +21,9 @@ from contrib_case import Array, Case, floats, ids, imports, numbers, run
 from contrib_cases import DEVICE_CASES, FLOAT_CASES, SAMPLED_CASES
 from contrib_cases_quantized import QUANTIZED_CASES, nbits
 from onnx import helper
-from test_models import IDS, PLACES, SHAPES, _error, _inputs, _reference
-from test_onnx_import import assert_same_function
+from test_models import IDS, OPEN_SIZE, PLACES, _error, _reference
+from test_onnx_import import OPEN_SHAPES, assert_same_function
+from zoo_data import DATA, examples
 
 import flashmem
 from flashmem.errors import UnsupportedModelError, UserError
@@ -33,7 +35,6 @@ from flashmem.graph.onnx_import import import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import is_native
 
-DATA = Path(__file__).parent / "data"
 ALL = [*FLOAT_CASES, *SAMPLED_CASES, *QUANTIZED_CASES]
 LEVELS = {
     "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
@@ -141,7 +142,9 @@ def test_files_of_the_optimizer_compute_the_same(name: str, tmp_path: Path) -> N
     path = saved(name, "extended", tmp_path)
     if "resnet" not in name:  # its batch normalizations and additions need no operator of ONNX Runtime's before "all"
         assert operators(path)
-    assert_same_function(path, newest(import_model(path, SHAPES.get(name, {}))), high=100)
+    size = OPEN_SIZE if name in OPEN_SHAPES else None
+    shapes = {port: array.shape for port, array in examples(name, size=size).items()}
+    assert_same_function(path, newest(import_model(path, shapes)), lambda seed: examples(name, seed, size))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_files_of_the_optimizer_compute_the_same(name: str, tmp_path: Path) -> N
 def test_files_of_the_optimizer_run(name: str, level: str, place: int, tmp_path: Path) -> None:
     device, memory_path = PLACES[place % len(PLACES)]
     path, model = saved(name, level, tmp_path), DATA / f"{name}.onnx"
-    inputs = _inputs(model, {})
+    inputs = examples(name)
     bundle = flashmem.compile(path, tmp_path / "m.flashmem", device=device.descriptor_name, memory_path=memory_path)
     with flashmem.Session(bundle, device=device.descriptor_name) as session:
         assert _error(session.run(None, inputs), _reference(model, inputs)) <= 1e-5
@@ -169,7 +172,7 @@ def test_files_of_the_transformers_optimizer_compute_the_same(tmp_path: Path) ->
         model = optimizer.optimize_model(str(DATA / path.name), model_type=kind, num_heads=4, hidden_size=32, opt_level=0)
         model.save_model_to_file(str(path))
         assert operators(path)["SkipLayerNormalization"] >= 4
-        assert_same_function(path, newest(import_model(path)), high=100)
+        assert_same_function(path, newest(import_model(path)), functools.partial(examples, name))
 
 
 def test_blocked_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:

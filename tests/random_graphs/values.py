@@ -212,8 +212,16 @@ def _require_trusted(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
         raise RejectedNodeError("NaN, which it takes for the largest number")
     if op.endswith("Pool") and any(attribute.name == "dilations" for attribute in node.attribute):
         raise RejectedNodeError("dilated windows, whose number it miscounts")
-    if op == "AveragePool" and not all(_is_finite(value) for value in inputs):
+    if op in ("AveragePool", "LpPool") and not all(_is_finite(value) for value in inputs):
         raise RejectedNodeError("it takes NaN for padding")
+    if op == "LRN":
+        raise RejectedNodeError("it normalises over as many channels as there are images")
+    if op in ("DynamicQuantizeLinear", "DFT") and not all(_is_finite(value) for value in inputs):
+        raise RejectedNodeError("NaN and infinity, which it spreads otherwise")
+    if op == "LogSoftmax" and inputs[0].dtype in ("float16", "bfloat16"):
+        raise RejectedNodeError("exponentials rounded to zero before their logarithm")
+    if op in ("ArgMax", "ArgMin") and inputs[0].dtype in ("float16", "bfloat16") and inputs[0].leaf is None:
+        raise RejectedNodeError("ties that rounding makes, and float32 does not")
     if op == "Resize" or (op == "ReduceMean" and not inputs[0].is_float):
         raise RejectedNodeError("by way of floats, or of other ties")
     if op.startswith("Conv") and not all(_is_finite(value) for value in inputs):
