@@ -57,14 +57,15 @@ def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:
     zero = v.literal("float32", 0)
     span = f"(fmax({x[1]}, {zero}) - fmin({x[0]}, {zero}))"
     return v.choose(
-        "float32", v.truth("float32", f"{span} == {zero}"), v.literal("float32", 1), f"{span} / {v.literal('float32', 255)}"
-    )
+        "float32", v.truth("float32", f"{span} == {zero}"), v.literal("float32", 1),
+        f"fm_quotient({span}, {v.literal('float32', 255)})",
+    )  # fmt: skip
 
 
 def _range_zero(node: Node, x: Sequence[str], v: Vector) -> str:
     """The zero point: x[0] is the smallest number, x[1] the scale. Of an infinite range it is 255, as in ONNX Runtime."""
     zero, high = v.literal("float32", 0), v.literal("float32", 255)
-    return f"convert_{v.named('int')}(rint(fmax(fmin({zero} - fmin({x[0]}, {zero}) / {x[1]}, {high}), {zero})))"
+    return f"convert_{v.named('int')}(rint(fmax(fmin({zero} - fm_quotient(fmin({x[0]}, {zero}), {x[1]}), {high}), {zero})))"
 
 
 # Shapes of scales and zero points
@@ -247,7 +248,7 @@ def _quantize_to(
     """`output` = round(x / scale) + zero, saturated."""
     x, shape, block = _split_blocks(rewriter, x, block)
     scale_, zero = _along(rewriter, scale, shape, block), _along(rewriter, zero_point(zero), shape, block)
-    quotient = rewriter.emit("Div", [x, scale_], shape, "float32", f"{name}.quotient")
+    quotient = rewriter.emit("Quotient", [x, scale_], shape, "float32", f"{name}.quotient")
     inputs = [quotient, *([zero] if zero else [])]
     if shape == output.shape:
         rewriter.add("Quantize", inputs, output, name)
@@ -337,7 +338,7 @@ def _ratio(rewriter: Rewriter, name: str, scales: Sequence[Value]) -> Value:
     shape = np.broadcast_shapes(left.shape, right.shape)
     both = rewriter.emit("Mul", [left, right], shape, "float32", f"{name}.scales")
     shape = np.broadcast_shapes(shape, result.shape)
-    return rewriter.emit("Div", [both, result], shape, "float32", f"{name}.scale")
+    return rewriter.emit("Quotient", [both, result], shape, "float32", f"{name}.scale")
 
 
 def _requantize(
@@ -476,6 +477,7 @@ register(
     ),
     elementwise("Dequantize", CODES, _dequantize, onnx=False),
     elementwise("Quantize", (FLOAT, CODES), _quantize, onnx=False),
+    elementwise("Quotient", FLOAT, lambda node, x, v: f"fm_quotient({x[0]}, {x[1]})", special=True, onnx=False),
     elementwise("RangeScale", FLOAT, _range_scale, onnx=False),
     elementwise("RangeZero", FLOAT, _range_zero, onnx=False),
 )  # fmt: skip
