@@ -24,7 +24,7 @@ LARGEST_MATRIX = 1 << 26
 def _matrix(
     count: int, length: int, components: int, bins: int, *, inverse: bool = False, window: NDArray[np.floating] | None = None
 ) -> NDArray[np.float32]:
-    """[count * components, bins * 2]: the transform of `length` of `count` numbers and zeros after them; `bins` of its results."""
+    """[count * components, bins * 2]: the transform of `length` of `count` numbers, zeros after them; `bins` results."""
     turns = np.outer(np.arange(count), np.arange(bins)) % length
     angles = 2 * np.pi / length * turns
     real, imaginary = np.cos(angles), np.sin(angles) if inverse else -np.sin(angles)
