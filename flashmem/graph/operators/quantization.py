@@ -1,13 +1,8 @@
-"""Quantised arithmetic: integers of 8 bits that stand for (integer - zero point) * scale.
+"""Quantised numbers: integers of 8 bits that stand for (integer - zero point) * scale.
 
-Everything is said by an exact product of integers and by elementwise operators, which fusion puts in the product's epilogue:
-
-- `MatMulInteger` and `ConvInteger` sum products of 8-bit integers in int32. After the rewrites their third and fourth inputs
-  are the zero points of the two operands, where these are not 0, in shapes that broadcast to the output.
-- `Dequantize` is a number less its zero point, in float32. `Quantize` rounds, half to even, adds a zero point, and saturates.
-
-So QLinearConv is ConvInteger, Add (the bias, in int32), Dequantize, Mul, Quantize; DequantizeLinear of what is computed is
-Dequantize and Mul. DequantizeLinear of a constant is a constant (`graph.quantized`), which contractions keep as integers.
+`Dequantize` is a number less its zero point, in float32. `Quantize` rounds, half to even, adds a zero point, and saturates.
+So DequantizeLinear of what is computed is Dequantize and Mul, which fusion puts into what reads or makes it. DequantizeLinear
+of a constant is a constant (`graph.quantized`), which contractions keep as integers. Products are in `integer_products`.
 """
 
 from __future__ import annotations
@@ -20,8 +15,7 @@ from numpy.typing import NDArray
 
 from flashmem.graph.builder import DerivedConstant, Rewriter, constant, derived
 from flashmem.graph.ir import ArrayConstant, Constant, Node, Value
-from flashmem.graph.operators.contraction import lift, window
-from flashmem.graph.operators.lowering import from_front, reshaped, spreads
+from flashmem.graph.operators.lowering import from_front, reshaped
 from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, Types, elementwise, register
 from flashmem.graph.operators.vector import Vector
 from flashmem.graph.quantized import QuantizedConstant
@@ -281,200 +275,11 @@ def _dynamic_outputs(node: Node) -> tuple[Value, Value]:
     return made[0], made[1]
 
 
-def _rows(rewriter: Rewriter, value: Value | None) -> Value | None:
-    """A scale or zero point of the left operand: of all of it, or of each row."""
-    if value is None or value.size == 1:
-        return None if value is None else reshaped(rewriter, value, ())
-    return reshaped(rewriter, value, (*value.shape, 1)) if len(value.shape) == 1 else value
-
-
-def _columns(rewriter: Rewriter, value: Value | None) -> Value | None:
-    """The same of the right operand: of all of it, or of each column."""
-    return reshaped(rewriter, value, ()) if value is not None and value.size == 1 else value
-
-
-def _product(rewriter: Rewriter, node: Node, a: Value, b: Value, zero_a: Value | None, zero_b: Value | None) -> Value:
-    """The int32 product, vectors as matrices of one row or column."""
-    shape = node.outputs[0].shape
-    full = (*shape, 1) if len(b.shape) == 1 else shape
-    if len(b.shape) == 1:
-        b = reshaped(rewriter, b, (b.shape[0], 1))
-    if len(a.shape) == 1:
-        full = (*full[:-1], 1, full[-1])
-        a = reshaped(rewriter, a, (1, a.shape[0]))
-    zeros = [_rows(rewriter, zero_point(zero_a)), _columns(rewriter, zero_point(zero_b))]
-    stored = rewriter.transposed.get(b)
-    inputs = [a, stored or b, *zeros]
-    return rewriter.emit("MatMulInteger", inputs, full, "int32", f"{node.name}.product", transposed=int(stored is not None))
-
-
-def _rewrite_matmul_integer(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Vectors become matrices; zero points broadcast to the output."""
-    if not node.input(0).size:  # sums of nothing
-        output = node.outputs[0]
-        rewriter.replaced[output] = constant(output.name, np.zeros(output.shape, output.dtype))
-        return
-    made = _product(rewriter, node, node.input(0), node.input(1), node.optional(2), node.optional(3))
-    rewriter.add("Reshape", [made], node.outputs[0], node.name)
-
-
-def _rewrite_qlinear_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The product, scaled, rounded, and moved to the zero point of the output."""
-    a, scale_a, zero_a, b, scale_b, zero_b, scale_y, zero_y = (node.input(i) for i in range(8))
-    made = _product(rewriter, node, a, b, zero_a, zero_b)
-    scales = [_rows(rewriter, scale_a), _columns(rewriter, scale_b), _rows(rewriter, scale_y)]
-    scale = _ratio(rewriter, node.name, [value for value in scales if value is not None])
-    zero = _rows(rewriter, zero_point(zero_y))
-    _requantize(rewriter, node.name, made, scale, zero, node.outputs[0])
-
-
-def _ratio(rewriter: Rewriter, name: str, scales: Sequence[Value]) -> Value:
-    """Scale of the left operand times that of the right one, over that of the output: as ONNX Runtime rounds them."""
-    left, right, result = scales
-    if all(value.constant is not None for value in scales):
-        arrays = [np.asarray(value.constant.array(), np.float32) for value in scales if value.constant is not None]
-        with np.errstate(all="ignore"):
-            return constant(f"{name}.scale", np.asarray(arrays[0] * arrays[1] / arrays[2], np.float32))
-    shape = np.broadcast_shapes(left.shape, right.shape)
-    both = rewriter.emit("Mul", [left, right], shape, "float32", f"{name}.scales")
-    shape = np.broadcast_shapes(shape, result.shape)
-    return rewriter.emit("Quotient", [both, result], shape, "float32", f"{name}.scale")
-
-
-def _requantize(
-    rewriter: Rewriter, name: str, sums: Value, scale: Value, zero: Value | None, output: Value, bias: Value | None = None
-) -> None:
-    """int32 sums (and bias) to the integers of `output`, of the same shape or one of the same elements."""
-    shape = sums.shape
-    if bias is not None:
-        sums = rewriter.emit("Add", [sums, bias], shape, "int32", f"{name}.biased")
-    whole = rewriter.emit("Dequantize", [sums], shape, "float32", f"{name}.float")
-    scaled = rewriter.emit("Mul", [whole, scale], shape, "float32", f"{name}.scaled")
-    inputs = [scaled, *([zero] if zero else [])]
-    if shape == output.shape:
-        rewriter.add("Quantize", inputs, output, name)
-    else:
-        rewriter.add("Reshape", [rewriter.emit("Quantize", inputs, shape, output.dtype, f"{name}.codes")], output, name)
-
-
-def _convolved(rewriter: Rewriter, node: Node, x: Value, w: Value, zero_x: Value | None, zero_w: Value | None) -> Value:
-    """The int32 convolution, over two dimensions."""
-    output = node.outputs[0]
-    sliding, shape = window(node, w.shape[2:]), output.shape
-    if len(x.shape) == 3:
-        sliding, shape = lift(sliding), (*shape[:2], 1, shape[2])
-        x = reshaped(rewriter, x, (*x.shape[:2], 1, x.shape[2]))
-        w = reshaped(rewriter, w, (*w.shape[:2], 1, w.shape[2]))
-    zeros = [None if zero is None else _columns(rewriter, zero_point(zero)) for zero in (zero_x, zero_w)]
-    group = int(node.attributes.get("group", 1))
-    return rewriter.emit("ConvInteger", [x, w, *zeros], shape, "int32", f"{node.name}.product", group=group, **sliding)
-
-
-def _rewrite_conv_integer(rewriter: Rewriter, node: Node, opset: int) -> None:
-    made = _convolved(rewriter, node, node.input(0), node.input(1), node.optional(2), node.optional(3))
-    rewriter.add("Reshape", [made], node.outputs[0], node.name)
-
-
-def _rewrite_qlinear_conv(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """The convolution and the bias, scaled, rounded, and moved to the zero point of the output."""
-    x, scale_x, zero_x, w, scale_w, zero_w, scale_y, zero_y = (node.input(i) for i in range(8))
-    made = _convolved(rewriter, node, x, w, zero_x, zero_w)
-    bias = node.optional(8)
-
-    def across(value: Value) -> Value:
-        return reshaped(rewriter, value, () if value.size == 1 else (value.size, 1, 1))
-
-    scale = _ratio(rewriter, node.name, [across(scale_x), across(scale_w), across(scale_y)])
-    zero = zero_point(zero_y)
-    bias = None if bias is None else reshaped(rewriter, bias, (bias.shape[0], 1, 1))
-    _requantize(rewriter, node.name, made, scale, None if zero is None else across(zero), node.outputs[0], bias)
-
-
-# Checks
-
-
-def _bad_product(node: Node, a: Value, b: Value, left: Sequence[Value | None], right: Sequence[Value | None]) -> str | None:
-    """Why a product of `a` and `b`, with scales and zero points `left` and `right`, cannot be."""
-    if not a.shape or not b.shape or a.shape[-1] != (b.shape[-2] if len(b.shape) > 1 else b.shape[0]):
-        return f"{node.op} of shapes {a.shape} and {b.shape}"
-    rows = (*node.outputs[0].shape[:-1], 1) if len(b.shape) > 1 else (*node.outputs[0].shape, 1)
-    rows = rows if len(a.shape) > 1 else (*rows[:-1], 1, 1)
-    columns = (*b.shape[:-2], 1, b.shape[-1]) if len(b.shape) > 1 else (1, 1)
-    for value in left:
-        if value is not None and value.size != 1:
-            shape = (*value.shape, 1) if len(value.shape) == 1 else value.shape
-            if not spreads(shape, rows):
-                return f"{node.op} of shapes {a.shape} and {b.shape} with a scale or zero point of shape {value.shape}"
-    for value in right:
-        if value is not None and value.size != 1 and not spreads(value.shape, columns):
-            return f"{node.op} of shapes {a.shape} and {b.shape} with a scale or zero point of shape {value.shape}"
-    return None
-
-
-def _check_matmul_integer(node: Node) -> str | None:
-    return _bad_product(node, node.input(0), node.input(1), [node.optional(2)], [node.optional(3)])
-
-
-def _check_qlinear_matmul(node: Node) -> str | None:
-    a, scale_a, zero_a, b, scale_b, zero_b, scale_y, zero_y = (node.input(i) for i in range(8))
-    if zero_y.dtype != node.outputs[0].dtype:
-        return f"{node.op} to {node.outputs[0].dtype} with a zero point of {zero_y.dtype}"
-    return _bad_product(node, a, b, [scale_a, zero_a, scale_y, zero_y], [scale_b, zero_b])
-
-
-def _check_conv_integer(node: Node) -> str | None:
-    return _bad_integer_convolution(node, node.input(0), node.input(1), None, [node.optional(2)], [node.optional(3)])
-
-
-def _check_qlinear_conv(node: Node) -> str | None:
-    x, scale_x, zero_x, w, scale_w, zero_w, scale_y, zero_y = (node.input(i) for i in range(8))
-    if zero_y.dtype != node.outputs[0].dtype:
-        return f"{node.op} to {node.outputs[0].dtype} with a zero point of {zero_y.dtype}"
-    return _bad_integer_convolution(node, x, w, node.optional(8), [scale_x, zero_x, scale_y, zero_y], [scale_w, zero_w])
-
-
-def _bad_integer_convolution(
-    node: Node, x: Value, w: Value, bias: Value | None, single: Sequence[Value | None], columns: Sequence[Value | None]
-) -> str | None:
-    if w.constant is None:
-        return f"{node.op} with weights computed at run time is not implemented"
-    reason = REGISTRY["Conv"].check(Node(node.op, node.name, [x, w, bias], node.outputs, node.attributes))
-    if reason is not None:
-        return reason
-    for value in single:
-        if value is not None and value.size != 1:
-            return f"{node.op} with a scale or zero point of shape {value.shape} for its whole input or output"
-    for value in columns:
-        if value is not None and value.size not in (1, w.shape[0]):
-            return f"{node.op} with a scale or zero point of shape {value.shape} for {w.shape[0]} filters"
-    return None
-
-
-def _last_columns(node: Node) -> int:
-    return len(node.outputs[0].shape) - 1
-
-
 register(
     __name__,
     Operator("DequantizeLinear", (CODES, FLOAT, CODES), check=_check_linear, rewrite=_rewrite_dequantize, empty=True),
     Operator("QuantizeLinear", (NUMBER, FLOAT, CODES), check=_check_linear, rewrite=_rewrite_quantize, empty=True),
     Operator("DynamicQuantizeLinear", (FLOAT,), rewrite=_rewrite_dynamic),
-    Operator(
-        "MatMulInteger", (BYTES,), check=_check_matmul_integer, rewrite=_rewrite_matmul_integer, kernel="matmul",
-        columns=_last_columns, retypes=True, operator_class="reusable", empty=True,
-    ),
-    Operator(
-        "ConvInteger", (BYTES,), check=_check_conv_integer, rewrite=_rewrite_conv_integer, kernel="convolution",
-        layout="channels_last", columns=_last_columns, retypes=True, operator_class="reusable",
-    ),
-    Operator(
-        "QLinearMatMul", (BYTES, FLOAT, BYTES, BYTES, FLOAT, BYTES, FLOAT, BYTES), check=_check_qlinear_matmul,
-        rewrite=_rewrite_qlinear_matmul, operator_class="reusable",
-    ),
-    Operator(
-        "QLinearConv", (BYTES, FLOAT, BYTES, BYTES, FLOAT, BYTES, FLOAT, BYTES, frozenset({"int32"})),
-        check=_check_qlinear_conv, rewrite=_rewrite_qlinear_conv, operator_class="reusable",
-    ),
     elementwise("Dequantize", CODES, _dequantize, onnx=False),
     elementwise("Quantize", (FLOAT, CODES), _quantize, onnx=False),
     elementwise("Quotient", FLOAT, lambda node, x, v: f"fm_quotient({x[0]}, {x[1]})", special=True, onnx=False),
