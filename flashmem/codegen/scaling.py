@@ -85,6 +85,8 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
     if weight.constant is None:
         return Kept("float32")
     read = weight.constant.array
+    if node.op == "DeformConv":  # its further inputs move the taps
+        return Kept("float16" if emitter.half else "float32", read)
     if weight.dtype != "float32":
         zero, weight_zero, args = zero_points(emitter, node)
         return Kept(cast(Storage, weight.dtype), read, args, zero, weight_zero=weight_zero)
@@ -147,7 +149,7 @@ def _single(emitter: Emitter, node: Node, *indices: int) -> tuple[Scaling | None
 
 def quantized_block(node: Node, weight: QuantizedConstant) -> int | None:
     """Steps of depth that share a scale: 0 if all do, None if too few, or if blocks do not follow one another."""
-    if weight.bits > 16 or node.op == "DeformConv":
+    if weight.bits > 16:
         return None
     column, channel, taps = _axes(node)
     counts = weight.scale.shape
