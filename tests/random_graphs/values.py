@@ -214,6 +214,8 @@ def _require_trusted(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
         raise RejectedNodeError("dilated windows, whose number it miscounts")
     if op in ("AveragePool", "LpPool") and not all(_is_finite(value) for value in inputs):
         raise RejectedNodeError("it takes NaN for padding")
+    if op == "ConvTranspose" and any(attribute.name == "group" and attribute.i > 1 for attribute in node.attribute):
+        raise RejectedNodeError("groups, in which it errs")
     if op == "LRN":
         raise RejectedNodeError("it normalises over as many channels as there are images")
     if op in ("DynamicQuantizeLinear", "DFT") and not all(_is_finite(value) for value in inputs):
