@@ -66,12 +66,23 @@ def test_passes(index: int) -> None:
             for inputs, expected in case.data_sets:
                 check(case, prepared.run(inputs), expected)
             constants[name] = prepared.constants
+    # onnx's own merging leaves names inside branches and loops as they are.
+    alone = [name for name in BATCHES[index] if _has_subgraph(cases()[name].model)]
     for device in DEVICES[1:]:
-        _check_merged(BATCHES[index], constants, device.descriptor_name, other)
+        _check_merged([name for name in BATCHES[index] if name not in alone], constants, device.descriptor_name, other)
+        for name in alone:
+            assert outcome(cases()[name], device.descriptor_name, other) == PASSES
+
+
+def _has_subgraph(model: onnx.ModelProto) -> bool:
+    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    return any(attribute.HasField("g") or attribute.graphs for node in nodes for attribute in node.attribute)
 
 
 def _check_merged(names: Sequence[str], constants: dict[str, tuple[str, ...]], device: str, path: str) -> None:
     """The tests `names` as one model, with the inputs as constants that they need."""
+    if not names:
+        return
     merged = onnx.ModelProto()
     feeds: dict[str, NDArray[Any]] = {}
     for number, name in enumerate(names):
@@ -162,4 +173,4 @@ def test_what_the_caller_can_get_wrong() -> None:
     with pytest.raises(UserError):
         backend.run_model(strange, [x, x])
     with pytest.raises(UnsupportedModelError, match="not implemented"):
-        backend.run_node(onnx.helper.make_node("Det", ["x"], ["y"]), [np.ones((2, 2), np.float32)])
+        backend.run_node(onnx.helper.make_node("RandomUniformLike", ["x"], ["y"]), [np.ones((2, 2), np.float32)])
