@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from compared import DEVICES, Nodes, compare
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import quantization
@@ -388,3 +389,21 @@ def test_what_cannot_run_is_refused_in_a_sentence(what: str, said: str, tmp_path
     with pytest.raises(UserError, match=said) as refused:
         flashmem.compile(saved(_refused(what).proto(21), tmp_path), tmp_path / "b.flashmem", device=next(iter(MODES)))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_volumes_and_taps_that_move(place: tuple[str, str], tmp_path: Path) -> None:
+    """An integer convolution over three dimensions, and quantised weights of a kernel that reads floats only."""
+    random = np.random.default_rng(4)
+    weights = random.integers(-128, 128, (8, 3, 3, 3, 3)).astype(np.int8)
+    scales = (0.01 + 0.02 * random.random(8)).astype(np.float32)
+    n = Nodes(opset=22)
+    scale, zero, none = n.constant(np.float32(0.02)), n.constant(np.uint8(120)), n.constant(np.zeros(8, np.int8))
+    x = n.input(random.integers(0, 256, (1, 3, 5, 6, 7)).astype(np.uint8))
+    bias = n.constant(random.integers(-999, 999, 8).astype(np.int32))
+    given = (n.constant(weights), n.constant(scales), none, n.constant(np.float32(0.9)), zero, bias)
+    n.node("QLinearConv", x, scale, zero, *given, dtypes=("uint8",), pads=[1] * 6)
+    (moved,) = n.node("DequantizeLinear", n.constant(weights[:, :, 0]), given[1], none, axis=0)
+    image, offset = (n.input(random.standard_normal((1, c, 6, 6)).astype(np.float32)) for c in (3, 18))
+    n.node("DeformConv", image, moved, offset, pads=[1] * 4)
+    compare(n, place, tmp_path)
