@@ -115,13 +115,19 @@ def join(e: Expansion, past: ir.Value | None, new: ir.Value) -> ir.Value:
     return new if past is None else e.op("Concat", past, new, axis=2)
 
 
-def _attention(e: Expansion) -> list[ir.Value | None]:
-    """Self attention: one weight [D, 3 * N * H] projects the input to queries, keys and values."""
+def projected_columns(e: Expansion) -> int:
+    """Columns of the weight, input 1, that projects input 0; the bias, input 2, has as many."""
     width = e.ranked(0, 3)[2]
     depth, columns = e.ranked(1, 2)
     if depth != width:
         raise RefusedError(f"with weights of shape {(depth, columns)} over an input of {width} channels")
     e.expect(2, (columns,))
+    return columns
+
+
+def _attention(e: Expansion) -> list[ir.Value | None]:
+    """Self attention: one weight [D, 3 * N * H] projects the input to queries, keys and values."""
+    columns = projected_columns(e)
     projected = e.plus(e.op("MatMul", e.input(0), e.input(1)), e.optional(2))
     return project_and_attend(e, projected, columns, mask=3, past=4, bias=5)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from flashmem.graph.contrib.attention import project_and_attend
+from flashmem.graph.contrib.attention import project_and_attend, projected_columns
 from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
 from flashmem.graph.contrib.normalization import word_count
 from flashmem.graph.contrib.packed import packed_zero_points, quantised_matrix, reinterpreted
@@ -170,11 +170,7 @@ def _gemm(e: Expansion) -> list[ir.Value]:
 
 def _attention(e: Expansion) -> list[ir.Value | None]:
     """Attention whose projection is a product of integers."""
-    width = e.ranked(0, 3)[2]
-    depth, columns = e.ranked(1, 2)
-    if depth != width:
-        raise RefusedError(f"with weights of shape {(depth, columns)} over an input of {width} channels")
-    e.expect(2, (columns,))
+    columns = projected_columns(e)
     scale = e.op("Mul", _single(e, e.input(3)), _single(e, e.input(4)))
     zeros = _single(e, e.optional(6)), _single(e, e.optional(7))
     projected = _product(e, e.input(0), e.input(1), zeros, scale)

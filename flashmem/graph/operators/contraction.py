@@ -167,7 +167,8 @@ def _check_col2im(node: Node) -> str | None:
     return None
 
 
-def _last_columns(node: Node) -> int:
+def last_columns(node: Node) -> int:
+    """The dimension of the output that kernels of products walk along."""
     return len(node.outputs[0].shape) - 1
 
 
@@ -245,15 +246,15 @@ register(
     ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
-        columns=_last_columns, retypes=True, operator_class="reusable",
+        columns=last_columns, retypes=True, operator_class="reusable",
     ),
     Operator(
         "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
-        layout="channels_last", columns=_last_columns, retypes=True, operator_class="reusable",
+        layout="channels_last", columns=last_columns, retypes=True, operator_class="reusable",
     ),
     Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
     Operator(
-        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=_last_columns, retypes=True,
+        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns, retypes=True,
         operator_class="reusable", empty=True,
     ),
 )  # fmt: skip

@@ -13,9 +13,9 @@ import numpy as np
 
 from flashmem.graph.builder import Rewriter, constant
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.contraction import lift, window
+from flashmem.graph.operators.contraction import last_columns, lift, window
 from flashmem.graph.operators.lowering import reshaped, spreads
-from flashmem.graph.operators.quantization import BYTES, zero_point
+from flashmem.graph.operators.quantization import BYTES, rounded, zero_point
 from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, register
 
 
@@ -88,11 +88,7 @@ def _requantize(
         sums = rewriter.emit("Add", [sums, bias], shape, "int32", f"{name}.biased")
     whole = rewriter.emit("Dequantize", [sums], shape, "float32", f"{name}.float")
     scaled = rewriter.emit("Mul", [whole, scale], shape, "float32", f"{name}.scaled")
-    inputs = [scaled, *([zero] if zero else [])]
-    if shape == output.shape:
-        rewriter.add("Quantize", inputs, output, name)
-    else:
-        rewriter.add("Reshape", [rewriter.emit("Quantize", inputs, shape, output.dtype, f"{name}.codes")], output, name)
+    rounded(rewriter, name, scaled, zero, output)
 
 
 def _convolved(rewriter: Rewriter, node: Node, x: Value, w: Value, zero_x: Value | None, zero_w: Value | None) -> Value:
@@ -185,19 +181,15 @@ def _bad_integer_convolution(
     return None
 
 
-def _last_columns(node: Node) -> int:
-    return len(node.outputs[0].shape) - 1
-
-
 register(
     __name__,
     Operator(
         "MatMulInteger", (BYTES,), check=_check_matmul_integer, rewrite=_rewrite_matmul_integer, kernel="matmul",
-        columns=_last_columns, retypes=True, operator_class="reusable", empty=True,
+        columns=last_columns, retypes=True, operator_class="reusable", empty=True,
     ),
     Operator(
         "ConvInteger", (BYTES,), check=_check_conv_integer, rewrite=_rewrite_conv_integer, kernel="convolution",
-        layout="channels_last", columns=_last_columns, retypes=True, operator_class="reusable",
+        layout="channels_last", columns=last_columns, retypes=True, operator_class="reusable",
     ),
     Operator(
         "QLinearMatMul", (BYTES, FLOAT, BYTES, BYTES, FLOAT, BYTES, FLOAT, BYTES), check=_check_qlinear_matmul,

@@ -243,11 +243,16 @@ def _quantize_to(
     x, shape, block = _split_blocks(rewriter, x, block)
     scale_, zero = _along(rewriter, scale, shape, block), _along(rewriter, zero_point(zero), shape, block)
     quotient = rewriter.emit("Quotient", [x, scale_], shape, "float32", f"{name}.quotient")
-    inputs = [quotient, *([zero] if zero else [])]
-    if shape == output.shape:
+    rounded(rewriter, name, quotient, zero, output)
+
+
+def rounded(rewriter: Rewriter, name: str, x: Value, zero: Value | None, output: Value) -> None:
+    """`output` = round(x) + zero, saturated; of the shape of `x`, or one of the same elements."""
+    inputs = [x, *([zero] if zero else [])]
+    if x.shape == output.shape:
         rewriter.add("Quantize", inputs, output, name)
     else:
-        rewriter.add("Reshape", [rewriter.emit("Quantize", inputs, shape, output.dtype, f"{name}.codes")], output, name)
+        rewriter.add("Reshape", [rewriter.emit("Quantize", inputs, x.shape, output.dtype, f"{name}.codes")], output, name)
 
 
 def _rewrite_dynamic(rewriter: Rewriter, node: Node, opset: int) -> None:
