@@ -108,6 +108,8 @@ def exit_codes() -> Iterator[None]:
     except MemoryError:
         _fail("the process ran out of memory", EXIT_RUN_FAILED)
     except KeyboardInterrupt:
+        if interrupts.is_silent():
+            sys.exit(interrupts.EXIT_CODE)
         _fail("interrupted", interrupts.EXIT_CODE)
 
 

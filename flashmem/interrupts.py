@@ -2,6 +2,9 @@
 
 Between `watch` and a command there is nothing to clean up, and the process ends at once. While a command works (`unwinding`)
 a KeyboardInterrupt takes it back through its `finally` clauses; when it has ended its exit code stands.
+
+A command that does its work in a child process (`child_environment`) says the line for both: Ctrl-C in a terminal reaches both,
+and the parent cannot know whether its own signal is the child's first or second. The child is silent, and cleans up once.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 _RETRY_SECONDS = 0.02
 _IMPORTING = "<frozen importlib._bootstrap>"
+_PARENT_SPEAKS = "FLASHMEM_PARENT_SPEAKS"
 
 _watching = False
 
@@ -29,6 +33,16 @@ def watch() -> None:
     signal.signal(signal.SIGINT, _end_at_once)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `blocked` held it back while Python started
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child process that will `watch`, and leaves the line to this process."""
+    return {**os.environ, _PARENT_SPEAKS: "1"}
+
+
+def is_silent() -> bool:
+    """Whether this process leaves the line to its parent."""
+    return _PARENT_SPEAKS in os.environ
 
 
 @contextmanager
@@ -76,7 +90,8 @@ def blocked() -> Iterator[Callable[[], None]]:
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"flashmem: interrupted\n")
+    if not is_silent():
+        os.write(2, b"flashmem: interrupted\n")
     os._exit(EXIT_CODE)
 
 
@@ -88,7 +103,8 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     if _is_importing(frame) and hasattr(signal, "setitimer"):
         _retry()  # extension modules print what is raised while they load, and raise something else
         return
-    signal.signal(signal.SIGINT, _end_in_silence)  # the first one's line is being said
+    # the first one's line is being said; a child's second may be its parent's word for the first
+    signal.signal(signal.SIGINT, signal.SIG_IGN if is_silent() else _end_in_silence)
     raise KeyboardInterrupt
 
 

@@ -20,7 +20,7 @@ from flashmem.commands.extras import offline_half
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
-from flashmem.interrupts import EXIT_CODE, blocked
+from flashmem.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.paths import VARIABLE, can_be_written
 from flashmem.units import parse_shape
 
@@ -116,35 +116,38 @@ def compile_apart(model: Path, options: CompileOptions) -> Path:
     The child shows its progress and its errors on the same stderr.
 
     Raises:
-        SystemExit: the child failed or was interrupted, and has said so; with its exit code.
+        SystemExit: the child failed, and has said so; with its exit code.
+        KeyboardInterrupt: this process or the child was interrupted.
     """
     options.check()
     if not model.is_file():
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
     have_cache()
     command = [sys.executable, "-m", "flashmem", "compile", str(model), *options.arguments()]
-    with blocked() as unblock, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
+    quiet = child_environment()
+    with blocked() as unblock, subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
         try:
             unblock()
             printed, _ = child.communicate()
         except KeyboardInterrupt:
-            if _interrupt(child) == EXIT_CODE:
-                sys.exit(EXIT_CODE)
+            _interrupt(child)
             raise
+    if child.returncode == EXIT_CODE:
+        raise KeyboardInterrupt
     if child.returncode:
         sys.exit(child.returncode if child.returncode > 0 else 1)  # negative: ended by a signal
     return Path(os.fsdecode(printed.strip()))
 
 
-def _interrupt(child: subprocess.Popen[bytes]) -> int:
-    """Ends a child process of ours; returns its exit code. Ctrl-C in a terminal has reached it already."""
+def _interrupt(child: subprocess.Popen[bytes]) -> None:
+    """Ends a child process of ours. Ctrl-C in a terminal has reached it already; it ignores a second one."""
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
     try:
-        return child.wait(_LAST_SECONDS)
+        child.wait(_LAST_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
-        return child.wait()
+        child.wait()
 
 
 def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = ()) -> Path:
