@@ -36,7 +36,7 @@ def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -
     groups = product.batches * math.ceil(product.rows / down) * math.ceil(product.columns / across)
     waves = math.ceil(groups * variant.group_items / descriptor.parallelism)
     macs = variant.rows * variant.columns
-    reads = variant.rows + variant.columns
+    reads: float = variant.rows + variant.columns
     if variant.stage:
         reads = reads * _LOCAL + (down + across) / variant.group_items
     return waves * math.ceil(product.depth / variant.split) * (macs + _READ * reads)
