@@ -214,7 +214,7 @@ def _emit_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.columns)]
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.columns)]
     else:
-        parts = packing.slices(emitter.slice_bytes)
+        parts = emitter.parts(node.input(1), packing, -(-rows // tile.rows))
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [
