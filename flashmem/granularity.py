@@ -16,10 +16,10 @@ from flashmem.program import Program
 from flashmem.unfusion import Attempt, Pipeline
 
 STEP = 4
-"""The next smaller size is this part of the one before; planners that take long get slices up to this part of the limit."""
+"""The next smaller size is this part of the one before."""
 
 WORTH = 0.01
-"""By what part of the latency smaller slices must be better to be taken."""
+"""By what part smaller slices must make the objective better to be taken."""
 
 
 def first_attempt(
@@ -47,11 +47,9 @@ def first_attempt(
             if refused is None or error.smallest_bytes < refused.smallest_bytes:
                 refused = error
             continue
-        if best is not None and _seconds(tried, layer_seconds) >= (1 - WORTH) * _seconds(best[1], layer_seconds):
+        if best is not None and not _is_better(tried, best[1], layer_seconds):
             break
         best = pipeline, tried
-        if not _is_quick(limits):
-            break
     if best is None:
         assert refused is not None
         raise refused
@@ -63,22 +61,22 @@ def _sizes(limits: Limits) -> Iterator[Slicing]:
     if limit is None:
         yield Slicing(most=None)
         return
-    most = limit if _is_quick(limits) else limit // STEP
+    most = limit if limits.resolved_objective == "latency" else limit // STEP  # what does not fit M_peak becomes part of W
     while most > LEAST_BYTES:
         yield Slicing(most=most)
         most //= STEP
     yield FINEST
 
 
-def _is_quick(limits: Limits) -> bool:
-    """Whether plans are made in no time and say seconds, so that those of two programs can be compared."""
-    return limits.strategy == "stream" and limits.resolved_objective == "latency"
+def _is_better(tried: Attempt, best: Attempt, layer_seconds: float) -> bool:
+    """Whether the plan of smaller slices is worth their launches: by seconds, or by the paper's objective."""
+    if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget the paper's may have given way to latency
+        return tried.plan.objective_kind == "paper"
+    per_layer = layer_seconds if tried.plan.objective_kind == "latency" else 0.0
+    old, new = (each.plan.objective + per_layer * len(each.problem.layers) for each in (best, tried))
+    return new < (1 - WORTH) * old
 
 
 def _largest(program: Program) -> int:
     """Bytes of the largest slice that a smaller `Slicing` may cut."""
     return max((part.nbytes for part in program.slices), default=0)
-
-
-def _seconds(tried: Attempt, layer_seconds: float) -> float:
-    return tried.plan.objective + layer_seconds * len(tried.problem.layers)
