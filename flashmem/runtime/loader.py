@@ -99,7 +99,7 @@ class LoaderRun:
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
-        self._wakes = {load.gate for load in loads} | set(self._frees)
+        self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # layers whose end is waited for
         self._changed = threading.Condition()
         self._next = 0
         self._expected = 0
@@ -118,7 +118,7 @@ class LoaderRun:
 
     def layer_done(self, layer: int) -> None:
         """Layer `layer` and all before it are done: frees what it used last, and opens the gates behind it."""
-        if layer not in self._wakes:
+        if layer not in self.wakes:
             return
         with self._changed:
             self._done = layer
