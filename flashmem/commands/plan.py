@@ -136,11 +136,11 @@ def why(plan: OverlapPlan, program: Program) -> list[Because]:
 def several_launches(program: Program) -> dict[str, int]:
     """The weights whose slices have a launch each, and how many: those that are too large for one, or for the limits."""
     weight_of = {part.name: part.weight for part in program.slices}
-    launches = Counter[str]()
+    launches = Counter[tuple[str, tuple[str, ...]]]()
     for launch in program.launches:
-        launches.update({weight_of[str(arg.value)] for arg in launch.args if arg.kind == "slice"})
-    slices = Counter(weight_of.values())
-    return {weight: launches[weight] for weight, count in slices.items() if count > 1}
+        read = {weight_of[str(arg.value)] for arg in launch.args if arg.kind == "slice"}
+        launches.update((weight, launch.operators) for weight in read)
+    return {weight: count for (weight, _), count in launches.items() if count > 1}
 
 
 def _launches(program: Program) -> dict[str, str]:
