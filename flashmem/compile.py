@@ -14,8 +14,10 @@ import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.program import Generated, generate
+from flashmem.codegen.slicing import Slicing
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError
+from flashmem.granularity import first_attempt
 from flashmem.graph.dequantised import read_integers
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
@@ -36,9 +38,6 @@ from flashmem.unfusion import Cuts, Pipeline, refine
 
 Progress = Callable[[str, float], None]
 Watch = Callable[[str], AbstractContextManager[None]]
-
-SLICE_BYTES = 4 << 20
-"""Largest slice: a few of them in flight keep a disk busy, and the smallest budget is not much more than two."""
 
 
 def compile(
@@ -138,7 +137,7 @@ def read_graph(model: Path, options: Options) -> Graph:
 def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
-    Layers are split and planned again where adaptive unfusion makes the plan better.
+    Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
 
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made.
 
@@ -147,11 +146,11 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
 
-    def program(cuts: Cuts) -> Generated:
+    def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
             layers = fuse(graph, cuts)
         with watch("generate"):
-            return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+            return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing)
 
     def problem(program: Program) -> Problem:
         with watch("plan_and_check"):
@@ -161,9 +160,12 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         with watch("plan_and_check"):
             return plan_problem(problem, program, mode, limits)
 
-    pipeline = Pipeline(program, problem, plan)
+    def pipeline_for(slicing: Slicing) -> Pipeline:
+        return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
+
+    pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
     chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    generated, made = refine(graph, pipeline, limits, mode, chunk_seconds)
+    generated, made = refine(graph, pipeline, first, limits, mode, chunk_seconds)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

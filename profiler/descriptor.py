@@ -17,6 +17,8 @@ def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, wh
     """Write NAME.toml, whole or not at all, and return its path. Every rate gets `source` as its source."""
     sources = {field.name: source for field in fields(Rates)}
     sources["tile"] = descriptor.sources.get("tile", "chosen by hand; see docs/opencl-notes.md")
+    if "parallelism" in descriptor.sources:
+        sources["parallelism"] = descriptor.sources["parallelism"]
     data = descriptor.to_dict()
     lines = [f"# Written by flashmem profile: a {what} that is measured. Profile again rather than edit."]
     lines += [f"{key} = {_value(value)}" for key, value in data.items() if key not in _TABLES]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.codegen.packing_list import PackingList
+from flashmem.codegen.slicing import Slicing
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
@@ -37,7 +38,7 @@ class Emitter:
     descriptor: DeviceDescriptor
     memory_path: MemoryPath
     half: bool
-    slice_bytes: int
+    slicing: Slicing
     kernels: KernelLibrary
     weights: PackingList = field(default_factory=PackingList)
     launches: list[Launch] = field(default_factory=list)
@@ -98,6 +99,12 @@ class Emitter:
         [offset] = self.weights.place(name, [nbytes], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
         self.slices.append(Slice(name, name, offset, nbytes))
         return Arg("slice", name)
+
+    def parts(self, weight: Value, packing: Packing, row_items: int) -> list[PackedSlice]:
+        """The slices of a packed weight as its first launch wants them, which has `row_items` work-items for each panel."""
+        if (weight, packing) in self.packed:
+            return [part for _, part in self.packed[weight, packing]]
+        return self.slicing.slices(packing, row_items)
 
     def zeros(self, count: int) -> Arg:
         """A resident array of `count` zeros."""
