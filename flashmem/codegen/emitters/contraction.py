@@ -17,7 +17,7 @@ from flashmem.codegen.scaling import Kept, Scaling, read_both, read_weights
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.graph.placement import affine, broadcast_strides
+from flashmem.graph.placement import broadcast_strides
 from flashmem.program import ITEMSIZE, Arg, DType, KernelShape, Slice
 
 DEPTH_BLOCK = 64
@@ -339,23 +339,20 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     tile = _with(_tile(emitter, layer, rows, columns, kept.storage, packed=False), kept)
     tail = emitter.tail(layer, tile.vector)
     local = tile.local if math.prod(tile.local) > 1 else (1, 1)
+    levels = _batch_levels(batch, a.shape, b.shape)
     kernel = emitter.kernels.kernel(
         "matmul_dynamic",
         t=tile,
         attributes=emitter.attributes(local),
-        a_batch=_batch_start(a.shape, batch),
-        b_batch=_batch_start(b.shape, batch),
-        a_row=depth,
-        a_col=1,
-        b_row=1 if transposed else columns,
-        b_col=depth if transposed else 1,
+        levels=len(levels),
+        transposed=transposed,
         **emitter.tail_context(tail),
     )
     args = [emitter.operand(a), right, emitter.tensor(layer.output), *kept.args, *emitter.operand_args(tail)]
     emitter.launch(
         layer,
         kernel,
-        [*args, batches, rows, depth, columns],
+        [*args, batches, rows, depth, columns, *(number for level in levels for number in level)],
         (-(-rows // tile.rows), -(-columns // tile.columns), batches),
         (*local, 1),
         KernelShape(
@@ -365,8 +362,17 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     )
 
 
-def _batch_start(shape: tuple[int, ...], batch: tuple[int, ...]) -> str:
-    """Where matrix `batch` of a stack of `shape` starts, as an expression; broadcast dimensions count 0."""
-    size = shape[-2] * shape[-1]
-    strides = [stride * size for stride in broadcast_strides(shape[:-2], batch)]
-    return affine(batch, strides, "batch")
+def _batch_levels(batch: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Of each dimension of `batch`, innermost first: its size, and how far apart matrices of stacks `a` and `b` lie; 0 where one
+    is broadcast. Neighbours that one distance covers in both are one dimension; there is at least one.
+    """
+    steps = [
+        [stride * shape[-2] * shape[-1] for stride in reversed(broadcast_strides(shape[:-2], batch))] for shape in (a, b)
+    ]
+    levels: list[tuple[int, int, int]] = []
+    for size, *step in zip(reversed(batch), *steps, strict=True):
+        if levels and step == [levels[-1][0] * last for last in levels[-1][1:]]:
+            levels[-1] = (levels[-1][0] * size, *levels[-1][1:])
+        elif size > 1:
+            levels.append((size, *step))
+    return levels or [(1, 0, 0)]
