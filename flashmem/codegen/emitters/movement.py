@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flashmem.codegen.emitter import WORK_GROUP, Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter, nbytes_of
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.vector import STORED, scalar_literal
@@ -65,7 +65,8 @@ def move(
     vector = min(emitter.descriptor.tile.vector, run & -run) if source is not None else 1
     grid = _grid(region, source_strides, target_strides, vector)
     (columns, _, _), (rows, _, _), *outer = grid
-    local = _work_group(columns, rows)
+    items = (columns, rows, math.prod(size for size, _, _ in outer))
+    local = emitter.work_group(items)
     kernel = emitter.kernels.kernel(
         "movement",
         attributes=emitter.attributes(local),
@@ -83,7 +84,7 @@ def move(
         layer,
         kernel,
         [*pointers, emitter.tensor(target), *starts, *(size for size, _, _ in grid), *steps],
-        (columns, rows, math.prod(size for size, _, _ in outer)),
+        items,
         local,
         KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector),
         nbytes=2 * ITEMSIZE[target.dtype] * math.prod(region),
@@ -109,12 +110,6 @@ def _grid(
     if vector > 1:
         merged[0] = (merged[0][0] // vector, vector, vector)
     return merged + [(1, 0, 0)] * (3 - len(merged))
-
-
-def _work_group(columns: int, rows: int) -> tuple[int, int, int]:
-    """The shape that leaves fewest work-items idle, wide ones first; one of a few, so that kernels are shared."""
-    shapes = [(WORK_GROUP >> k, 1 << k, 1) for k in (0, 2, 4)]
-    return min(shapes, key=lambda shape: -(-columns // shape[0]) * shape[0] * -(-rows // shape[1]) * shape[1])
 
 
 def emit_transpose(emitter: Emitter, layer: Layer) -> None:
