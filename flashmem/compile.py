@@ -16,7 +16,7 @@ from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
 from flashmem.device import TransferMode
-from flashmem.errors import MissingFileError
+from flashmem.errors import MissingFileError, UserError
 from flashmem.granularity import first_attempt
 from flashmem.graph.dequantised import read_integers
 from flashmem.graph.fusion import fuse
@@ -34,6 +34,8 @@ from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
 from flashmem.request import Options, resolve
+from flashmem.runtime.kernel_builder import build_kernels
+from flashmem.runtime.kernel_builder import with_binaries as carrying
 from flashmem.unfusion import Cuts, Pipeline, refine
 
 Progress = Callable[[str, float], None]
@@ -59,6 +61,8 @@ def compile(
     unfusion: bool = True,
     mu: float = 0.1,
     alpha: float = 0.1,
+    build: bool = True,
+    with_binaries: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -82,11 +86,16 @@ def compile(
         unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
         mu: weight of loading distance when fused layers are ranked for a split.
         alpha: the least gain in load capacity, as a share, for which a fused layer is split.
+        build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
+        with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
         progress: called with a stage and the fraction done.
 
     Raises:
         UserError: anything in the model or the arguments that has to be changed, a budget too small among it.
+        RunError: the device's driver refuses a kernel.
     """
+    if with_binaries and not build:
+        raise UserError("a bundle cannot carry kernels that are not built; leave out either --no-build or --with-binaries")
     progress = progress or (lambda stage, fraction: None)
     model = Path(model)
     if not model.is_file():
@@ -105,8 +114,14 @@ def compile(
     )
     options = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes)
     if output is not None:
-        return _compile(model, Path(output), options, progress)
-    return find_or_make(f"{model.stem}-{_key(model, options)}", lambda place: _compile(model, place, options, progress))
+        bundle = _compile(model, Path(output), options, progress)
+    else:
+        name = f"{model.stem}-{_key(model, options)}"
+        bundle = find_or_make(name, lambda place: _compile(model, place, options, progress))
+    if not build:
+        return bundle
+    built = build_kernels(bundle, device, lambda fraction: progress("build kernels", fraction))
+    return carrying(bundle, built) if with_binaries else bundle
 
 
 def _compile(model: Path, output: Path, options: Options, progress: Progress) -> Bundle:

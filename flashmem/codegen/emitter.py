@@ -156,13 +156,13 @@ class Emitter:
         return f"__attribute__((reqd_work_group_size({sizes[0]}, {sizes[1]}, {sizes[2]})))"
 
     def work_group(self, items: Sequence[int]) -> tuple[int, ...]:
-        """A work-group of up to WORK_GROUP items that fits `items`, first direction first."""
-        sizes, left = [], WORK_GROUP
-        for n in items:
-            size = min(left, 1 << (n - 1).bit_length())
-            sizes.append(size)
-            left //= size
-        return tuple(sizes)
+        """The work-group of WORK_GROUP items that leaves fewest idle, wide ones first; one of a few, so that kernels are shared."""
+        if len(items) == 1:
+            return (WORK_GROUP,)
+        shapes = [(WORK_GROUP >> k, 1 << k) for k in (0, 2, 4, 6)]
+        columns, rows, *others = items
+        best = min(shapes, key=lambda shape: -(-columns // shape[0]) * shape[0] * -(-rows // shape[1]) * shape[1])
+        return (*best, *(1 for _ in others))
 
     def vector_for(self, columns: int) -> int:
         """The widest vector that a row of `columns` fills at least once."""
@@ -191,8 +191,9 @@ class Emitter:
         return {"vector": vector, "vec": kinds.named("float"), "ivec": kinds.named("int")}
 
     def operand_args(self, expression: Expression) -> list[Arg]:
-        """The arguments of an expression's operands, in order."""
-        return [self.operand(operand.value) for operand in expression.operands]
+        """The arguments of an expression's operands and of its numbers, in order."""
+        operands = [self.operand(operand.value) for operand in expression.operands]
+        return operands + [Arg("int", number) for number in expression.numbers]
 
 
 def nbytes_of(value: Value) -> int:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move
 from flashmem.runtime.loader import LoaderRun, Span
-from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Program, Queue, event_seconds, wait
+from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, wait
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
@@ -60,13 +60,20 @@ class Resources:
     staged: Mapping[str, Memory]
 
 
+class Kernels(Protocol):
+    """Compiled kernels."""
+
+    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+        """A kernel object of its own with its arguments set. Raises RunError."""
+
+
 def make_steps(
     program: BundleProgram,
     needs: Mapping[int, tuple[str, ...]],
     moves: Mapping[int, LayerMoves],
     resources: Resources,
-    plain: Program,
-    lane: Program | None,
+    plain: Kernels,
+    lane: Kernels | None,
 ) -> list[Step]:
     """The layers of `program`. Layers in `moves` take their kernels from `lane`, all others from `plain`.
 
@@ -91,12 +98,12 @@ def make_steps(
 
 
 def _command(
-    program: Program, name: str, size: tuple[int, ...], group: tuple[int, ...] | None, arguments: Sequence[Any]
+    program: Kernels, name: str, size: tuple[int, ...], group: tuple[int, ...] | None, arguments: Sequence[Any]
 ) -> Command:
     return Command(program.kernel(name, arguments), size, group, tuple(arguments))
 
 
-def _copy(lane: Program | None, move: Move, resources: Resources) -> Command:
+def _copy(lane: Kernels | None, move: Move, resources: Resources) -> Command:
     assert lane is not None
     return _command(lane, move.copier, (move.copy_items,), (COPY_GROUP,), _lane(move, resources))
 

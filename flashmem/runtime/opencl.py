@@ -281,6 +281,11 @@ class Context:
         with _explained(f"use {data.nbytes} mapped bytes in place"):
             return cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
+    def scratch(self, data: Bytes) -> Memory:
+        """A buffer that kernels read and write in the host memory `data`, which must outlive it: for CPUs, where that is no copy."""
+        with _explained(f"use {data.nbytes} bytes in place"):
+            return cl.Buffer(self.handle, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
+
     def sub_buffer(self, buffer: Memory, offset: int, nbytes: int) -> Memory:
         """A part of a buffer, as a buffer."""
         with _explained(f"make a sub-buffer of {nbytes} bytes at {offset}"):
@@ -327,6 +332,11 @@ class Program:
             for index, argument in enumerate(arguments):
                 setter(index, argument)
             return kernel
+
+    def check(self, name: str) -> None:
+        """Make a kernel object and let it go: some drivers compile then. Raises RunError where there is no such kernel."""
+        with _explained(f"set up the kernel {name}"), _without_invokers():
+            cl.Kernel(self._handle, name)
 
     def binary(self) -> bytes:
         """The compiled form. Complete on every driver only after the kernels have run (docs/opencl-notes.md)."""
