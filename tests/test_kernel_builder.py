@@ -173,7 +173,7 @@ def test_a_kernel_that_is_refused_is_an_error_of_compile(empty: Path, tmp_path: 
 
     write_model(tmp_path / "m.onnx", 40, 32)
     monkeypatch.setattr(kernel_builder, "wanted_kernels", spoiled)
-    with pytest.raises(RunError, match="the kernel .* cannot be built: .*; compile with --no-build"):
+    with pytest.raises(RunError, match=r"the kernel .* cannot be built: .*; compile with --no-build"):
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0])
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RunError, match="the driver ended the process that built the kernel"):

@@ -2,7 +2,8 @@
 
 Compilers inside of drivers use one processor and hundreds of megabytes, which stay with the process. So each kernel goes to a
 child process (`flashmem.runtime.kernel_worker`), which builds it, runs it where the driver compiles at the first launch, and
-leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end with their parent.
+leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end with their
+parent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A process that builds kernels for the program cache: one job in a line of stdin, one answer in a line of stdout.
 
-A driver that compiles at the first launch (PoCL) is given that launch: with the numbers of a layer, memory of the sizes that layer has,
-all zero and never touched as a whole, and a grid that is as small as the variant allows.
+A driver that compiles at the first launch (PoCL) is given that launch: with the numbers of a layer, memory of the sizes that it
+has, all zero and never touched as a whole, and a grid that is as small as the variant allows.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _argument(context: Any, kind: str, *value: Any) -> Any:
 
 
 def _stand_in_for_the_general_one(pocl: Path, name: str) -> None:
-    """PoCL is about to compile the kernel once more, for launches of any kind, which takes as long as all else and is never used:
-    where it would put that, it finds what it made for a launch of ours. Who has switched special variants off does use it.
+    """PoCL is about to compile the kernel once more, for launches of any kind, which takes as long as all else and is never used.
+    Where it would put that, it finds what it made for a launch of ours. Who has switched special variants off does use it.
     """
     made = sorted(pocl.glob(f"**/{name}/*/{name}.so"))
     if made and not os.environ.get("POCL_WORK_GROUP_SPECIALIZATION"):
