@@ -156,13 +156,16 @@ class Emitter:
         return f"__attribute__((reqd_work_group_size({sizes[0]}, {sizes[1]}, {sizes[2]})))"
 
     def work_group(self, items: Sequence[int]) -> tuple[int, ...]:
-        """The work-group of WORK_GROUP items that leaves fewest idle, wide ones first; one of a few, so that kernels are shared."""
+        """A work-group of WORK_GROUP items: the widest that leaves few idle of a few shapes: fewer kernels differ."""
         if len(items) == 1:
             return (WORK_GROUP,)
-        shapes = [(WORK_GROUP >> k, 1 << k) for k in (0, 2, 4, 6)]
         columns, rows, *others = items
-        best = min(shapes, key=lambda shape: -(-columns // shape[0]) * shape[0] * -(-rows // shape[1]) * shape[1])
-        return (*best, *(1 for _ in others))
+        whole = {
+            (width, WORK_GROUP // width): -(-columns // width) * -(-rows * width // WORK_GROUP) * WORK_GROUP
+            for width in (64, 16, 4, 1)
+        }
+        shape = next(shape for shape, size in whole.items() if size <= 1.7 * min(whole.values()))
+        return (*shape, *(1 for _ in others))
 
     def vector_for(self, columns: int) -> int:
         """The widest vector that a row of `columns` fills at least once."""

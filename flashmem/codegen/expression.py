@@ -22,7 +22,7 @@ from flashmem.graph.placement import Operand, place
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4
-"""Elements of a vector from which on a division by an argument is no slower than the rest; by a constant it is a multiplication."""
+"""Elements of a vector from which on a division by an argument costs little; by a constant it is a multiplication."""
 
 
 @dataclass(frozen=True)

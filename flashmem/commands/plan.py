@@ -157,6 +157,7 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
         "model": shown.title,
         "device": shown.device,
         "memory_path": shown.program.memory_path,
+        "kernels": _kernels(shown.program),
         "plan": {
             **summary(plan),
             "lambda": plan.lambda_,
@@ -180,6 +181,12 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
     return data
 
 
+def _kernels(program: Program) -> dict[str, int]:
+    """How many different kernels each template gave."""
+    names = sorted({launch.kernel for launch in program.launches})
+    return dict(Counter(name.rsplit("_", 1)[0] for name in names))
+
+
 def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> None:
     plan = shown.plan
     total = sum(weight.nbytes for weight in plan.weights)
@@ -190,6 +197,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "model": f"{shown.title}, for {shown.device} on the {shown.program.memory_path} path",
         "plan": f"{plan.status}, {quality}",
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
+        "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
         **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",

@@ -22,9 +22,7 @@ Number = Callable[[int], str]
 """How an expression says a number: as it is, or by the name of an argument that holds it."""
 
 
-def affine(
-    shape: Sequence[int], strides: Sequence[int], index: str, *, size_as: Number = str, stride_as: Number = str
-) -> str:
+def affine(shape: Sequence[int], strides: Sequence[int], index: str, *, size_as: Number = str, stride_as: Number = str) -> str:
     """The offset of element `index` (row-major over `shape`) in memory with `strides`, as a C expression."""
     terms: list[str] = []
     merged: list[list[int]] = []  # [size, stride], neighbours merged where one stride covers both
@@ -65,9 +63,7 @@ class Operand:
     spread: bool
 
 
-def place(
-    value: Value, domain: Sequence[int], split: int, *, size_as: Number = str, stride_as: Number = str
-) -> Operand | None:
+def place(value: Value, domain: Sequence[int], split: int, *, size_as: Number = str, stride_as: Number = str) -> Operand | None:
     """Where `value` lies under (row, col) of `domain`; None if its columns are neither contiguous nor all the same."""
     strides = broadcast_strides(value.shape, domain)
     columns, column_strides = domain[split:], strides[split:]

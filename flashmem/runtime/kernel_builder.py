@@ -1,8 +1,9 @@
 """Kernels built ahead of the first run, in processes of their own: the program cache is full before anything runs.
 
-Compilers inside of drivers use one processor and hundreds of megabytes, which stay with the process. So each kernel goes to a child
-process (`python -m flashmem.runtime.kernel_worker`), which builds it, runs it where the driver compiles at the first launch, and writes
-the entry of the cache. Children are in a session of their own, where Ctrl-C does not reach them; they end with their parent.
+Compilers inside of drivers use one processor and hundreds of megabytes, which stay with the process. So each kernel goes to a
+child process (`flashmem.runtime.kernel_worker`), which builds it, runs it where the driver compiles at the first launch, and
+leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end with their
+parent.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flashmem.bundle import Bundle, replace_binaries
 from flashmem.errors import FlashmemWarning, RunError, UserError
-from flashmem.paths import VARIABLE, can_be_written
+from flashmem.paths import VARIABLE, can_be_written, no_temporary_folder
 from flashmem.program import Program, lane_kind
 from flashmem.request import choose_mode, device_for
 from flashmem.runtime.devices import Device, descriptor_for
@@ -72,7 +76,8 @@ def build_kernels(bundle: Bundle, device: str = "auto", report: Report = lambda 
     missing = [key for key in wanted if cache.read(key) is None]
     if missing and not can_be_written(cache.folder):
         warnings.warn(
-            f"the program cache {cache.folder} cannot be written, so kernels are built when they first run; set {VARIABLE} to a folder that can",
+            f"the program cache {cache.folder} cannot be written, so kernels are built when they first run; set "
+            f"{VARIABLE} to a folder that can",
             FlashmemWarning,
             stacklevel=3,
         )
@@ -80,7 +85,7 @@ def build_kernels(bundle: Bundle, device: str = "auto", report: Report = lambda 
     if missing:
         report(0.0)
         jobs = [_job(key, wanted[key], program, here) for key in missing]
-        _run(jobs, here, report)
+        _run(jobs, here, cache, report)
     return Built(here, tuple(wanted), len(missing))
 
 
@@ -130,44 +135,55 @@ def _memory(part: Any) -> list[Any]:
     return ["image", part.width, part.height, part.channel] if part.is_image else ["buffer", part.file_bytes]
 
 
-def _run(jobs: list[dict[str, Any]], device: Device, report: Report) -> None:
+def _run(jobs: list[dict[str, Any]], device: Device, cache: ProgramCache, report: Report) -> None:
     """All jobs, each by a child that is free. Ends the children, whatever happens."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for job in sorted(jobs, key=lambda job: -len(job["text"]) * max(1, len(job["trials"]))):
         waiting.put(job)
     done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # why a kernel cannot be built, or None
-    children = [_start(device) for _ in range(min(len(jobs), _processors()))]
-    threads = [threading.Thread(target=_feed, args=(child, waiting, done), daemon=True) for child in children]
+    children: list[subprocess.Popen[str]] = []
+    threads: list[threading.Thread] = []
+    with _folder() as folder:
+        try:
+            for _ in range(min(len(jobs), _processors())):
+                children.append(_start(device, folder))
+                threads.append(threading.Thread(target=_feed, args=(children[-1], waiting, done, cache)))
+                threads[-1].start()
+            for number in range(1, len(jobs) + 1):
+                failure = done.get()
+                if failure is not None:
+                    raise RunError(f"{failure}; compile with --no-build to leave the kernels to the first run")
+                report(number / len(jobs))
+        finally:
+            for child in children:
+                child.kill()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            for child in children:
+                child.wait()
+                for pipe in (child.stdin, child.stdout):
+                    if pipe is not None:
+                        with suppress(OSError):  # what is left of a line that a child did not take
+                            pipe.close()
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
     try:
-        for thread in threads:
-            thread.start()
-        for number in range(1, len(jobs) + 1):
-            failure = done.get()
-            if failure is not None:
-                raise RunError(f"{failure}; compile with --no-build to leave the kernels to the first run")
-            report(number / len(jobs))
-    finally:
-        for child in children:
-            child.kill()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-        for child in children:
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
+        return tempfile.TemporaryDirectory(prefix="flashmem-build-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise no_temporary_folder(error) from error
 
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(device: Device) -> subprocess.Popen[str]:
+def _start(device: Device, folder: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "flashmem.runtime.kernel_worker", device.key],
+            [sys.executable, "-m", "flashmem.runtime.kernel_worker", device.key, folder],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -176,14 +192,18 @@ def _start(device: Device) -> subprocess.Popen[str]:
         )
     except OSError as error:
         raise RunError(
-            f"no process to build kernels can be started ({error.strerror}); compile with --no-build to leave them to the first run"
+            f"no process that builds kernels can be started ({error.strerror}); compile with --no-build to leave them to the "
+            "first run"
         ) from error
 
 
 def _feed(
-    child: subprocess.Popen[str], waiting: queue.SimpleQueue[dict[str, Any]], done: queue.SimpleQueue[str | None]
+    child: subprocess.Popen[str],
+    waiting: queue.SimpleQueue[dict[str, Any]],
+    done: queue.SimpleQueue[str | None],
+    cache: ProgramCache,
 ) -> None:
-    """Give one child one job after the other, and pass on what it says."""
+    """Give one child one job after the other, and put what it makes into the cache."""
     assert child.stdin is not None and child.stdout is not None
     while True:
         try:
@@ -193,13 +213,15 @@ def _feed(
         try:
             child.stdin.write(json.dumps(job) + "\n")
             child.stdin.flush()
-            said = child.stdout.readline()
+            answer = json.loads(child.stdout.readline() or "null")
+            if answer is not None and answer["error"] is None:
+                cache.write(job["key"], Path(answer["file"]).read_bytes())
         except (OSError, ValueError):
-            said = ""
-        if not said:
+            answer = None
+        if answer is None:
             done.put(f"the driver ended the process that built the kernel {job['name']}")
             return
-        error = json.loads(said)["error"]
+        error = answer["error"]
         done.put(None if error is None else f"the kernel {job['name']} cannot be built: {error}")
 
 

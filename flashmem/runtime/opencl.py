@@ -282,7 +282,7 @@ class Context:
             return cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
     def scratch(self, data: Bytes) -> Memory:
-        """A buffer that kernels read and write in the host memory `data`, which must outlive it: for CPUs, where that is no copy."""
+        """A buffer that *is* the host memory `data`, which must outlive it; kernels read and write it. For CPUs."""
         with _explained(f"use {data.nbytes} bytes in place"):
             return cl.Buffer(self.handle, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 

@@ -3,11 +3,11 @@
 Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem; there `programs/KEY.bin`, one file a kernel.
 Key      SHA-256 (hex) over: the format version; the device key (platform, its version, vendor, device, its version, driver
          version); the build options; the kernel's text with all that it needs (`program.kernel_texts`); and its variants, where
-         the driver compiles anew for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model: kernels
-         of the same text are one entry.
+         the driver compiles anew for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model:
+         kernels of the same text are one entry.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  By `flashmem compile` (`kernel_builder`), or after the session's kernels have all run once: into a temporary file in the
-         same folder, renamed when whole. A cache that cannot be written costs a warning, never a run.
+Writing  By `flashmem compile` (`kernel_builder`), or after the session's kernels have all run once: into a temporary file in
+         the same folder, renamed when whole. A cache that cannot be written costs a warning, never a run.
 Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses.
          An entry found wrong is deleted. Nothing is ever migrated: another format version is another key.
 

@@ -320,12 +320,10 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
 
 
 def _batch_levels(batch: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Of each dimension of `batch`, innermost first: its size, and how far apart matrices of stacks `a` and `b` lie; 0 where one
-    is broadcast. Neighbours that one distance covers in both are one dimension; there is at least one.
+    """Of each dimension of `batch`, innermost first: its size, and how far apart matrices of `a` and of `b` lie, 0 where one is
+    broadcast. Neighbours that one distance covers in both are one dimension; there is at least one.
     """
-    steps = [
-        [stride * shape[-2] * shape[-1] for stride in reversed(broadcast_strides(shape[:-2], batch))] for shape in (a, b)
-    ]
+    steps = [[stride * shape[-2] * shape[-1] for stride in reversed(broadcast_strides(shape[:-2], batch))] for shape in (a, b)]
     levels: list[tuple[int, int, int]] = []
     for size, *step in zip(reversed(batch), *steps, strict=True):
         if levels and step == [levels[-1][0] * last for last in levels[-1][1:]]:

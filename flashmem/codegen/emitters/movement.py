@@ -92,9 +92,7 @@ def move(
     )
 
 
-def _grid(
-    region: Sequence[int], source: Sequence[int], target: Sequence[int], vector: int
-) -> list[tuple[int, int, int]]:
+def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int], vector: int) -> list[tuple[int, int, int]]:
     """Size, source stride and target stride of each dimension, innermost first, at least three; a vector counts as one.
 
     Neighbours that one stride covers on both sides are one dimension.
