@@ -160,7 +160,7 @@ class Executor:
         flying: deque[tuple[int, Event]] = deque()  # layers with events, not known to be done
         traced: list[tuple[str, Event, Event]] = []
         done, since = 0, perf_counter()  # the last layer known to be done, and from when
-        launched = 0  # the last layer with an event, or that the device was told to start
+        launched, last = 0, len(self._steps)  # the last layer with an event; the last of all
 
         def retire() -> None:
             nonlocal done, since
@@ -188,16 +188,15 @@ class Executor:
                 events = [queue.launch(each) for each in launches]
                 traced.append((step.name, events[0], events[-1]))
                 flying.append((layer, events[-1]))
-            elif layer in waking or layer >= launched + self._apart or layer == len(self._steps):
+            elif layer in waking or layer >= launched + self._apart or layer == last:
                 queue.launch_all(launches[:-1])
                 flying.append((layer, queue.launch(launches[-1])))
                 queue.flush()
+                launched = layer
             else:
                 queue.launch_all(launches)
-                if layer > 1:
-                    continue
-                queue.flush()
-            launched = layer
+                if layer == 1:
+                    queue.flush()
             while flying and layer - flying[0][0] >= self._apart:
                 retire()
         while flying:
