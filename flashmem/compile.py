@@ -14,6 +14,7 @@ import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.program import Generated, generate
+from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError
 from flashmem.graph.dequantised import read_integers
@@ -197,5 +198,7 @@ def _key(model: Path, options: Options) -> str:
     for path in model_files(load_mapped(model), model):
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
-    content = json.dumps([flashmem.__version__, files, asdict(options)], sort_keys=True, default=str)
+    content = json.dumps(
+        [flashmem.__version__, files, asdict(options), digest(options.descriptor)], sort_keys=True, default=str
+    )
     return hashlib.sha256(content.encode()).hexdigest()[:16]
