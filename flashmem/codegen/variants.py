@@ -34,22 +34,24 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
 
 
 def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
-    """What `variant` costs where nothing was measured, in loads and multiplications of one work-item after the other.
+    """What `variant` costs where nothing was measured, in multiplications of a full device.
 
-    Work-groups run in waves of as many as the device holds at once. A step of depth costs a work-item its multiplications and
-    what it reads: each operand once a block where the group shares it, once an item where it does not.
+    Work-groups run in waves of as many as the device holds. A work-item with many sums hides latency by itself, so fewer fill
+    the device: by the square root of its outputs, it is assumed. A step of depth costs the multiplications and what is read
+    for them: each operand once a block where the group shares it, once an item where it does not.
     """
     down, across = variant.block
+    outputs = variant.rows * variant.columns
     groups = product.batches * math.ceil(product.rows / down) * math.ceil(product.columns / across)
-    waves = math.ceil(groups * variant.group_items / descriptor.parallelism)
-    macs = variant.rows * variant.columns
+    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * variant.group_items))
     reads: float = variant.rows + variant.columns
     if variant.stage:
-        reads = reads * _LOCAL + (down + across) / variant.group_items
-    return waves * math.ceil(product.depth / variant.split) * (macs + _READ * reads)
+        reads = reads * _LOCAL + (down + across) * variant.split / variant.group_items
+    steps = math.ceil(groups / at_once) * math.ceil(product.depth / variant.split)
+    return steps * math.sqrt(outputs) * (1 + _READ * reads / outputs)
 
 
-_READ = 4.0
+_READ = 8.0
 """A read from global memory or a texture, in multiplications: assumed."""
 
 _LOCAL = 0.25
