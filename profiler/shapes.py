@@ -128,8 +128,8 @@ class Batched:
         return self.batches * (self.rows * self.depth + self.depth * self.columns + self.rows * self.columns)
 
     def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for."""
-        return Product("matmul_dynamic", path, self.rows, self.depth, self.columns, self.batches, storage)
+        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        return Product("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
 
     def graph(self) -> Graph:
         """The operator alone."""
@@ -161,8 +161,8 @@ class Attention:
         return 2 * self.heads * self.width * (self.rows + (self.keys or self.rows))
 
     def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for."""
-        return Product("attention", path, self.rows, self.width, self.keys or self.rows, self.heads, storage)
+        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        return Product("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
 
     def graph(self) -> Graph:
         """As exports have it: scores, scaled, softmax, product."""

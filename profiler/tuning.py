@@ -108,10 +108,11 @@ _HALVES = (Matmul(128, 768, 3072), Matmul(1024, 1024, 4096), Matmul(1, 768, 3072
 
 
 def cases(paths: Sequence[MemoryPath]) -> list[Case]:
-    """Everything on the device's default path, then float16 weights on it, then the other paths."""
+    """Everything on the device's default path, then what has weights on the other paths, then float16 weights."""
     first, *others = paths
-    listed = [Case(shape, first) for shape in shapes()] + [Case(shape, first, "float16") for shape in _HALVES]
-    return listed + [Case(shape, path) for path in others for shape in shapes()]
+    listed = [Case(shape, first) for shape in shapes()]
+    listed += [Case(shape, path) for path in others for shape in shapes() if isinstance(shape, Matmul | Convolution)]
+    return listed + [Case(shape, first, "float16") for shape in _HALVES]
 
 
 @dataclass
@@ -302,7 +303,7 @@ class _Tuner:
     def _measured(self, work: _Work) -> list[Timing] | None:
         """Timings of all variants of one case; None if the time was spent in its midst."""
         timings: list[Timing] = []
-        best = inf
+        best, known = inf, dict[object, float]()
         for building in work.building.values():
             building.exception()  # all of them are built before the first one is timed
         for variant in work.variants:
@@ -310,9 +311,12 @@ class _Tuner:
                 return None
             why, seconds = work.refused.get(variant.name, ""), None
             if not why:
+                kernel = _kernel(work.made[variant.name])
                 try:
-                    self._table.under_way(work.product, variant)
-                    seconds = self._seconds(work, variant, best)
+                    if kernel not in known:
+                        self._table.under_way(work.product, variant)
+                        known[kernel] = self._seconds(work, variant, best)
+                    seconds = known[kernel]
                     best = min(best, seconds)
                 except Exception as error:
                     why = _sentence(error)
@@ -335,6 +339,11 @@ class _Tuner:
         if not self._stand.works():
             self._stand.close()
             self._stand = Stand(self._device)
+
+
+def _kernel(made: Generated) -> object:
+    """What tells kernels apart: variants cut to a small matrix, or to one they cannot compute, may be the same one."""
+    return made.source.plain, tuple((launch.kernel, launch.global_size, launch.local_size) for launch in made.program.launches)
 
 
 def _sentence(error: Exception) -> str:

@@ -139,7 +139,10 @@ def _emit_packed(
     node = layer.main
     depth, columns = weight_matrix(node)
     kept = read_weights(emitter, node)
-    product = Product(template, emitter.memory_path, rows, depth, columns // groups, groups)
+    product = Product(
+        template, emitter.memory_path, rows, depth, columns // groups, groups, kept.storage,
+        taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
+    )  # fmt: skip
     plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
     tile = _with(_tile(emitter, layer, product, kept.storage, packed=kept.codes is not None, plain=plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
