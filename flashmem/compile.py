@@ -17,15 +17,13 @@ from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError
-from flashmem.graph.dequantised import read_integers
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_external import model_files
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
+from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
@@ -133,7 +131,7 @@ def read_graph(model: Path, options: Options) -> Graph:
     """
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
-    return assign_layouts(read_integers(normalize(graph)))
+    return prepare(graph)
 
 
 def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:

@@ -19,8 +19,7 @@ from flashmem.device import DeviceDescriptor, Tile
 from flashmem.graph.builder import constant
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.graph.passes import prepare
 from flashmem.program import Launch, Program, Source
 
 from .dataset import SAMPLE
@@ -303,7 +302,7 @@ class Target:
 
 def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
     """Every launch of `graph`, made as `flashmem compile` makes it."""
-    graph = assign_layouts(normalize(graph))
+    graph = prepare(graph)
     layers = fuse(graph)
     operators = {node.name: layer.main.op for layer in layers for node in layer.nodes}
     made = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES)

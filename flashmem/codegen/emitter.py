@@ -168,7 +168,7 @@ class Emitter:
 
     def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
         """Template variables of an expression: its function, its parameters, and the call that finishes `seed`."""
-        names = ([seed] if expression.seed is not None else []) + ["row", "col", *expression.names()]
+        names = ([seed] if expression.seed is not None else []) + [*expression.places(), *expression.names()]
         parameters = "".join(f", {parameter}" for parameter in expression.parameters())
         if not expression.nodes:
             return {"tail": "", "operands": "", "finish": ""}

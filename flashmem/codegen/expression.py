@@ -3,10 +3,12 @@
 A kernel computes its outputs in vectors of `vector` elements at places (row, col) of its output seen as a matrix. The function
 made here takes such a vector through the layer's tail: it loads what else the tail reads, at the places that broadcasting
 gives, and returns the finished vector. Loads may run past the last column by less than a vector; tensors have that slack.
+A vector may also be one column of several rows: then every element is loaded by itself, of rows behind the last that one's.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +22,8 @@ from flashmem.graph.placement import Operand, place
 class Expression:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
-    `seed` is the value that arrives in registers (None if everything is loaded).
+    `seed` is the value that arrives in registers (None if everything is loaded). `down`: a vector is of rows `row`, `row` + 1 ...
+    at one column, and the function takes the number of `rows` too.
     """
 
     nodes: tuple[Node, ...]
@@ -28,6 +31,7 @@ class Expression:
     domain: tuple[int, ...]
     split: int
     vector: int
+    down: bool = False
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -52,22 +56,35 @@ class Expression:
         """Names of the kernel parameters."""
         return [f"e{i}" for i in range(len(self.operands))]
 
+    def places(self) -> list[str]:
+        """The numbers that say where a vector is, in the order in which the function takes them."""
+        return ["row", "col", "rows"] if self.down else ["row", "col"]
+
+    def _load(self, operand: Operand, pointer: str) -> str:
+        """The vector of an operand, in registers."""
+        vector, scalar, dtype = Vector(self.vector), Vector(1), operand.value.dtype
+        if self.down and "row" in operand.index:
+            rows = [re.sub(r"\brow\b", f"min(row + {lane}, rows - 1)", operand.index) for lane in range(self.vector)]
+            return f"({vector.of(dtype)})({', '.join(scalar.load(dtype, pointer, index) for index in rows)})"
+        spread = operand.spread or self.down
+        load = (scalar if spread else vector).load(dtype, pointer, operand.index)
+        return f"({vector.of(dtype)})({load})" if spread else load
+
     def function(self, name: str) -> str:
         """The function `name(seed, row, col, operands...)`, which gives the result as it is stored."""
-        vector, scalar = Vector(self.vector), Vector(1)
+        vector = Vector(self.vector)
         variables: dict[Value, str] = {}
         # No `restrict` here: inlined, it becomes scopes that simulators of devices do not know. The kernel has it.
         pointers = [parameter.replace(" restrict", "") for parameter in self.parameters()]
-        parameters = ["const int row", "const int col", *pointers]
+        parameters = [*(f"const int {place}" for place in self.places()), *pointers]
         if self.seed is not None:
             variables[self.seed] = "v0"
             parameters.insert(0, f"{vector.of(self.seed.dtype)} v0")
         lines = []
         for i, operand in enumerate(self.operands):
             dtype = operand.value.dtype
-            load = (scalar if operand.spread else vector).load(dtype, f"e{i}", operand.index)
             variables[operand.value] = f"x{i}"
-            lines.append(f"    const {vector.of(dtype)} x{i} = {f'({vector.of(dtype)})({load})' if operand.spread else load};")
+            lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, f'e{i}')};")
         for i, node in enumerate(self.nodes, start=1):
             names = [variables[value] for value in node.inputs if value is not None]
             expression, dtype = REGISTRY[node.op].expression, node.outputs[0].dtype
