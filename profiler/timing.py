@@ -20,8 +20,7 @@ from flashmem.device import DeviceDescriptor
 from flashmem.errors import RunError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.graph.passes import prepare
 from flashmem.program import TEXEL_BYTES, Slice
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Command, Resources, make_steps
@@ -41,7 +40,7 @@ _LAYOUT = ("movement",)
 
 def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"] = "fp32") -> Generated:
     """The program of `graph` as `flashmem compile` makes it, but with every weight in one slice where a device allows it."""
-    graph = assign_layouts(normalize(graph))
+    graph = prepare(graph)
     largest = min(_LARGEST_SLICE, descriptor.max_alloc_bytes)
     return generate(graph, fuse(graph), descriptor, precision=precision, slice_bytes=largest)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from flashmem.codegen.program import Generated
 from flashmem.codegen.tuned import SUFFIX, VERSION, Product, Table, Timing, read_table
+from flashmem.codegen.variants import estimate
 from flashmem.device import DeviceDescriptor, Variant, load_descriptor
 from flashmem.errors import UserError
 from flashmem.files import written_whole
@@ -36,7 +37,8 @@ Storage = Literal["float32", "float16"]
 
 _AHEAD = 12  # products whose kernels are built while others are measured, where that disturbs nothing
 _LONGEST = 0.03  # of the time, for one product, by what is known of the device
-_SLOW = 8.0  # times the best variant: not repeated
+_SLOW = 3.0  # times the best variant: not repeated
+_SECONDS = 0.025  # of device time for each variant
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,7 @@ class _Tuner:
             missing = self._table.missing(product, self._descriptor)
             rate = self._rates.get(product.kind, inf)
             if missing and case.shape.flops / rate <= _LONGEST * self._budget:
+                missing.sort(key=lambda variant: estimate(self._descriptor, product, variant))  # good ones rule out slow ones
                 yield self._begin(_Work(case, product, missing))
 
     def _begin(self, work: _Work) -> _Work:
@@ -332,7 +335,7 @@ class _Tuner:
         made = work.made[variant.name]
         work.building[variant.name].result()
         commands = self._stand.commands(made, self._stand.build(made))
-        return max(1e-9, self._stand.time(commands, slow=_SLOW * best).seconds)
+        return max(1e-9, self._stand.time(commands, _SECONDS, _SLOW * best).seconds)
 
     def _recover(self) -> None:
         """A device that failed may refuse everything from then on: a new context then."""

@@ -19,7 +19,7 @@ def profile_device(
     Raises:
         UserError: see `profiler.run.profile`.
     """
-    need_extra("profiling")
+    _need_extra()
     from flashmem.profiler.run import Request, profile
 
     if name and not name.replace("-", "").replace("_", "").isalnum():
@@ -38,7 +38,7 @@ def profile_device(
 
 def retrain_model(dataset: Path) -> Path:
     """Trains anew on a dataset, without a device; returns the path of the models without their suffixes."""
-    need_extra("profiling")
+    _need_extra()
     from flashmem.profiler.run import retrain
 
     path: Path = retrain(dataset)
@@ -53,7 +53,7 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
     Raises:
         UserError: not datasets of this version, too few launches, or matplotlib is missing for `figures`.
     """
-    need_extra("profiling")
+    _need_extra()
     if figures is not None:
         if figures.exists() and not figures.is_dir():
             raise UserError(f"--figures {figures} is not a folder; name one")
@@ -71,8 +71,7 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
             say(f"drew {path}")
 
 
-def need_extra(what: str) -> None:
-    """Raises UserError if a module is missing that `what` needs."""
-    with offline_half(what):
+def _need_extra() -> None:
+    with offline_half("profiling"):
         for module in ("xgboost", "jinja2", "onnx", "ortools"):
             import_module(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashmem.commands.profile import need_extra
+from flashmem.commands.extras import offline_half
 from flashmem.console import progress, say
 from flashmem.errors import UserError
 
@@ -17,9 +17,9 @@ def tune_device(device: str, output: Path | None, *, minutes: float, families: t
     Raises:
         UserError: see `profiler.tuning.tune`; a family that is unknown.
     """
-    need_extra("tuning")
+    with offline_half("tuning"):
+        from flashmem.profiler.tuning import Request, summary, tune
     from flashmem.device import load_descriptor
-    from flashmem.profiler.tuning import Request, summary, tune
 
     unknown = [family for family in families if family not in FAMILIES]
     if unknown:
