@@ -13,11 +13,12 @@ from typing import Literal
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError
-from flashmem.graph.fusion import fuse
+from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_external import model_files
 from flashmem.graph.onnx_import import collect_unsupported, import_model
@@ -30,7 +31,7 @@ from flashmem.planning.plan import Objective, OverlapPlan, Strategy
 from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
-from flashmem.request import Options, resolve
+from flashmem.request import Optimize, Options, resolve
 from flashmem.unfusion import Cuts, Pipeline, refine
 
 Progress = Callable[[str, float], None]
@@ -59,6 +60,7 @@ def compile(
     unfusion: bool = True,
     mu: float = 0.1,
     alpha: float = 0.1,
+    optimize: Optimize = "cold",
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -82,6 +84,7 @@ def compile(
         unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
         mu: weight of loading distance when fused layers are ranked for a split.
         alpha: the least gain in load capacity, as a share, for which a fused layer is split.
+        optimize: choose kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
         progress: called with a stage and the fraction done.
 
     Raises:
@@ -103,7 +106,9 @@ def compile(
         mu=mu,
         alpha=alpha,
     )
-    options = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes)
+    options = resolve(
+        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
+    )
     if output is not None:
         return _compile(model, Path(output), options, progress)
     return find_or_make(f"{model.stem}-{_key(model, options)}", lambda place: _compile(model, place, options, progress))
@@ -145,12 +150,17 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
+    choices = Choices(descriptor, options.optimize)
+
+    def write(layers: Sequence[Layer]) -> Generated:
+        return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES, choices=choices)
 
     def program(cuts: Cuts) -> Generated:
         with watch("fuse"):
             layers = fuse(graph, cuts)
         with watch("generate"):
-            return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+            made = write(layers)
+            return write(layers) if choices.settle() else made
 
     def problem(program: Program) -> Problem:
         with watch("plan_and_check"):

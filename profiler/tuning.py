@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import date
 from math import exp, inf, log
@@ -307,8 +307,9 @@ class _Tuner:
         """Timings of all variants of one case; None if the time was spent in its midst."""
         timings: list[Timing] = []
         best, known = inf, dict[object, float]()
-        for building in work.building.values():
-            building.exception()  # all of them are built before the first one is timed
+        # All of them are built before the first one is timed.
+        if wait(work.building.values(), timeout=max(0.0, self._left)).not_done:
+            return None
         for variant in work.variants:
             if self._left <= 0 and work.building:
                 return None
