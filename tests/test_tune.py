@@ -311,7 +311,7 @@ def test_both_give_the_same_answer(tmp_path: Path) -> None:
     import flashmem
 
     model = Path(__file__).parent / "data" / "vit-tiny.onnx"
-    write_descriptor(tmp_path, POCL, "a test", "cpu")
+    write_descriptor(tmp_path, replace(POCL, variants=VARIANTS[:2]), "a test", "cpu")
     answers = []
     for optimize in ("cold", "steady"):
         device = str(tmp_path / "pocl.toml")
