@@ -26,7 +26,9 @@ DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
 
 
-def _tile(emitter: Emitter, layer: Layer, product: Product, weights: str, *, packed: bool = True, plain: bool = False) -> Tile:
+def _tile(
+    emitter: Emitter, layer: Layer, product: Product, run: int, weights: str, *, packed: bool = True, plain: bool = False
+) -> Tile:
     """The variant for `product`, or the plain one, cut to the matrix: the number of rows that wastes least, panels no wider."""
     node = layer.main
     types = (REGISTER[node.outputs[0].dtype], STORED[node.input(0).dtype])
@@ -47,6 +49,7 @@ def _tile(emitter: Emitter, layer: Layer, product: Product, weights: str, *, pac
         rows, columns, vector, texture, variant.local_size, weights, *types, STORED[layer.output.dtype],
         stage=variant.stage, double=variant.double, split=variant.split,
         aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
+        whole=bool(variant.stage) and run % variant.stage == 0,
     )  # fmt: skip
 
 
@@ -147,13 +150,14 @@ def _emit_packed(
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
     plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
-    tile = _with(_tile(emitter, layer, product, kept.storage, packed=kept.codes is not None, plain=plain), kept)
+    tile = _with(_tile(emitter, layer, product, run, kept.storage, packed=kept.codes is not None, plain=plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
     fold_unit = step if template == "matmul" else run
     packing = Packing(
         depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
     )
+    tile = replace(tile, folded=packing.folds > 1)
     if template != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
     tail = emitter.tail(layer, tile.vector)
@@ -296,7 +300,7 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     right, kept = read_both(emitter, layer.main)
     product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches)
     floats = kept.storage == "float32" and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
-    tile = _with(_tile(emitter, layer, product, kept.storage, packed=False, plain=not floats), kept)
+    tile = _with(_tile(emitter, layer, product, depth, kept.storage, packed=False, plain=not floats), kept)
     tail = emitter.tail(layer, tile.vector)
     kernel = emitter.kernels.kernel(
         "matmul_dynamic",
