@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | check | cache | profile | simulate | sweep | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | check | cache | profile | tune | simulate | sweep | zoo | demo`.
 
 Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
@@ -207,6 +207,32 @@ def profile(
     else:
         models = tuple(model or ())
         print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))
+
+
+@app.command()
+def tune(
+    device: Device = None,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Time to measure, of this call.")] = 4.0,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only kernels of this family: matmul, conv, matmul_dynamic, attention; repeatable."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Where the table and the descriptor that names it go.",
+            show_default="beside a descriptor in a file, else here",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure what the table lacks, or begin anew.")] = True,
+) -> None:
+    """Measure a device's kernel variants, most useful shapes first, and print the path of the descriptor to compile with."""
+    from flashmem.commands.tune import tune_device
+
+    print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))
 
 
 @app.command()

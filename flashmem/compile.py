@@ -13,12 +13,14 @@ from typing import Literal
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, UserError
 from flashmem.granularity import first_attempt
-from flashmem.graph.fusion import fuse
+from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_external import model_files
 from flashmem.graph.onnx_import import collect_unsupported, import_model
@@ -31,7 +33,7 @@ from flashmem.planning.plan import Objective, OverlapPlan, Strategy
 from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
-from flashmem.request import Options, resolve
+from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import build_kernels
 from flashmem.runtime.kernel_builder import with_binaries as carrying
 from flashmem.unfusion import Cuts, Pipeline, refine
@@ -61,6 +63,7 @@ def compile(
     alpha: float = 0.1,
     build: bool = True,
     with_binaries: bool = False,
+    optimize: Optimize = "cold",
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -86,6 +89,7 @@ def compile(
         alpha: the least gain in load capacity, as a share, for which a fused layer is split.
         build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
         with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
+        optimize: choose kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
         progress: called with a stage and the fraction done.
 
     Raises:
@@ -110,7 +114,9 @@ def compile(
         mu=mu,
         alpha=alpha,
     )
-    options = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes)
+    options = resolve(
+        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
+    )
     if output is not None:
         bundle = _compile(model, Path(output), options, progress)
     else:
@@ -158,12 +164,17 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
+    choices = Choices(descriptor, options.optimize)
+
+    def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
+        return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
             layers = fuse(graph, cuts)
         with watch("generate"):
-            return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing)
+            made = write(layers, slicing)
+            return write(layers, slicing) if choices.settle() else made
 
     def problem(program: Program) -> Problem:
         with watch("plan_and_check"):
@@ -212,5 +223,7 @@ def _key(model: Path, options: Options) -> str:
     for path in model_files(load_mapped(model), model):
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
-    content = json.dumps([flashmem.__version__, files, asdict(options)], sort_keys=True, default=str)
+    content = json.dumps(
+        [flashmem.__version__, files, asdict(options), digest(options.descriptor)], sort_keys=True, default=str
+    )
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -18,6 +18,9 @@ Channel = Literal["float", "half", "uint8", "uint16"]
 TEXEL_BYTES: dict[Channel, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 8}
 
 OperatorClass = Literal["elemental", "reusable", "hierarchical"]
+Optimize = Literal["cold", "steady"]
+"""Whether kernels are chosen for the first answer, building and loading included, or for later ones."""
+
 TableType = Literal["float32", "float16", "int8", "uint8", "int4", "uint4"]
 """What the elements of a table are that the host picks rows from. Two of 4 bits share a byte, low nibble first."""
 

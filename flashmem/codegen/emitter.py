@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.codegen.packing_list import PackingList
@@ -40,6 +41,7 @@ class Emitter:
     half: bool
     slicing: Slicing
     kernels: KernelLibrary
+    choices: Choices
     weights: PackingList = field(default_factory=PackingList)
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)

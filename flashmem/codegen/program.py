@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Emitter, tensor_bytes
 from flashmem.codegen.emitters import emit
 from flashmem.codegen.packing_list import PackingList
@@ -39,11 +40,15 @@ def generate(
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
     slicing: Slicing = FINEST,
+    choices: Choices | None = None,
 ) -> Generated:
-    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later."""
+    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later.
+
+    `choices` says which variant computes a contraction; without it the one that does so soonest.
+    """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
-    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary())
+    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor))
     results, copies = _results(graph, emitter)
     layers = [*layers, *copies]
     gathered: dict[Value, tuple[Node, str]] = {}

@@ -133,6 +133,8 @@ def _describe(platform: Any, device: Any) -> Device:
         unified_memory=bool(device.host_unified_memory),
         compute_units=device.max_compute_units,
         handle=device,
+        local_memory_bytes=device.local_mem_size,
+        max_group_items=device.max_work_group_size,
     )
 
 

@@ -15,7 +15,7 @@ from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.codegen.scaling import Kept, read_both, read_weights
 from flashmem.codegen.tile import Tile
-from flashmem.codegen.variants import Product, choose
+from flashmem.codegen.variants import Product
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED, scalar_literal
@@ -33,7 +33,10 @@ def _tile(
     node = layer.main
     types = (REGISTER[node.outputs[0].dtype], STORED[node.input(0).dtype])
     floats = types == ("float", "float") and weights in ("float32", "float16")
-    variant = emitter.descriptor.variants_of(product.family)[0] if plain or not floats else choose(emitter.descriptor, product)
+    if plain or not floats:
+        variant = emitter.descriptor.variants_of(product.family)[0]
+    else:
+        variant = emitter.choices.variant(product, [node.op for node in layer.tail])
     texture = packed and emitter.memory_path == "texture"
     rows, columns, vector = variant.rows, variant.columns, variant.vector
     if not variant.stage:
@@ -142,7 +145,10 @@ def _emit_packed(
     node = layer.main
     depth, columns = weight_matrix(node)
     kept = read_weights(emitter, node)
-    product = Product(template, emitter.memory_path, rows, depth, columns // groups, groups)
+    product = Product(
+        template, emitter.memory_path, rows, depth, columns // groups, groups, kept.storage,
+        taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
+    )  # fmt: skip
     plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
     tile = _with(_tile(emitter, layer, product, run, kept.storage, packed=kept.codes is not None, plain=plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
