@@ -78,7 +78,7 @@ def _argument(context: Any, kind: str, *value: Any) -> Any:
 
 
 def _stand_in_for_the_general_one(pocl: Path, name: str) -> None:
-    """PoCL is about to compile the kernel once more, for launches of any kind, which takes as long as all else and is never used.
+    """PoCL is about to compile the kernel once more, for launches of any kind: as long as all else takes, and never used.
     Where it would put that, it finds what it made for a launch of ours. Who has switched special variants off does use it.
     """
     made = sorted(pocl.glob(f"**/{name}/*/{name}.so"))
