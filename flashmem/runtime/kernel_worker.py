@@ -24,7 +24,11 @@ def main() -> None:
     key, folder = sys.argv[1], Path(sys.argv[2], str(os.getpid()))
     # PoCL's own cache, for this process only: what it made of one kernel is all there.
     pocl = folder / "pocl"
-    pocl.mkdir(parents=True)
+    try:
+        folder.mkdir()
+        pocl.mkdir()
+    except FileNotFoundError:  # whoever asked is gone, and has removed the folder
+        return
     os.environ[_POCL_FOLDER] = str(pocl)
     _answer(key, folder, pocl, answers)
     shutil.rmtree(folder, ignore_errors=True)  # stdin ends only where whoever asked was killed
