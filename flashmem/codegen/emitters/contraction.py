@@ -170,7 +170,7 @@ def _emit_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
-        parts = emitter.parts(node.input(1), packing, -(-rows // tile.rows))
+        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [
