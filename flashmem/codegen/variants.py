@@ -11,7 +11,10 @@ from flashmem.program import MemoryPath
 
 @dataclass(frozen=True)
 class Product:
-    """A contraction as kernels see it: `batches` products of [rows, depth] and [depth, columns]."""
+    """A contraction as kernels see it: `batches` products of [rows, depth] and [depth, columns].
+
+    `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
+    """
 
     family: str
     path: MemoryPath
@@ -19,11 +22,14 @@ class Product:
     depth: int
     columns: int
     batches: int = 1
+    widest: int | None = None
 
 
 def choose(descriptor: DeviceDescriptor, product: Product) -> Variant:
-    """The variant for `product`, by `estimate`."""
-    return min(descriptor.variants_of(product.family), key=lambda variant: estimate(descriptor, product, variant))
+    """The variant for `product`, by `estimate`; the plain one where the others' panels are too wide."""
+    plain, *others = descriptor.variants_of(product.family)
+    able = [variant for variant in others if product.widest is None or variant.block[1] <= product.widest]
+    return min((plain, *able), key=lambda variant: estimate(descriptor, product, variant))
 
 
 def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:

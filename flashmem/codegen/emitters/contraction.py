@@ -33,7 +33,11 @@ def _tile(
     node = layer.main
     types = (REGISTER[node.outputs[0].dtype], STORED[node.input(0).dtype])
     floats = types == ("float", "float") and weights in ("float32", "float16")
-    variant = emitter.descriptor.variants_of(product.family)[0] if plain or not floats else choose(emitter.descriptor, product)
+    if plain or not floats:
+        variant = emitter.descriptor.variants_of(product.family)[0]
+    else:
+        widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
+        variant = choose(emitter.descriptor, replace(product, widest=widest))
     texture = packed and emitter.memory_path == "texture"
     rows, columns, vector = variant.rows, variant.columns, variant.vector
     if not variant.stage:
