@@ -197,7 +197,7 @@ def _matmul(d: Drawing, op: str) -> None:
 
 
 def _attention(d: Drawing, op: str) -> None:
-    """Queries, keys and values wherever they lie; what models do to scores; softmax; the answer with its heads where they were."""
+    """Queries, keys and values wherever they lie, what models do to scores, softmax, the answer; each step is a node."""
     kind = d.rng.choice(d.types_of(op))
     sizes = [size for size in d.sizes if size]
     batch = tuple(d.rng.choice(sizes) for _ in range(d.rng.choice((0, 1, 2, 2))))

@@ -17,7 +17,7 @@ FEW_ROWS = 4
 """Queries up to which a GPU's work-group deals out keys rather than queries."""
 
 PRIVATE_BYTES = 24 << 10
-"""Of queries and sums that a work-item of a CPU keeps: more of them share a load, but they have to stay in the nearest cache."""
+"""Of queries and sums that a work-item of a CPU keeps: more of them share a load, but the nearest cache has to hold them."""
 
 LOCAL_BYTES = {"nvidia": 48 << 10}
 """Local memory of a work-group, by descriptor, where it is more than `LEAST_LOCAL_BYTES`."""
@@ -55,8 +55,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """A work-group of `across` x `down` work-items, each with `each` queries and `vector` keys of the block, and `staged` channels
-    in local memory at a time.
+    """A work-group of `across` x `down` work-items, each with `each` queries and `vector` keys of the block; `staged` channels
+    are in local memory at a time.
     """
 
     across: int
