@@ -29,8 +29,8 @@ _DIVIDED = 4
 class Expression:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
-    `seed` is the value that arrives in registers (None if everything is loaded). `down`: a vector is of rows `row`, `row` + 1 ...
-    at one column, and the function takes the number of `rows` too.
+    `seed` is the value that arrives in registers (None if everything is loaded). `down`: a vector is of rows `row`, `row` + 1
+    and so on at one column, and the function takes the number of `rows` too.
     """
 
     nodes: tuple[Node, ...]
