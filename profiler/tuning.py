@@ -21,7 +21,7 @@ from flashmem.codegen.program import Generated
 from flashmem.codegen.tuned import SUFFIX, VERSION, Product, Table, Timing, read_table
 from flashmem.codegen.variants import estimate
 from flashmem.device import DeviceDescriptor, Variant, load_descriptor
-from flashmem.errors import UserError
+from flashmem.errors import RunError, UserError
 from flashmem.files import written_whole
 from flashmem.program import MemoryPath
 from flashmem.request import device_here
@@ -137,6 +137,7 @@ def tune(request: Request, progress: Progress, every: Iterable[Case] | None = No
     Raises:
         NoDeviceError: no such device.
         UserError: a table of another device is in the way, or there is nothing to choose: the device lists no variants.
+        RunError: the device is lost; what was measured is in the table.
     """
     begun = perf_counter()
     device = device_here(request.device)
@@ -339,10 +340,16 @@ class _Tuner:
         return max(1e-9, self._stand.time(commands, _SECONDS, _SLOW * best).seconds)
 
     def _recover(self) -> None:
-        """A device that failed may refuse everything from then on: a new context then."""
+        """A device that failed may refuse everything from then on: a new context then.
+
+        Raises:
+            RunError: that one is refused everything, too; the next process will not try what it failed with.
+        """
         if not self._stand.works():
             self._stand.close()
             self._stand = Stand(self._device)
+            if not self._stand.works():
+                raise RunError("the device refuses everything since a variant failed; call flashmem tune again to go on")
 
 
 def _kernel(made: Generated) -> object:
