@@ -36,7 +36,8 @@ Progress = Callable[[str, float], None]
 Storage = Literal["float32", "float16"]
 
 _AHEAD = 12  # products whose kernels are built while others are measured, where that disturbs nothing
-_LONGEST = 0.03  # of the time, for one product, by what is known of the device
+_LONGEST = 0.1  # of the time, for one product, by what is known of the device
+_LAUNCHES = 6  # of each variant, at least
 _SLOW = 3.0  # times the best variant: not repeated
 _SECONDS = 0.025  # of device time for each variant
 
@@ -270,7 +271,8 @@ class _Tuner:
             product = case.product
             missing = self._table.missing(product, self._descriptor)
             rate = self._rates.get(product.kind, inf)
-            if missing and case.shape.flops / rate <= _LONGEST * self._budget:
+            longest = _LAUNCHES * len(missing) * case.shape.flops / rate
+            if missing and longest <= _LONGEST * self._budget:
                 missing.sort(key=lambda variant: estimate(self._descriptor, product, variant))  # good ones rule out slow ones
                 yield self._begin(_Work(case, product, missing))
 
