@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from flashmem import __version__
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.options import (
+    Build,
     Device,
     Disk,
     Json,
@@ -83,11 +84,15 @@ def compile_(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; the user's cache without it.")
     ] = None,
+    build: Build = True,
+    with_binaries: Annotated[
+        bool, typer.Option("--with-binaries", help="Keep the compiled kernels in the bundle, for devices exactly like this.")
+    ] = False,
 ) -> None:
-    """Compile a model into a bundle, and print the bundle's path."""
+    """Compile a model into a bundle, and its kernels if the device is here, and print the bundle's path."""
     from flashmem.commands.compiling import compile_here
 
-    print(compile_here(model, output, options).path)
+    print(compile_here(model, output, options, build=build, with_binaries=with_binaries).path)
 
 
 @app.command()
@@ -112,13 +117,16 @@ def run(
     check_weights: Annotated[
         bool, typer.Option("--check-weights/--no-check-weights", help="Compare weights with their digests as they come in.")
     ] = False,
+    build: Build = True,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
     chosen = strategy and strategy.value
     run_model(
-        model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights)
+        model,
+        options,
+        RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build),
     )
 
 

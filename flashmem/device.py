@@ -117,7 +117,7 @@ class DeviceDescriptor:
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
-    parallelism: int = 64  # work-items that fill the device
+    parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
     tile: Tile = field(default_factory=Tile)
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
     only: str = ""  # the one variant to use where it can be, by its name: for measurements

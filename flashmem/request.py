@@ -71,6 +71,15 @@ def device_here(name: str = "auto", *, prefer: str | None = None) -> Device:
     return find_device("auto" if _is_file(name) else name, prefer)
 
 
+def device_for(descriptor: str, name: str = "auto") -> Device | None:
+    """The device that is here and that `descriptor` is of, if there is one; `name` is what was asked to compile for."""
+    try:
+        found = device_here(name, prefer=descriptor)
+    except NoDeviceError:
+        return None
+    return found if found.descriptor_name == descriptor else None
+
+
 def find_descriptor(
     device: str = "auto", memory_path: str = "auto", *, own: DeviceDescriptor | None = None
 ) -> DeviceDescriptor:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.program import Generated, generate
+from flashmem.codegen.slicing import Slicing
 from flashmem.device import DeviceDescriptor
 from flashmem.errors import RunError
 from flashmem.graph.fusion import fuse
@@ -42,7 +43,7 @@ def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp
     """The program of `graph` as `flashmem compile` makes it, but with every weight in one slice where a device allows it."""
     graph = prepare(graph)
     largest = min(_LARGEST_SLICE, descriptor.max_alloc_bytes)
-    return generate(graph, fuse(graph), descriptor, precision=precision, slice_bytes=largest)
+    return generate(graph, fuse(graph), descriptor, precision=precision, slicing=Slicing(least=largest, most=largest))
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Stand:
         return [sum(end - start for start, end in map(event_seconds, run)) for run in events]
 
     def _launch(self, command: Command) -> Any:
-        return self.queue.launch(command.kernel, command.global_size, command.local_size)
+        return self.queue.launch(self.queue.prepare(command.kernel, command.global_size, command.local_size))
 
 
 def _rounded(nbytes: int) -> int:

@@ -196,7 +196,9 @@ def standard(m: Model) -> None:
 
 def contributed(m: Model) -> None:
     """ONNX Runtime's operator."""
-    m.answer(m.op("MultiHeadAttention", m.input(2, 7, 24), m.input(2, 9, 24), m.input(2, 9, 24), num_heads=3, domain="com.microsoft"))
+    m.answer(
+        m.op("MultiHeadAttention", m.input(2, 7, 24), m.input(2, 9, 24), m.input(2, 9, 24), num_heads=3, domain="com.microsoft")
+    )
 
 
 FORMS: dict[str, Callable[[Model], None]] = {

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from attention_cases import FORMS, Model, plain, read_elsewhere
+from attention_cases import FORMS, Model, read_elsewhere
 from compared import DEVICES, by_runtime
 
 import flashmem
-from flashmem.device import load_descriptor
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.operators import why_unsupported

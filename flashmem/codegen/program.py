@@ -14,6 +14,7 @@ from flashmem.codegen.emitter import Emitter, tensor_bytes
 from flashmem.codegen.emitters import emit
 from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.row_gather import host_indices, place_rows
+from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
@@ -38,7 +39,7 @@ def generate(
     descriptor: DeviceDescriptor,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
-    slice_bytes: int = 4 << 20,
+    slicing: Slicing = FINEST,
     choices: Choices | None = None,
 ) -> Generated:
     """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later.
@@ -47,7 +48,7 @@ def generate(
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
-    emitter = Emitter(descriptor, path, half, slice_bytes, KernelLibrary(), choices or Choices(descriptor))
+    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor))
     results, copies = _results(graph, emitter)
     layers = [*layers, *copies]
     gathered: dict[Value, tuple[Node, str]] = {}

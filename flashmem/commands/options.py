@@ -95,6 +95,10 @@ Shape = Annotated[
 RunStrategyOption = Annotated[
     RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
 ]
+Build = Annotated[
+    bool,
+    typer.Option("--build/--no-build", help="Compile the kernels ahead, if the device is here; else they are at first use."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
 BUNDLE_OPTIONS: dict[str, Any] = {

@@ -54,6 +54,11 @@ class Device:
         return self.kind == "cpu" and "intel" in self.platform.lower()
 
     @property
+    def compiles_at_launch(self) -> bool:
+        """Whether the driver compiles a kernel when it is first launched, anew for other sizes (docs/opencl-notes.md)."""
+        return "portable computing language" in self.platform.lower()
+
+    @property
     def descriptor_name(self) -> str:
         """The shipped descriptor that fits best."""
         return fitting_descriptor(self.kind, self.platform, self.name, self.version, descriptor_names())
