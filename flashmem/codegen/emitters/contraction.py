@@ -34,7 +34,7 @@ def _tile(
     types = (REGISTER[node.outputs[0].dtype], STORED[node.input(0).dtype])
     floats = types == ("float", "float") and weights in ("float32", "float16")
     if plain or not floats:
-        variant = emitter.descriptor.variants_of(product.family)[0]
+        variant = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
         variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
