@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from attention_cases import FORMS, Model, read_elsewhere
+from attention_cases import FORMS, Model, plain, read_elsewhere
 from compared import DEVICES, by_runtime
 
 import flashmem
