@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.program import generate
+from flashmem.codegen.slicing import Slicing
 from flashmem.device import DeviceDescriptor, Tile
 from flashmem.graph.builder import constant
 from flashmem.graph.fusion import fuse
@@ -26,8 +27,6 @@ from .dataset import SAMPLE
 
 Precision = Literal["fp32", "fp16"]
 T = TypeVar("T")
-SLICE_BYTES = 4 << 20
-"""Weights are cut as `flashmem compile` cuts them."""
 
 
 class Draw:
@@ -305,7 +304,7 @@ def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision,
     graph = prepare(graph)
     layers = fuse(graph)
     operators = {node.name: layer.main.op for layer in layers for node in layer.nodes}
-    made = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES)
+    made = generate(graph, layers, descriptor, precision=precision, slicing=Slicing(most=None))
     found = []
     for i, launch in enumerate(made.program.launches):
         operator = operators.get(launch.operators[0], "") if launch.operators else ""

@@ -4,6 +4,9 @@ A kernel computes its outputs in vectors of `vector` elements at places (row, co
 made here takes such a vector through the layer's tail: it loads what else the tail reads, at the places that broadcasting
 gives, and returns the finished vector. Loads may run past the last column by less than a vector; tensors have that slack.
 A vector may also be one column of several rows: then every element is loaded by itself, of rows behind the last that one's.
+
+Kernels of networks differ most in sizes, so those are arguments: steps of operands from row to row, and, where an element of a
+vector does not feel a division, the sizes that rows are divided by.
 """
 
 from __future__ import annotations
@@ -16,6 +19,11 @@ from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.placement import Operand, place
+
+_COMMUTATIVE = ("Add", "Mul")
+_DIVIDED = 4
+"""Elements of a vector from which on a division by an argument costs little; by a constant it is a multiplication. A vector of
+rows divides for each of its elements."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +41,37 @@ class Expression:
     vector: int
     down: bool = False
 
-    @cached_property
+    @property
     def operands(self) -> tuple[Operand, ...]:
         """Tensors the expression reads, in order of first use, each with its place. Fusion took in none without."""
+        return self._placed[0]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The sizes and steps that the places refer to, as f0, f1 ..."""
+        return self._placed[1]
+
+    @cached_property
+    def _placed(self) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
+        numbers: list[int] = []
+
+        def argument(number: int) -> str:
+            numbers.append(number)
+            return f"f{len(numbers) - 1}"
+
+        size_as = argument if self.vector >= _DIVIDED and not self.down else str
         inside = {node.outputs[0] for node in self.nodes} | {self.seed}
-        values = dict.fromkeys(v for node in self.nodes for v in node.inputs if v is not None and v not in inside)
-        placed = [place(value, self.domain, self.split) for value in values]
-        return tuple(operand for operand in placed if operand is not None)
+        values = dict.fromkeys(v for node in self.nodes for v in self._inputs(node) if v not in inside)
+        placed = [place(value, self.domain, self.split, size_as=size_as, stride_as=argument) for value in values]
+        return tuple(operand for operand in placed if operand is not None), tuple(numbers)
+
+    def _inputs(self, node: Node) -> list[Value]:
+        """The operands of a node. A sum is one kernel whichever operand comes first."""
+        values = [value for value in node.inputs if value is not None]
+        if node.op not in _COMMUTATIVE:
+            return values
+        made = {other.outputs[0] for other in self.nodes} | {self.seed}
+        return sorted(values, key=lambda value: value not in made)
 
     @property
     def result(self) -> Value:
@@ -49,12 +81,13 @@ class Expression:
         return value
 
     def parameters(self) -> list[str]:
-        """Kernel parameters, in the order of `operands`."""
-        return [f"__global const {STORED[o.value.dtype]}* restrict e{i}" for i, o in enumerate(self.operands)]
+        """Kernel parameters, in the order of `operands`, then of `numbers`."""
+        pointers = [f"__global const {STORED[o.value.dtype]}* restrict e{i}" for i, o in enumerate(self.operands)]
+        return pointers + [f"const int f{i}" for i in range(len(self.numbers))]
 
     def names(self) -> list[str]:
         """Names of the kernel parameters."""
-        return [f"e{i}" for i in range(len(self.operands))]
+        return [f"e{i}" for i in range(len(self.operands))] + [f"f{i}" for i in range(len(self.numbers))]
 
     def places(self) -> list[str]:
         """The numbers that say where a vector is, in the order in which the function takes them."""
@@ -86,7 +119,7 @@ class Expression:
             variables[operand.value] = f"x{i}"
             lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, f'e{i}')};")
         for i, node in enumerate(self.nodes, start=1):
-            names = [variables[value] for value in node.inputs if value is not None]
+            names = [variables[value] for value in self._inputs(node)]
             expression, dtype = REGISTRY[node.op].expression, node.outputs[0].dtype
             assert expression is not None, f"{node.op} is not elementwise"
             variables[node.outputs[0]] = f"v{i}"

@@ -1,0 +1,58 @@
+"""Which of a device's variants computes a contraction."""
+
+from __future__ import annotations
+
+import math
+
+from flashmem.codegen.tuned import Product as Product
+from flashmem.codegen.tuned import tuned_table
+from flashmem.device import DeviceDescriptor, Variant
+
+
+def choose(descriptor: DeviceDescriptor, product: Product) -> Variant:
+    """The variant that computes `product` soonest: the first of them in the device's list."""
+    times = seconds(descriptor, product)
+    return min(times, key=lambda variant: times[variant])
+
+
+def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, float]:
+    """What the device's variants take for `product`: as measured on the nearest product of the tuned table, else estimated.
+
+    Where something near was measured, variants that were not, or failed, are left out.
+
+    Raises:
+        UserError: the tuned table that the descriptor names is missing or damaged.
+    """
+    variants = descriptor.variants_of(product.family)
+    if len(variants) > 1:
+        table = tuned_table(descriptor)
+        measured = table.seconds(product, variants) if table else {}
+        if measured:
+            return measured
+    step = descriptor.parallelism * 2 / descriptor.rates.gemm_flops  # of all work-items at once
+    return {variant: step * estimate(descriptor, product, variant) for variant in variants}
+
+
+def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+    """What `variant` costs where nothing was measured, in multiplications of a full device.
+
+    Work-groups run in waves of as many as the device holds. A work-item with many sums hides latency by itself, so fewer fill
+    the device: by the square root of its outputs, it is assumed. A step of depth costs the multiplications and what is read
+    for them: each operand once a block where the group shares it, once an item where it does not.
+    """
+    down, across = variant.block
+    outputs = variant.rows * variant.columns
+    groups = product.batches * math.ceil(product.rows / down) * math.ceil(product.columns / across)
+    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * variant.group_items))
+    reads: float = variant.rows + variant.columns
+    if variant.stage:
+        reads = reads * _LOCAL + (down + across) * variant.split / variant.group_items
+    steps = math.ceil(groups / at_once) * math.ceil(product.depth / variant.split)
+    return steps * math.sqrt(outputs) * (1 + _READ * reads / outputs)
+
+
+_READ = 8.0
+"""A read from global memory or a texture, in multiplications: assumed."""
+
+_LOCAL = 0.25
+"""A read from local memory, in reads from global memory: assumed."""
