@@ -194,6 +194,19 @@ def standard(m: Model) -> None:
     m.answer(m.op("Attention", q, k, v, is_causal=1, softcap=2.0, scale=0.4))
 
 
+def standard_masked(m: Model) -> None:
+    """ONNX's own operator with a mask of booleans, in which one query sees nothing: its answer is 0."""
+    mask = m.generator.random((19, 12)) < 0.6
+    mask[4] = False
+    m.answer(m.op("Attention", m.input(2, 4, 19, 8), m.input(2, 2, 12, 8), m.input(2, 2, 12, 8), m.given(mask)))
+
+
+def few_masked(m: Model) -> None:
+    """The same of two queries."""
+    mask = np.array([[False] * 9, [True] * 9])
+    m.answer(m.op("Attention", m.input(2, 4, 2, 8), m.input(2, 4, 9, 8), m.input(2, 4, 9, 8), m.given(mask)))
+
+
 def contributed(m: Model) -> None:
     """ONNX Runtime's operator."""
     m.answer(
@@ -223,6 +236,8 @@ FORMS: dict[str, Callable[[Model], None]] = {
     "strided": strided,
     "images": images,
     "standard": standard,
+    "standard, masked": standard_masked,
+    "few, masked": few_masked,
     "contributed": contributed,
 }
 """Every form by name; each adds one answer to a model."""

@@ -21,7 +21,10 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 
 DATA = Path(__file__).parent / "data"
-SOME = ("one query", "three queries", "197 queries", "257 of one channel", "heads of 160", "guarded", "causal", "strided")
+SOME = (
+    "few, masked", "three queries", "one query", "standard, masked", "197 queries", "257 of one channel", "heads of 160",
+    "guarded", "causal", "strided",
+)  # fmt: skip
 """What differs between devices."""
 
 
@@ -40,7 +43,9 @@ def test_every_form_is_one_operator_that_reads_its_parts_where_they_lie(name: st
     FORMS[name](model)
     found = operators(graph_of(model, tmp_path))
     assert found.count("FusedAttention") == 1
-    assert set(found) - {"FusedAttention", "Reshape"} <= ({"Conv", "Transpose"} if name == "images" else set())
+    left = {"images": {"Conv", "Transpose"}}  # of the convolution's input
+    left |= dict.fromkeys(("standard, masked", "few, masked"), {"Where", "ReduceMax", "Equal"})  # of the mask alone
+    assert set(found) - {"FusedAttention", "Reshape"} <= left.get(name, set())
 
 
 @pytest.mark.parametrize(("name", "model"), list(read_elsewhere()))

@@ -43,6 +43,7 @@ class _Found:
     output: View
     scores: Scores
     operands: list[_Operand]
+    dropped: bool
     last: Node
     name: str
 
@@ -88,10 +89,10 @@ def _attention(softmax: Node, readers: _Readers) -> _Found | None:
     keys = softmax.input(0).shape[-1]
     if softmax.attributes["axes"] != (len(softmax.input(0).shape) - 1,) or not softmax.input(0).size:
         return None
-    behind, before = _product_behind(softmax.outputs[0], readers), _chain(softmax, readers)
+    behind, before = _behind(softmax.outputs[0], readers), _chain(softmax, readers)
     if behind is None or before is None:
         return None
-    (second, guarded), (first, chain) = behind, before
+    second, (first, chain) = behind.product, before
     product, made = first.outputs[0], second.outputs[0]
     if made.shape[-2] != product.shape[-2] or made.size * keys != product.size * made.shape[-1] or not made.size:
         return None
@@ -101,7 +102,7 @@ def _attention(softmax: Node, readers: _Readers) -> _Found | None:
     if not 0 < first.input(0).shape[-1] <= LARGEST_HEAD or made.shape[-1] > LARGEST_HEAD:
         return None
     score, chain, scale = _scaled(product, chain)
-    steps = _scores(score, softmax, chain, guarded=guarded)
+    steps = _scores(score, softmax, chain, behind)
     if steps is None:
         return None
     query, key, value = (
@@ -109,7 +110,9 @@ def _attention(softmax: Node, readers: _Readers) -> _Found | None:
         for part, other in zip(parts, (product, product, made), strict=True)
     )
     last, output = _target(second, readers)
-    return _Found(replace(query, scale=query.scale * scale), key, value, output, *steps, last, second.name)
+    return _Found(
+        replace(query, scale=query.scale * scale), key, value, output, *steps, behind.dropped is not None, last, second.name
+    )
 
 
 def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> View:
@@ -125,9 +128,22 @@ def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> View:
     raise AssertionError("a tensor has one stride for each dimension")
 
 
-def _product_behind(weights: Value, readers: _Readers) -> tuple[Node, bool] | None:
-    """The product of softmax's `weights` and whether weights that are no numbers become 0 before it."""
-    keys, guarded = weights.shape[-1], False
+@dataclass(frozen=True)
+class _Behind:
+    """What is behind softmax: the product of its weights, and what becomes of some of them before. `guarded`: those that are no
+    numbers become 0; `dropped`: those of the queries for which it is true, as it broadcasts to weights of `shape`.
+    """
+
+    product: Node
+    guarded: bool
+    dropped: Value | None
+    shape: tuple[int, ...]
+
+
+def _behind(weights: Value, readers: _Readers) -> _Behind | None:
+    """What is behind softmax's `weights`, if it is what a kernel can do at the end."""
+    keys, guarded, shape = weights.shape[-1], False, weights.shape
+    dropped: Value | None = None
     while True:
         node = readers.single(weights)
         if node is None:
@@ -137,10 +153,27 @@ def _product_behind(weights: Value, readers: _Readers) -> tuple[Node, bool] | No
             weights, guarded = guard, True
         elif node.op == "Reshape" and node.outputs[0].shape[-1:] == (keys,):
             weights = node.outputs[0]
+        elif dropped is None and _drops(node, weights):
+            dropped, weights, shape = node.input(0), node.outputs[0], weights.shape
         elif _is_product(node) and node.input(0) is weights:
-            return node, guarded
+            return _Behind(node, guarded, dropped, shape)
         else:
             return None
+
+
+def _drops(node: Node, weights: Value) -> bool:
+    """Whether `node` is Where(condition, 0, weights) with one condition for all keys of a query, as ONNX's Attention has it."""
+    return (
+        node.op == "Where"
+        and node.input(2) is weights
+        and _is_zero(node.input(1))
+        and node.input(0).shape[-1:] in ((), (1,))
+        and node.outputs[0].shape == weights.shape
+    )
+
+
+def _is_zero(value: Value) -> bool:
+    return value.constant is not None and value.size == 1 and not value.constant.array().any()
 
 
 def _guard(weights: Value, readers: _Readers) -> Value | None:
@@ -152,9 +185,8 @@ def _guard(weights: Value, readers: _Readers) -> Value | None:
         return None
     (test,), (choice,) = tests, choices
     condition, zero, other = (choice.input(i) for i in range(3))
-    is_zero = zero.constant is not None and zero.size == 1 and not zero.constant.array().any()
     fits = condition is test.outputs[0] and other is weights and choice.outputs[0].shape == weights.shape
-    return choice.outputs[0] if is_zero and fits and readers.only(condition, [choice]) else None
+    return choice.outputs[0] if _is_zero(zero) and fits and readers.only(condition, [choice]) else None
 
 
 def _is_product(node: Node) -> bool:
@@ -226,9 +258,12 @@ def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, .
     return score, chain, scale
 
 
-def _scores(product: Value, softmax: Node, chain: Sequence[Node], *, guarded: bool) -> tuple[Scores, list[_Operand]] | None:
-    """The operators between product and softmax as steps in registers; None if their shapes have nothing in common."""
-    shape = _refined([product.shape, softmax.input(0).shape, *(node.outputs[0].shape for node in chain)])
+def _scores(product: Value, softmax: Node, chain: Sequence[Node], behind: _Behind) -> tuple[Scores, list[_Operand]] | None:
+    """The operators between product and softmax as steps in registers, and all that they and what is behind softmax read; None
+    if their shapes have nothing in common.
+    """
+    also = [behind.shape] if behind.dropped is not None else []
+    shape = _refined([product.shape, softmax.input(0).shape, *(node.outputs[0].shape for node in chain), *also])
     if shape is None:
         return None
     inside = {product, *(node.outputs[0] for node in chain)}
@@ -255,7 +290,10 @@ def _scores(product: Value, softmax: Node, chain: Sequence[Node], *, guarded: bo
         )
         registers[node.outputs[0]] = 1 + len(operands) + len(made)
         made.append(Step(node.op, inputs, node.outputs[0].dtype, node.attributes))
-    return Scores(shape, tuple(made), guarded), list(operands.values())
+    read = list(operands.values())
+    if behind.dropped is not None:
+        read.append(_operand(behind.dropped, behind.shape, shape))
+    return Scores(shape, tuple(made), behind.guarded), read
 
 
 def _refined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -304,6 +342,7 @@ def _replace(rewriter: Rewriter, found: _Found) -> None:
         scale=found.query.scale * found.key.scale,
         value_scale=found.value.scale,
         scores=found.scores,
+        dropped=found.dropped,
     )
 
 

@@ -10,7 +10,7 @@ from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.attention import Access, Scores
 from flashmem.graph.operators.vector import Vector, scalar_literal
-from flashmem.graph.placement import affine
+from flashmem.graph.placement import affine, place
 from flashmem.graph.views import Dimension
 from flashmem.program import Arg, KernelShape
 
@@ -122,7 +122,9 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
     neighbours = key.channel == value.channel == 1
     form = choose_form(emitter.descriptor, rows, query.channels, value.channels, neighbours=neighbours)
     scores: Scores = given["scores"]
-    seed, nodes = scores.nodes([node.input(i) for i in range(3, len(node.inputs))])
+    operands = [node.input(i) for i in range(3, len(node.inputs))]
+    dropped = place(operands.pop(), scores.shape, len(scores.shape) - 1) if given["dropped"] else None
+    seed, nodes = scores.nodes(operands)
     down = form.form == "rows" and form.vector > 1
     tail = Expression(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, down)
     strides: list[int] = []
@@ -141,14 +143,17 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
         scale=scalar_literal("float32", given["scale"]),
         value_scale=scalar_literal("float32", given["value_scale"]),
         guarded=scores.guarded,
+        dropped=dropped.index if dropped else "",
         attributes=emitter.attributes(form.local),
         **{**emitter.vectors(form.vector), **emitter.tail_context(tail)},
     )
-    pointers = [emitter.operand(node.input(i)) for i in range(3)]
+    pointers = [*(emitter.operand(node.input(i)) for i in range(3)), emitter.tensor(layer.output)]
+    if dropped:
+        pointers.append(emitter.operand(dropped.value))
     blocks = -(-rows // form.rows)
     items = (form.lanes * blocks, batches) if isinstance(form, Rows) else (form.across, form.down * blocks, batches)
     numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start, *strides]
-    args: list[Arg | int] = [*pointers, emitter.tensor(layer.output), *emitter.operand_args(tail), *numbers]
+    args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), *numbers]
     emitter.launch(
         layer,
         kernel,
