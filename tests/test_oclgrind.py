@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from attention_cases import Model, capped, causal, plain
+from attention_cases import Model, capped, causal, few_masked, plain, standard_masked
 
 LIBRARIES = sorted(Path("/usr/lib").glob("**/oclgrind/liboclgrind-rt-icd.so"))
 ROOT = Path(__file__).parent.parent
@@ -28,6 +28,8 @@ generator = np.random.default_rng(0)
 inputs = {
     port.name: generator.integers(0, 90, port.shape)
     if "int" in port.dtype
+    else generator.random(port.shape) < 0.3
+    if port.dtype == "bool"
     else generator.standard_normal(port.shape, port.dtype)
     for port in bundle.program.inputs
 }
@@ -98,11 +100,11 @@ def test_no_race_and_nothing_out_of_bounds(model: str, path: str, tmp_path: Path
 @needs_oclgrind
 @pytest.mark.parametrize("device", ["generic-cpu", "nvidia"])
 def test_attention_of_few_and_of_many_queries(device: str, tmp_path: Path) -> None:
-    model = Model(opset=20)
+    model = Model()
     for rows, keys, size, value_size in ((1, 150, 20, 9), (3, 70, 8, 8), (19, 37, 40, 8), (70, 5, 6, 3)):
         plain(model, 1, 2, rows, keys, size, value_size)
-    capped(model)
-    causal(model)
+    for form in (capped, causal, few_masked, standard_masked):
+        form(model)
     onnx.save(model.proto(), tmp_path / "attention.onnx")
     path = "buffer" if device == "generic-cpu" else "texture"
     done = _run(SCRIPT, tmp_path, str(tmp_path / "attention.onnx"), path, "interleave", str(tmp_path), device)
