@@ -7,6 +7,7 @@ gives, and returns the finished vector. Loads may run past the last column by le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,13 +15,14 @@ from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.placement import Operand, place
+from flashmem.program import StoredType
 
 
 @dataclass(frozen=True)
 class Expression:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
-    `seed` is the value that arrives in registers (None if everything is loaded).
+    `seed` is the value that arrives in registers (None if everything is loaded). `storage` says what each value is stored in.
     """
 
     nodes: tuple[Node, ...]
@@ -28,6 +30,7 @@ class Expression:
     domain: tuple[int, ...]
     split: int
     vector: int
+    storage: Callable[[Value], StoredType]
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -46,7 +49,7 @@ class Expression:
 
     def parameters(self) -> list[str]:
         """Kernel parameters, in the order of `operands`."""
-        return [f"__global const {STORED[o.value.dtype]}* restrict e{i}" for i, o in enumerate(self.operands)]
+        return [f"__global const {STORED[self.storage(o.value)]}* restrict e{i}" for i, o in enumerate(self.operands)]
 
     def names(self) -> list[str]:
         """Names of the kernel parameters."""
@@ -63,9 +66,11 @@ class Expression:
             variables[self.seed] = "v0"
             parameters.insert(0, f"{vector.of(self.seed.dtype)} v0")
         lines = []
+        if self.seed is not None and self.nodes and self.storage(self.seed) == "float16":
+            lines.append(f"    v0 = {vector.rounded('v0')};")
         for i, operand in enumerate(self.operands):
             dtype = operand.value.dtype
-            load = (scalar if operand.spread else vector).load(dtype, f"e{i}", operand.index)
+            load = (scalar if operand.spread else vector).load(self.storage(operand.value), f"e{i}", operand.index)
             variables[operand.value] = f"x{i}"
             lines.append(f"    const {vector.of(dtype)} x{i} = {f'({vector.of(dtype)})({load})' if operand.spread else load};")
         for i, node in enumerate(self.nodes, start=1):
@@ -73,7 +78,11 @@ class Expression:
             expression, dtype = REGISTRY[node.op].expression, node.outputs[0].dtype
             assert expression is not None, f"{node.op} is not elementwise"
             variables[node.outputs[0]] = f"v{i}"
-            lines.append(f"    const {vector.of(dtype)} v{i} = {vector.wrap(dtype, expression(node, names, vector))};")
+            made = vector.wrap(dtype, expression(node, names, vector))
+            lines.append(f"    {vector.of(dtype)} v{i} = {made};")
+            # A piece of a layer that was split may take in what the whole layer would have stored.
+            if self.storage(node.outputs[0]) == "float16" and node is not self.nodes[-1]:
+                lines.append(f"    v{i} = {vector.rounded(f'v{i}')};")
         result = self.result.dtype
         lines.append(f"    return {vector.to_stored(result, variables[self.result])};")
         head = f"static inline {vector.named(STORED[result])} {name}({', '.join(parameters)})"

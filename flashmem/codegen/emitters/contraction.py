@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.codegen.scaling import Kept, Scaling, read_both, read_weights
@@ -97,8 +97,8 @@ def _tile(emitter: Emitter, layer: Layer, rows: int, columns: int, weights: str,
         wanted.local_size,
         weights,
         REGISTER[layer.main.outputs[0].dtype],
-        STORED[layer.main.input(0).dtype],
-        STORED[layer.output.dtype],
+        emitter.stored(layer.main.input(0)),
+        emitter.stored(layer.output),
     )
 
 
@@ -238,7 +238,7 @@ def _emit_packed(
                 vector=tile.vector,
             ),
             macs=rows * depth * min(part.panels * tile.columns, columns),
-            nbytes=nbytes_of(node.input(0)) + ITEMSIZE[layer.output.dtype] * rows * part.panels * tile.columns,
+            nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.columns,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
 
@@ -302,10 +302,10 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     rows = batch * out_height * out_width
     vector = emitter.vector_for(columns)
     kept = read_weights(emitter, node, blocks=False)
-    stored, accumulator = STORED[layer.output.dtype], REGISTER[y.dtype]
+    stored, accumulator = emitter.stored(layer.output), REGISTER[y.dtype]
     storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
     tile = _Tile(
-        1, vector, vector, False, (1, 1), storage, accumulator, STORED[x.dtype], stored,
+        1, vector, vector, False, (1, 1), storage, accumulator, emitter.stored(x), stored,
         kept.zero, kept.scale, kept.weight_zero, kept.weight_scale,
     )  # fmt: skip
     tail = emitter.tail(layer, vector)
