@@ -1,0 +1,261 @@
+"""`--precision fp16`: activations are stored in half, rounded once for each layer, and computed in float32.
+
+Every kernel reads halves and leaves halves. ONNX Runtime computes the same operator in float32 from the halves that flashmem read:
+what flashmem stored may be no farther from that than rounding it takes, half a unit in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from compared import DEVICES, PLACES, by_runtime
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+import flashmem
+import flashmem.compile as compiling
+from flashmem.codegen.program import generate
+from flashmem.codegen.storage import SMALL, stored_in_half
+from flashmem.compile import read_graph
+from flashmem.device import load_descriptor
+from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph
+from flashmem.graph.operators import is_elementwise
+from flashmem.planning.limits import read_limits
+from flashmem.request import resolve
+
+Array = NDArray[Any]
+DATA = Path(__file__).parent / "data"
+RANDOM = np.random.default_rng(16)
+
+
+def _halves(*shape: int) -> Array:
+    """Numbers that are halves already, so that weights lose nothing."""
+    return RANDOM.standard_normal(shape).astype(np.float16).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Half:
+    """An activation that is stored in half, of this shape; or one that could be, and has to stay float32 (`kept`)."""
+
+    shape: tuple[int, ...]
+    scale: float = 1
+    kept: bool = False
+
+    @property
+    def rounded(self) -> bool:
+        """Whether its elements are rounded."""
+        return not self.kept and int(np.prod(self.shape)) > SMALL
+
+
+@dataclass(frozen=True)
+class Given:
+    """Run-time data that is no float, or that stays float32."""
+
+    data: Array
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator. `inputs`: halves, run-time data, and constants (arrays). `kept`: its result stays float32."""
+
+    op: str
+    inputs: Sequence[Half | Given | Array]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    exact: bool = False
+    kept: bool = False
+    outputs: Sequence[str] = ("float32",)
+
+
+def _case(op: str, *inputs: Half | Given | Array, exact: bool = False, kept: bool = False,
+          outputs: Sequence[str] = ("float32",), **attributes: Any) -> Case:  # fmt: skip
+    arrays = [each if isinstance(each, Half | Given) else np.asarray(each) for each in inputs]
+    return Case(op, arrays, attributes, exact, kept, outputs)
+
+
+def _ints(*values: int) -> Array:
+    return np.array(values, np.int64)
+
+
+X = Half((1, 3, 7, 11))  # 231 elements: no vector width divides it
+ROWS = Half((7, 33))
+
+CONTRACTIONS = [
+    _case("MatMul", ROWS, _halves(33, 21)),
+    _case("MatMul", Half((3, 7, 33)), Half((3, 33, 15))),
+    _case("Gemm", ROWS, Half((15, 33)), transB=1),
+    _case("Conv", X, _halves(13, 3, 3, 3), pads=[1, 1, 1, 1]),
+    _case("Conv", X, Half((35, 3, 1, 3))),
+    _case("Conv", X, _halves(3, 1, 3, 3), pads=[1, 0, 1, 0], group=3),
+    _case("Conv", Half((1, 3, 5, 3, 7)), _halves(5, 3, 3, 1, 3)),
+    _case("ConvTranspose", X, _halves(3, 5, 3, 3), strides=[2, 2]),
+]
+
+COPIES = [
+    _case("Transpose", Half((3, 7, 11)), perm=[2, 0, 1], exact=True),
+    _case("Slice", Half((9, 43)), _ints(1, 40), _ints(9, 1), _ints(0, 1), _ints(1, -3), exact=True),
+    _case("Slice", Half((9, 44)), _ints(4), _ints(44), _ints(1), exact=True),
+    _case("Concat", ROWS, Half((7, 4)), axis=1, exact=True),
+    _case("Concat", ROWS, Given(_halves(7, 5)), axis=1, exact=True),
+    _case("Pad", ROWS, _ints(1, -2, 0, 3), np.float32(1.5).reshape(()), exact=True),
+    _case("Tile", ROWS, _ints(3, 1), exact=True),
+    _case("Expand", Half((3, 1, 99)), _ints(3, 5, 99), exact=True),
+    _case("Gather", ROWS, Given(_ints(0, 6, -3, 2)), axis=0, exact=True),
+    _case("Gather", _halves(9, 33), Given(_ints(5, -9, 3)), axis=0, exact=True),
+    _case("GatherElements", ROWS, Given(RANDOM.integers(-7, 7, (5, 33))), axis=0, exact=True),
+    _case("ScatterElements", ROWS, Given(RANDOM.permuted(np.tile(np.arange(7), (33, 1)), axis=1).T[:4].copy()), Half((4, 33)),
+          axis=0, exact=True),
+    _case("ScatterND", ROWS, Given(np.array([[5], [2]])), Given(_halves(2, 33)), exact=True),
+    _case("ScatterElements", ROWS, Given(RANDOM.integers(0, 7, (9, 33))), Half((9, 33)), axis=0, reduction="add", kept=True),
+    _case("MaxPool", X, kernel_shape=[3, 2], pads=[1, 0, 1, 0], exact=True),
+    _case("MaxPool", Half((1, 3, 9, 13)), kernel_shape=[2, 2], exact=True, outputs=("float32", "int64")),
+    _case("Resize", X, np.zeros(0, np.float32), np.array([1, 1, 2, 3], np.float32), mode="nearest", exact=True),
+    _case("TopK", Half((9, 45)), _ints(40), exact=True, outputs=("float32", "int64")),
+    _case("ArgMax", Half((9, 45)), axis=1, exact=True, outputs=("int64",)),
+]  # fmt: skip
+
+SUMS = [
+    _case("Softmax", ROWS),
+    _case("Softmax", Half((5, 3, 7)), axis=1),
+    _case("LogSoftmax", ROWS),
+    _case("LayerNormalization", ROWS, _halves(33), _halves(33)),
+    _case("ReduceMean", Half((101, 9)), _ints(1), kept=True),
+    _case("ReduceMax", Half((9, 101)), _ints(0), exact=True, kept=True),
+    _case("ReduceLogSumExp", Half((101, 3)), _ints(1), kept=True),
+    _case("LRN", X, size=3),
+    _case("AveragePool", X, kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+    _case("Resize", X, np.zeros(0, np.float32), np.array([1, 1, 2, 1.5], np.float32), mode="linear"),
+    _case("GridSample", X, Given(RANDOM.uniform(-1.2, 1.2, (1, 5, 9, 2)).astype(np.float32))),
+    _case("RoiAlign", X, Given(np.array([[0, 0, 6, 5], [1, 2, 9, 6]], np.float32)), Given(_ints(0, 0)), output_height=5,
+          output_width=4, mode="avg", sampling_ratio=2),
+    _case("CumSum", Half((3, 5, 7)), _ints(1)),
+    _case("CumSum", Half((3, 700)), _ints(1)),
+    _case("Add", ROWS, Half((7, 33))),
+    _case("Mul", Half((33, 4)), Half((33, 1))),
+    _case("Gelu", ROWS),
+    _case("Where", Given(RANDOM.random((7, 33)) < 0.5), ROWS, _halves(33), exact=True),
+    _case("QuantizeLinear", ROWS, np.float32(0.02), np.uint8(120), exact=True, outputs=("uint8",)),
+    _case("Cast", Half((7, 33), scale=3000, kept=True), to=int(onnx.TensorProto.INT32), exact=True, outputs=("int32",)),
+    _case("Det", Half((13, 3, 3), kept=True), kept=True),
+    _case("LSTM", Half((5, 3, 11)), _halves(1, 28, 11), _halves(1, 28, 7), hidden_size=7, kept=True),
+]  # fmt: skip
+
+
+def _build(cases: Sequence[Case]) -> tuple[onnx.ModelProto, dict[str, Array], list[tuple[Case, list[Array], str]]]:
+    """A model of all cases: each activation is cut out of an input, which stores it, and each result is put beside itself, which reads it.
+
+    Also what the model is given, and of each case the arrays that its operator sees, and the name of its outputs.
+    """
+    nodes, ports, outputs, constants = [], [], [], []
+    feeds: dict[str, Array] = {}
+    seen = []
+
+    def add_constant(name: str, data: Array) -> str:
+        constants.append(numpy_helper.from_array(np.asarray(data), name))
+        return name
+
+    one, end = add_constant("one", _ints(1)), add_constant("end", _ints(2**31))
+    for number, case in enumerate(cases):
+        names, arrays = [], []
+        for index, given in enumerate(case.inputs):
+            name = f"n{number}.{index}"
+            if isinstance(given, Half):
+                data = (given.scale * RANDOM.standard_normal(int(np.prod(given.shape)) + 1)).astype(np.float32)
+                feeds[f"{name}.x"] = data
+                nodes.append(helper.make_node("Slice", [f"{name}.x", one, end], [f"{name}.flat"]))
+                shape = add_constant(f"{name}.shape", _ints(*given.shape))
+                nodes.append(helper.make_node("Reshape", [f"{name}.flat", shape], [name]))
+                stored = data[1:].astype(np.float16).astype(np.float32) if given.rounded else data[1:]
+                arrays.append(stored.reshape(given.shape))
+            elif isinstance(given, Given):
+                feeds[name] = given.data
+                arrays.append(given.data)
+            else:
+                add_constant(name, given)
+                arrays.append(given)
+            names.append("" if np.size(arrays[-1]) == 0 else name)
+        made = [f"y{number}.{i}" for i in range(len(case.outputs))]
+        nodes.append(helper.make_node(case.op, names, made, **case.attributes))
+        for name, dtype in zip(made, case.outputs, strict=True):
+            flat = add_constant(f"{name}.shape", _ints(-1))
+            nodes.append(helper.make_node("Reshape", [name, flat], [f"{name}.flat"]))
+            nodes.append(helper.make_node("Concat", [f"{name}.flat"] * 2, [f"{name}.twice"], axis=0))
+            kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+            outputs.append(helper.make_tensor_value_info(f"{name}.twice", kind, None))
+        seen.append((case, arrays, f"y{number}"))
+    for name, data in feeds.items():
+        ports.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(data.dtype), data.shape))
+    graph = helper.make_graph(nodes, "halves", ports, outputs, constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), feeds, seen
+
+
+def _expected(case: Case, arrays: Sequence[Array]) -> list[Array]:
+    """The operator alone, on the halves it reads, in float32."""
+    names = ["" if array.size == 0 else f"x{i}" for i, array in enumerate(arrays)]
+    infos = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+        for name, array in zip(names, arrays, strict=True) if name
+    ]  # fmt: skip
+    outputs = [
+        helper.make_tensor_value_info(f"y{i}", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), None)
+        for i, dtype in enumerate(case.outputs)
+    ]
+    node = helper.make_node(case.op, names, [info.name for info in outputs], **case.attributes)
+    graph = helper.make_graph([node], "one", infos, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return by_runtime(model, {name: array for name, array in zip(names, arrays, strict=True) if name})
+
+
+def _unit(array: Array) -> Array:
+    """The distance between halves at each element."""
+    return np.maximum(np.spacing(np.abs(array).astype(np.float16)).astype(np.float64), 2.0**-24)
+
+
+def _check(cases: Sequence[Case], place: tuple[str, str], folder: Path) -> None:
+    model, feeds, seen = _build(cases)
+    device, path = place
+    onnx.save(model, folder / "m.onnx")
+    bundle = flashmem.compile(folder / "m.onnx", folder / "b", device=device, memory_path=path, precision="fp16")  # type: ignore[arg-type]
+    stored = {tensor.name: tensor.dtype for tensor in bundle.program.tensors}
+    with flashmem.Session(bundle, device=device) as session:
+        answers = dict(zip([info.name for info in model.graph.output], session.run(None, feeds), strict=True))
+    for case, arrays, name in seen:
+        for i, expected in enumerate(_expected(case, arrays)):
+            got, again = np.split(answers[f"{name}.{i}.twice"], 2)
+            wanted = expected.reshape(-1)
+            about = f"{case.op} {name}.{i}"
+            np.testing.assert_array_equal(got, again, err_msg=about)
+            assert got.dtype == wanted.dtype, about
+            if got.dtype != np.float32:
+                np.testing.assert_array_equal(got, wanted, err_msg=about)
+                continue
+            if not case.kept and wanted.size > SMALL:
+                assert np.array_equal(got, got.astype(np.float16)), f"{about} is not stored in half"
+            if case.exact:
+                rounded = wanted if case.kept or wanted.size <= SMALL else wanted.astype(np.float16)
+                np.testing.assert_array_equal(got, rounded, err_msg=about)
+                continue
+            error = np.abs(got.astype(np.float64) - wanted)
+            rounding = 0 if case.kept else 0.5 * _unit(wanted)
+            room = 1e-5 * np.abs(wanted).max() + rounding
+            assert (error <= room).all(), f"{about}: {error.max()} at {wanted[np.argmax(error - room)]}"
+        for index, given in enumerate(case.inputs):
+            if isinstance(given, Half):
+                assert stored[f"n{name[1:]}.{index}.flat"] == ("float16" if given.rounded else "float32"), case.op
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Path) -> None:
+    _check(CONTRACTIONS, place, tmp_path)
+
+
+@pytest.mark.parametrize("cases", [COPIES, SUMS], ids=["copies", "sums"])
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_kernels_read_and_leave_halves(place: tuple[str, str], cases: Sequence[Case], tmp_path: Path) -> None:
+    _check(cases, place, tmp_path)
