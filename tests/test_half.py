@@ -6,7 +6,8 @@ what flashmem stored may be no farther from that than rounding it takes, half a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,21 @@ import pytest
 from compared import DEVICES, PLACES, by_runtime
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
+from zoo_data import DATA, examples
 
 import flashmem
-import flashmem.compile as compiling
 from flashmem.codegen.program import generate
-from flashmem.codegen.storage import SMALL, stored_in_half
+from flashmem.codegen.storage import SMALL
 from flashmem.compile import read_graph
 from flashmem.device import load_descriptor
-from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph
+from flashmem.graph.fusion import Layer, fuse
+from flashmem.graph.ir import Graph, Node
 from flashmem.graph.operators import is_elementwise
 from flashmem.planning.limits import read_limits
+from flashmem.program import TENSOR_ALIGNMENT
 from flashmem.request import resolve
 
 Array = NDArray[Any]
-DATA = Path(__file__).parent / "data"
 RANDOM = np.random.default_rng(16)
 
 
@@ -94,6 +95,7 @@ CONTRACTIONS = [
     _case("Conv", X, Half((35, 3, 1, 3))),
     _case("Conv", X, _halves(3, 1, 3, 3), pads=[1, 0, 1, 0], group=3),
     _case("Conv", Half((1, 3, 5, 3, 7)), _halves(5, 3, 3, 1, 3)),
+    _case("DeformConv", X, _halves(5, 3, 3, 3), Half((1, 18, 5, 9), kept=True)),
     _case("ConvTranspose", X, _halves(3, 5, 3, 3), strides=[2, 2]),
 ]
 
@@ -114,6 +116,8 @@ COPIES = [
     _case("ScatterND", ROWS, Given(np.array([[5], [2]])), Given(_halves(2, 33)), exact=True),
     _case("ScatterElements", ROWS, Given(RANDOM.integers(0, 7, (9, 33))), Half((9, 33)), axis=0, reduction="add", kept=True),
     _case("MaxPool", X, kernel_shape=[3, 2], pads=[1, 0, 1, 0], exact=True),
+    _case("MaxUnpool", Half((1, 3, 5, 7)), Given(RANDOM.permutation(3 * 10 * 14)[:105].reshape(1, 3, 5, 7)), kernel_shape=[2, 2],
+          strides=[2, 2], exact=True),
     _case("MaxPool", Half((1, 3, 9, 13)), kernel_shape=[2, 2], exact=True, outputs=("float32", "int64")),
     _case("Resize", X, np.zeros(0, np.float32), np.array([1, 1, 2, 3], np.float32), mode="nearest", exact=True),
     _case("TopK", Half((9, 45)), _ints(40), exact=True, outputs=("float32", "int64")),
@@ -259,3 +263,91 @@ def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Pa
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)
 def test_kernels_read_and_leave_halves(place: tuple[str, str], cases: Sequence[Case], tmp_path: Path) -> None:
     _check(cases, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_stores_round_to_nearest_even_and_overflow_to_infinity(place: tuple[str, str], tmp_path: Path) -> None:
+    halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    finite = halves[np.isfinite(halves)]
+    between = finite.view(np.uint32) + np.array([[0xFFF], [0x1000], [0x1001]], np.uint32)  # around the middle of two halves
+    numbers = np.concatenate([halves, between.view(np.float32).reshape(-1), np.float32([65519.996, 65520, 1e38, -1e38, 1e-8])])
+    answers = _through(numbers, "float32", "Identity", place, tmp_path)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(answers, numbers.astype(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_half_ports_are_not_converted(place: tuple[str, str], tmp_path: Path) -> None:
+    numbers = RANDOM.standard_normal(333).astype(np.float16)
+    np.testing.assert_array_equal(_through(numbers, "float16", "Relu", place, tmp_path), np.maximum(numbers, 0))
+    stored = {tensor.dtype for tensor in flashmem.Bundle.open(tmp_path / "b").program.tensors}
+    assert stored == {"float16"}
+
+
+def _through(numbers: Array, dtype: str, op: str, place: tuple[str, str], folder: Path) -> Array:
+    """What comes out of two copies with `op` between them, which both store what they copy."""
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    nodes = [
+        helper.make_node("Slice", ["x", "start", "end"], ["cut"]),
+        helper.make_node(op, ["cut"], ["made"]),
+        helper.make_node("Concat", ["made", "made"], ["y"], axis=0),
+    ]
+    constants = [numpy_helper.from_array(_ints(1), "start"), numpy_helper.from_array(_ints(numbers.size + 1), "end")]
+    graph = helper.make_graph(
+        nodes, "through", [helper.make_tensor_value_info("x", kind, (numbers.size + 2,))],
+        [helper.make_tensor_value_info("y", kind, None)], constants,
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), folder / "m.onnx")
+    device, path = place
+    bundle = flashmem.compile(folder / "m.onnx", folder / "b", device=device, memory_path=path, precision="fp16")  # type: ignore[arg-type]
+    with flashmem.Session(bundle, device=device) as session:
+        [answer] = session.run(None, {"x": np.pad(numbers, 1)})
+    return answer[: numbers.size]
+
+
+def _graph(name: str) -> Graph:
+    return read_graph(DATA / f"{name}.onnx", resolve(read_limits(), device="generic-cpu", precision="fp16"))
+
+
+@pytest.mark.parametrize("name", ["gptneo-tiny", "mobilenet-tiny", "sam2-narrow"])
+def test_what_lies_between_the_pieces_of_a_layer_is_not_rounded(name: str) -> None:
+    graph = _graph(name)
+    cuts = frozenset(node for node in graph.nodes if is_elementwise(node))
+    descriptor = load_descriptor("generic-cpu")
+    apart = generate(graph, fuse(graph, cuts), descriptor, precision="fp16").program
+    between = {tensor.name: tensor.dtype for tensor in apart.tensors}
+    for tensor in generate(graph, fuse(graph), descriptor, precision="fp16").program.tensors:
+        assert between.pop(tensor.name) == tensor.dtype
+    assert between and "float16" not in between.values()
+
+
+@pytest.mark.parametrize("name", ["gptneo-tiny", "mobilenet-tiny"])
+def test_cuts_leave_the_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, draw = DEVICES[-1][0], np.random.default_rng(3)
+    inputs = examples(name)
+    answers = []
+    for is_cut in (False, True):
+
+        def cut_fuse(graph: Graph, cuts: Collection[Node] = (), is_cut: bool = is_cut) -> list[Layer]:
+            chosen = [node for node in graph.nodes if is_elementwise(node) and is_cut and draw.random() < 0.4]
+            return fuse(graph, {*cuts, *chosen})
+
+        monkeypatch.setattr(importlib.import_module("flashmem.compile"), "fuse", cut_fuse)
+        bundle = flashmem.compile(
+            DATA / f"{name}.onnx", tmp_path / f"{is_cut}", device=device, precision="fp16", unfusion=False
+        )
+        with flashmem.Session(bundle, device=device) as session:
+            answers.append(session.run(None, inputs))
+    for whole, apart in zip(*answers, strict=True):
+        np.testing.assert_array_equal(whole, apart)
+
+
+@pytest.mark.parametrize("name", ["vit-tiny", "resnet-tiny", "sam2-narrow", "sd-tiny-unet"])
+def test_activations_take_half_the_memory(name: str) -> None:
+    graph = _graph(name)
+    sizes = {}
+    for precision in ("fp32", "fp16"):
+        program = generate(graph, fuse(graph), load_descriptor("generic-cpu"), precision=precision).program  # type: ignore[arg-type]
+        ports = {port.tensor for port in (*program.inputs, *program.outputs)}
+        sizes[precision] = sum(t.nbytes for t in program.tensors if t.name not in ports and t.nbytes > 8 * TENSOR_ALIGNMENT)
+    assert sizes["fp16"] < 0.56 * sizes["fp32"]

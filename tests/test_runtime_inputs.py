@@ -114,7 +114,9 @@ def test_gathered_rows_are_numpys(
     path.write_bytes(bytes(offset) + packed.tobytes())
     pitch = table.itemsize * panel
     file = WeightFile(path, path.stat().st_size)
-    got = gather_rows(file, RowGather("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel), indices, "float32")
+    got = gather_rows(
+        file, RowGather("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel), indices, "float32"
+    )
     file.close()
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, table[indices].astype(np.float32))
