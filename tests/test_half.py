@@ -1,7 +1,7 @@
 """`--precision fp16`: activations are stored in half, rounded once for each layer, and computed in float32.
 
-Every kernel reads halves and leaves halves. ONNX Runtime computes the same operator in float32 from the halves that flashmem read:
-what flashmem stored may be no farther from that than rounding it takes, half a unit in the last place.
+Every kernel reads halves and leaves halves. ONNX Runtime computes the same operator in float32 from the halves that flashmem
+read: what flashmem stored may be no farther from that than one rounding takes it, half a unit in the last place.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ from flashmem.request import resolve
 
 Array = NDArray[Any]
 RANDOM = np.random.default_rng(16)
+
+
+QUICK = next((device for device, _ in DEVICES if device == "intel-cpu"), None)
+"""The device that builds kernels fastest."""
+
+ONCE = [place for place in PLACES if place in DEVICES or place[0] == QUICK]
+"""Every device once, the one that builds kernels fastest on each memory path."""
 
 
 def _halves(*shape: int) -> Array:
@@ -116,7 +123,7 @@ COPIES = [
     _case("ScatterND", ROWS, Given(np.array([[5], [2]])), Given(_halves(2, 33)), exact=True),
     _case("ScatterElements", ROWS, Given(RANDOM.integers(0, 7, (9, 33))), Half((9, 33)), axis=0, reduction="add", kept=True),
     _case("MaxPool", X, kernel_shape=[3, 2], pads=[1, 0, 1, 0], exact=True),
-    _case("MaxUnpool", Half((1, 3, 5, 7)), Given(RANDOM.permutation(3 * 10 * 14)[:105].reshape(1, 3, 5, 7)), kernel_shape=[2, 2],
+    _case("MaxUnpool", Half((1, 3, 5, 7)), Given(RANDOM.permutation(420)[:105].reshape(1, 3, 5, 7)), kernel_shape=[2, 2],
           strides=[2, 2], exact=True),
     _case("MaxPool", Half((1, 3, 9, 13)), kernel_shape=[2, 2], exact=True, outputs=("float32", "int64")),
     _case("Resize", X, np.zeros(0, np.float32), np.array([1, 1, 2, 3], np.float32), mode="nearest", exact=True),
@@ -152,7 +159,7 @@ SUMS = [
 
 
 def _build(cases: Sequence[Case]) -> tuple[onnx.ModelProto, dict[str, Array], list[tuple[Case, list[Array], str]]]:
-    """A model of all cases: each activation is cut out of an input, which stores it, and each result is put beside itself, which reads it.
+    """A model of all cases: each activation is cut out of an input, which stores it; each result is put beside itself.
 
     Also what the model is given, and of each case the arrays that its operator sees, and the name of its outputs.
     """
@@ -254,7 +261,7 @@ def _check(cases: Sequence[Case], place: tuple[str, str], folder: Path) -> None:
                 assert stored[f"n{name[1:]}.{index}.flat"] == ("float16" if given.rounded else "float32"), case.op
 
 
-@pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("place", ONCE, ids="-".join)
 def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Path) -> None:
     _check(CONTRACTIONS, place, tmp_path)
 
@@ -322,8 +329,9 @@ def test_what_lies_between_the_pieces_of_a_layer_is_not_rounded(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["gptneo-tiny", "mobilenet-tiny"])
+@pytest.mark.skipif(QUICK is None, reason="many kernels: only where they are built fast")
 def test_cuts_leave_the_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, draw = DEVICES[-1][0], np.random.default_rng(3)
+    device, draw = str(QUICK), np.random.default_rng(3)
     inputs = examples(name)
     answers = []
     for is_cut in (False, True):
