@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from command_line import command_line
 from compared import DEVICES, PLACES, by_runtime
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
@@ -359,3 +360,21 @@ def test_activations_take_half_the_memory(name: str) -> None:
         ports = {port.tensor for port in (*program.inputs, *program.outputs)}
         sizes[precision] = sum(t.nbytes for t in program.tensors if t.name not in ports and t.nbytes > 8 * TENSOR_ALIGNMENT)
     assert sizes["fp16"] < 0.56 * sizes["fp32"]
+
+
+def test_an_overflow_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["large"]),
+        helper.make_node("Softmax", ["large"], ["y"]),
+    ]
+    ports = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (9, 33)) for name in "xy"]
+    weights = numpy_helper.from_array(np.eye(33, dtype=np.float32) * 30000, "w")
+    graph = helper.make_graph(nodes, "large", ports[:1], ports[1:], [weights])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
+    np.savez(tmp_path / "x.npz", x=np.full((9, 33), 4, np.float32))
+    flashmem_ = command_line(monkeypatch, capfd)
+    words = ["run", tmp_path / "m.onnx", "--input", tmp_path / "x.npz", "--verify", "--json"]
+    assert flashmem_(*words).code == 0
+    outcome = flashmem_(*words, "--precision", "fp16")
+    assert outcome.code == 1 and "65504" in outcome.err and "--precision fp32" in outcome.err
+    assert outcome.json["verify"]["ok"] is False
