@@ -35,6 +35,37 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """One way to compute a contraction: a work-item's block of outputs, and how a work-group shares what it reads.
+
+    A work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down, across) of them.
+    With `stage` the group copies that many steps of depth of both operands into local memory at a time, twice as much memory
+    and one block ahead if `double`. `split` parts of the group each take every `split`-th step, or block, of the depth, and
+    their sums are added in a fixed order.
+    """
+
+    name: str
+    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic", ...
+    rows: int
+    columns: int
+    vector: int
+    local_size: tuple[int, int] = (1, 1)
+    stage: int = 0
+    double: bool = False
+    split: int = 1
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of outputs that a work-group computes."""
+        return self.rows * self.local_size[0], self.columns * self.local_size[1]
+
+    @property
+    def group_items(self) -> int:
+        """Work-items of a work-group."""
+        return self.local_size[0] * self.local_size[1] * self.split
+
+
+@dataclass(frozen=True)
 class Rates:
     """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds.
 
@@ -69,7 +100,9 @@ class DeviceDescriptor:
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
+    parallelism: int = 64  # work-items that fill the device
     tile: Tile = field(default_factory=Tile)
+    variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
@@ -98,10 +131,17 @@ class DeviceDescriptor:
             raise UserError(f"{where}: the key 'name' is missing; add it")
         values["tile"] = build(Tile, values.get("tile", {}))
         values["rates"] = build(Rates, values.get("rates", {}))
+        values["variants"] = tuple(build(Variant, each) for each in values.get("variants", ()))
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
         return descriptor
+
+    def variants_of(self, family: str) -> tuple[Variant, ...]:
+        """The ways to compute contractions of `family`; the first is the plain tile."""
+        tile = self.tile
+        plain = Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
+        return (plain, *(each for each in self.variants if family in each.families))
 
     def on_path(self, path: str) -> DeviceDescriptor:
         """The same device with `path` as its default memory path.

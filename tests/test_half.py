@@ -19,13 +19,15 @@ from command_line import command_line
 from compared import DEVICES, PLACES, by_runtime
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
+from test_variants import VARIANTS
 from zoo_data import DATA, examples
 
 import flashmem
+from flashmem.codegen.emitters import contraction
 from flashmem.codegen.program import generate
 from flashmem.codegen.storage import SMALL
 from flashmem.compile import read_graph
-from flashmem.device import load_descriptor
+from flashmem.device import Variant, load_descriptor
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node
 from flashmem.graph.operators import is_elementwise
@@ -105,6 +107,16 @@ CONTRACTIONS = [
     _case("Conv", Half((1, 3, 5, 3, 7)), _halves(5, 3, 3, 1, 3)),
     _case("DeformConv", X, _halves(5, 3, 3, 3), Half((1, 18, 5, 9), kept=True)),
     _case("ConvTranspose", X, _halves(3, 5, 3, 3), strides=[2, 2]),
+]
+
+STAGED = [
+    _case("MatMul", Half((19, 52)), _halves(52, 45)),
+    _case("MatMul", Half((13, 71)), _halves(71, 36)),
+    _case("MatMul", Half((3, 2, 9, 20)), Half((2, 20, 12))),
+    _case("MatMul", Half((2, 9, 22)), Half((2, 22, 13))),
+    _case("Gemm", Half((11, 22)), Half((15, 22)), transB=1),
+    _case("Conv", Half((2, 16, 9, 7)), _halves(21, 16, 3, 3), pads=[1, 2, 0, 1], strides=[2, 1]),
+    _case("Conv", Half((2, 16, 9, 7)), _halves(6, 8, 3, 3), group=2, dilations=[1, 2]),
 ]
 
 COPIES = [
@@ -265,6 +277,15 @@ def _check(cases: Sequence[Case], place: tuple[str, str], folder: Path) -> None:
 @pytest.mark.parametrize("place", ONCE, ids="-".join)
 def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Path) -> None:
     _check(CONTRACTIONS, place, tmp_path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda variant: variant.name)
+def test_staged_contractions_read_and_leave_halves(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contraction, "choose", lambda descriptor, product: variant)
+    place = next((place for place in PLACES if place[0] == QUICK), PLACES[0])
+    _check(STAGED, place, tmp_path)
+    launches = [each for each in flashmem.Bundle.open(tmp_path / "b").program.launches if each.shape.family in variant.families]
+    assert launches and all(max(each.local_size or (1,)) == variant.group_items for each in launches)
 
 
 @pytest.mark.parametrize("cases", [COPIES, SUMS], ids=["copies", "sums"])

@@ -58,7 +58,12 @@ def _run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
     vendors = folder / "vendors"
     vendors.mkdir()
     (vendors / "oclgrind.icd").write_text(f"{LIBRARIES[0]}\n")
-    settings = {"OCL_ICD_VENDORS": str(vendors), "OCLGRIND_DATA_RACES": "1", "FLASHMEM_CACHE_DIR": str(folder / "cache")}
+    settings = {
+        "OCL_ICD_VENDORS": str(vendors),
+        "OCLGRIND_DATA_RACES": "1",
+        "OCLGRIND_LOCAL_MEM_SIZE": "49152",
+        "FLASHMEM_CACHE_DIR": str(folder / "cache"),
+    }
     command = [sys.executable, "-X", "faulthandler", "-c", script, *arguments]
     for _ in range(_TRIES):
         done = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, check=False)

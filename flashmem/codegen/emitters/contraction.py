@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,96 +13,44 @@ from numpy.typing import NDArray
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
-from flashmem.codegen.scaling import Kept, Scaling, read_both, read_weights
+from flashmem.codegen.scaling import Kept, read_both, read_weights
+from flashmem.codegen.tile import Tile
+from flashmem.codegen.variants import Product, choose
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
+from flashmem.graph.operators.vector import REGISTER, scalar_literal
 from flashmem.graph.placement import affine, broadcast_strides
-from flashmem.program import ITEMSIZE, Arg, DType, KernelShape, Slice
+from flashmem.program import ITEMSIZE, Arg, KernelShape, Slice
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
 
 
-_ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
-"""OpenCL C's names of packed elements that differ from those of tensors; two of 4 bits are one."""
+def _tile(
+    emitter: Emitter, layer: Layer, product: Product, run: int, weights: str, *, packed: bool = True, plain: bool = False
+) -> Tile:
+    """The variant for `product`, or the plain one, cut to the matrix: the number of rows that wastes least, panels no wider."""
+    node = layer.main
+    types = (REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0)))
+    floats = types in (("float", "float"), ("float", "half")) and weights in ("float32", "float16")
+    variant = emitter.descriptor.variants_of(product.family)[0] if plain or not floats else choose(emitter.descriptor, product)
+    texture = packed and emitter.memory_path == "texture"
+    rows, columns, vector = variant.rows, variant.columns, variant.vector
+    if not variant.stage:
+        least = 8 if weights.endswith("int4") else 4
+        columns = max(least, min(columns, 1 << (product.columns - 1).bit_length()))
+        most = min(rows, product.rows)
+        rows = min(range(most, max(1, most // 2 + 1) - 1, -1), key=lambda r: -(-product.rows // r) * r)
+        vector = min(vector, columns)
+    return Tile(
+        rows, columns, vector, texture, variant.local_size, weights, *types, emitter.stored(layer.output),
+        stage=variant.stage, double=variant.double, split=variant.split,
+        aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
+        whole=bool(variant.stage) and run % variant.stage == 0,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """One work-item's tile, as the templates see it (`t`): its size, the types of what it reads, sums up and writes, and
-    where zero points and scales are. `block`: steps of depth that share a zero point and a scale; 0 if all of them do.
-    """
-
-    rows: int
-    columns: int
-    vector: int
-    texture: bool
-    local: tuple[int, int]
-    weights: str = "float32"
-    scalar: str = "float"
-    activation: str = "float"
-    stored: str = "float"
-    zero: Scaling | None = None
-    scale: Scaling | None = None
-    weight_zero: Scaling | None = None
-    weight_scale: Scaling | None = None
-    block: int = 0
-
-    @property
-    def vectors(self) -> int:
-        return self.columns // self.vector
-
-    @property
-    def vec(self) -> str:
-        return self.vec_of(self.scalar)
-
-    def vec_of(self, scalar: str) -> str:
-        return Vector(self.vector).named(scalar)
-
-    @property
-    def element(self) -> str:
-        return _ELEMENT.get(self.weights) or STORED[cast(DType, self.weights)]
-
-    @property
-    def nibbles(self) -> str:
-        return self.weights if self.weights.endswith("int4") else ""
-
-    @property
-    def integers(self) -> bool:
-        """Whether weights are integers that are widened to int when they are read."""
-        return bool(self.nibbles) or self.element in ("char", "uchar", "short", "ushort")
-
-    @property
-    def panel_elements(self) -> int:
-        return self.columns // 2 if self.nibbles else self.columns
-
-    @property
-    def panel_texels(self) -> int:
-        return self.panel_elements // 4
-
-
-def _tile(emitter: Emitter, layer: Layer, rows: int, columns: int, weights: str, *, packed: bool = True) -> _Tile:
-    """The device's tile, cut to the matrix: the number of rows that wastes least, panels no wider than the matrix."""
-    wanted = emitter.descriptor.tile
-    least = 8 if weights.endswith("int4") else 4
-    width = max(least, min(wanted.columns, 1 << (columns - 1).bit_length()))
-    most = min(wanted.rows, rows)
-    height = min(range(most, max(1, most // 2 + 1) - 1, -1), key=lambda r: -(-rows // r) * r)
-    return _Tile(
-        height,
-        width,
-        min(wanted.vector, width),
-        packed and emitter.memory_path == "texture",
-        wanted.local_size,
-        weights,
-        REGISTER[layer.main.outputs[0].dtype],
-        emitter.stored(layer.main.input(0)),
-        emitter.stored(layer.output),
-    )
-
-
-def _with(tile: _Tile, kept: Kept) -> _Tile:
+def _with(tile: Tile, kept: Kept) -> Tile:
     """`tile` with the zero points and scales of its operands."""
     return replace(
         tile,
@@ -151,7 +99,8 @@ def emit_convolution(emitter: Emitter, layer: Layer) -> None:
         *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
     dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
-    _emit_packed(emitter, layer, "conv", rows, group, channels // group, dims, volume=volume)
+    stageable = not volume and not transposed and channels // group % 4 == 0
+    _emit_packed(emitter, layer, "conv", rows, group, channels // group, dims, stageable=stageable, volume=volume)
 
 
 def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
@@ -167,7 +116,9 @@ def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
         offset_group, channels // offset_group,
     ]  # fmt: skip
     sampled = [emitter.operand(node.input(i)) for i in range(2, len(node.inputs))]
-    _emit_packed(emitter, layer, "deform_conv", dims[0], group, channels // group, dims, sampled=sampled, masked=masked)
+    _emit_packed(
+        emitter, layer, "deform_conv", dims[0], group, channels // group, dims, sampled=sampled, stageable=False, masked=masked
+    )
 
 
 def _emit_packed(
@@ -180,22 +131,27 @@ def _emit_packed(
     dims: list[int],
     *,
     sampled: Sequence[Arg] = (),
+    stageable: bool = True,
     **context: Any,
 ) -> None:
     """Pack the weights and launch `template` once for each slice.
 
-    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `context`: what else it takes.
+    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether variants that
+    share what they read can compute it. `context`: what else the template takes.
     """
     node = layer.main
     depth, columns = weight_matrix(node)
     kept = read_weights(emitter, node)
-    tile = _with(_tile(emitter, layer, rows, columns // groups, kept.storage, packed=kept.codes is not None), kept)
+    product = Product(template, emitter.memory_path, rows, depth, columns // groups, groups)
+    plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
+    tile = _with(_tile(emitter, layer, product, run, kept.storage, packed=kept.codes is not None, plain=plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
     fold_unit = step if template == "matmul" else run
     packing = Packing(
-        depth, columns // groups, groups, tile.columns, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
+        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
     )
+    tile = replace(tile, folded=packing.folds > 1)
     if template != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
     tail = emitter.tail(layer, tile.vector)
@@ -204,15 +160,15 @@ def _emit_packed(
         t=tile,
         block=step,
         transposed=node.op == "ConvTranspose",
-        attributes=emitter.attributes(tile.local),
+        attributes=emitter.attributes(tile.group),
         **context,
         **emitter.tail_context(tail),
     )
     x, y = emitter.operand(node.input(0)), emitter.tensor(layer.output)
     zeros = [emitter.zeros(dims[3])] if template != "matmul" else []
     if kept.codes is None:
-        parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.columns)]
-        sliced = [_packed_at_run_time(emitter, layer, groups, tile.columns)]
+        parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
+        sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
         parts = packing.slices(emitter.slice_bytes)
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
@@ -228,17 +184,17 @@ def _emit_packed(
             layer,
             kernel,
             [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds],
-            (-(-rows // tile.rows), part.panels),
-            tile.local,
+            tile.launched(rows, part.panels),
+            tile.group,
             KernelShape(
                 rows=rows,
-                columns=min(part.panels * tile.columns, columns),
+                columns=min(part.panels * tile.panel, columns),
                 depth=depth,
                 run=run,
                 vector=tile.vector,
             ),
-            macs=rows * depth * min(part.panels * tile.columns, columns),
-            nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.columns,
+            macs=rows * depth * min(part.panels * tile.panel, columns),
+            nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
 
@@ -304,7 +260,7 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     kept = read_weights(emitter, node, blocks=False)
     stored, accumulator = emitter.stored(layer.output), REGISTER[y.dtype]
     storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
-    tile = _Tile(
+    tile = Tile(
         1, vector, vector, False, (1, 1), storage, accumulator, emitter.stored(x), stored,
         kept.zero, kept.scale, kept.weight_zero, kept.weight_scale,
     )  # fmt: skip
@@ -336,13 +292,14 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
     right, kept = read_both(emitter, layer.main)
-    tile = _with(_tile(emitter, layer, rows, columns, kept.storage, packed=False), kept)
+    product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches)
+    floats = kept.storage == "float32" and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
+    tile = _with(_tile(emitter, layer, product, depth, kept.storage, packed=False, plain=not floats), kept)
     tail = emitter.tail(layer, tile.vector)
-    local = tile.local if math.prod(tile.local) > 1 else (1, 1)
     kernel = emitter.kernels.kernel(
         "matmul_dynamic",
         t=tile,
-        attributes=emitter.attributes(local),
+        attributes=emitter.attributes(tile.group),
         a_batch=_batch_start(a.shape, batch),
         b_batch=_batch_start(b.shape, batch),
         a_row=depth,
@@ -356,8 +313,8 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         layer,
         kernel,
         [*args, batches, rows, depth, columns],
-        (-(-rows // tile.rows), -(-columns // tile.columns), batches),
-        (*local, 1),
+        (*tile.launched(rows, -(-columns // tile.panel)), batches),
+        (*tile.group, 1),
         KernelShape(
             rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1, vector=tile.vector
         ),

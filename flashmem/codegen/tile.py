@@ -1,0 +1,182 @@
+"""A contraction's tile: what the templates `mac`, `matmul`, `conv` and `staged` know of it as `t`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from flashmem.codegen.scaling import Scaling
+from flashmem.graph.operators.vector import STORED, Vector
+from flashmem.program import DType
+
+_ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
+"""OpenCL C's names of packed elements that differ from those of tensors; two of 4 bits are one."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A variant cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
+    where zero points and scales are. `block`: steps of depth that share a zero point and a scale; 0 if all of them do.
+    `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
+    `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
+    """
+
+    rows: int
+    columns: int
+    vector: int
+    texture: bool
+    local: tuple[int, int]
+    weights: str = "float32"
+    scalar: str = "float"
+    activation: str = "float"
+    stored: str = "float"
+    zero: Scaling | None = None
+    scale: Scaling | None = None
+    weight_zero: Scaling | None = None
+    weight_scale: Scaling | None = None
+    block: int = 0
+    stage: int = 0
+    double: bool = False
+    split: int = 1
+    aligned: bool = False
+    aligned_columns: bool = False
+    whole: bool = False
+    folded: bool = False
+
+    @property
+    def vectors(self) -> int:
+        """Vectors across a work-item's outputs."""
+        return self.columns // self.vector
+
+    @property
+    def vec(self) -> str:
+        """The type of one of them."""
+        return self.vec_of(self.scalar)
+
+    def vec_of(self, scalar: str) -> str:
+        """A vector of as many of `scalar`."""
+        return Vector(self.vector).named(scalar)
+
+    @property
+    def element(self) -> str:
+        """What a packed weight is."""
+        return _ELEMENT.get(self.weights) or STORED[cast(DType, self.weights)]
+
+    @property
+    def nibbles(self) -> str:
+        """The type of weights of 4 bits; empty for others."""
+        return self.weights if self.weights.endswith("int4") else ""
+
+    @property
+    def integers(self) -> bool:
+        """Whether weights are integers that are widened to int when they are read."""
+        return bool(self.nibbles) or self.element in ("char", "uchar", "short", "ushort")
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares what it reads."""
+        return self.block_columns if self.stage else self.columns
+
+    @property
+    def panel_elements(self) -> int:
+        """Elements of a row of a panel."""
+        return self.panel // 2 if self.nibbles else self.panel
+
+    @property
+    def panel_texels(self) -> int:
+        """Texels of a row of a panel."""
+        return self.panel_elements // 4
+
+    def row_offset(self, i: int) -> int:
+        """From the first of its rows to the i-th."""
+        return i % self.row_run + i // self.row_run * self.row_run * self.down if self.stage else i
+
+    def column_offset(self, j: int) -> int:
+        """From the first of its columns to the first of the j-th vector."""
+        return j * self.vector * (self.across if self.stage else 1)
+
+    def row_items(self, rows: str) -> str:
+        """Work-items in the first direction, as an expression of C."""
+        if not self.stage:
+            return f"({rows} + {self.rows - 1}) / {self.rows}"
+        return f"({rows} + {self.block_rows - 1}) / {self.block_rows} * {self.items}"
+
+    def launched(self, rows: int, panels: int) -> tuple[int, int]:
+        """Work-items in both directions."""
+        return (-(-rows // self.block_rows) * self.items if self.stage else -(-rows // self.rows), panels)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The work-group in both directions: flat where its work-items share what they read."""
+        return (self.items, 1) if self.stage else self.local
+
+    @property
+    def down(self) -> int:
+        """Work-items of one part of a group, one below the other."""
+        return self.local[0]
+
+    @property
+    def across(self) -> int:
+        """Work-items of one part of a group, side by side."""
+        return self.local[1]
+
+    @property
+    def part_items(self) -> int:
+        """Work-items of one part of a group."""
+        return self.down * self.across
+
+    @property
+    def items(self) -> int:
+        """Work-items of a group."""
+        return self.part_items * self.split
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a group's outputs."""
+        return self.rows * self.down
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a group's outputs."""
+        return self.columns * self.across
+
+    @property
+    def row_run(self) -> int:
+        """Neighbouring rows of a work-item, which it reads at once."""
+        return next(run for run in (4, 2, 1) if self.rows % run == 0)
+
+    @property
+    def row_type(self) -> str:
+        """The type of those rows at one step of the depth."""
+        return Vector(self.row_run).named("float")
+
+    @property
+    def left_pitch(self) -> int:
+        """From one step to the next in the left operand's stage, in floats."""
+        return -(-self.block_rows // 4) * 4 + 4
+
+    @property
+    def right_pitch(self) -> int:
+        """From one step to the next in the right operand's stage, in floats."""
+        return self.block_columns
+
+    @property
+    def left_quads(self) -> int:
+        """Quads of the left operand's stage that a work-item copies."""
+        return -(-self.block_rows * self.stage // 4 // self.items)
+
+    @property
+    def right_quads(self) -> int:
+        """Quads of the right operand's stage that a work-item copies."""
+        return -(-self.block_columns * self.stage // 4 // self.items)
+
+    @property
+    def stage_quads(self) -> int:
+        """Quads of local memory of one stage of both operands."""
+        return self.stage * (self.left_pitch + self.right_pitch) // 4
+
+    @property
+    def staged_quads(self) -> int:
+        """Quads of local memory: the stages, or where the parts hand over their sums."""
+        sums = self.rows * self.vectors * self.part_items if self.split > 1 else 0
+        return max(self.stage_quads * (2 if self.double else 1), sums)

@@ -1,0 +1,116 @@
+"""Variants of contractions: each kind of staging answers as ONNX Runtime does, with the same bits however weights travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from compared import Nodes
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flashmem
+from flashmem.codegen.emitters import contraction
+from flashmem.codegen.tile import Tile
+from flashmem.codegen.variants import Product, choose
+from flashmem.device import DeviceDescriptor, Variant, descriptor_names, load_descriptor
+from flashmem.program import MemoryPath
+from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl import list_devices
+
+FAMILIES = ("matmul", "conv", "matmul_dynamic")
+VARIANTS = [
+    Variant("parts", FAMILIES, 4, 8, 4, (2, 2), stage=16, double=True, split=4),
+    Variant("square", FAMILIES, 8, 8, 4, (2, 4), stage=4, double=True),
+    Variant("one stage", FAMILIES, 4, 4, 4, (4, 2), stage=8),
+    Variant("odd group", FAMILIES, 2, 4, 4, (3, 5), stage=8, split=2),
+    Variant("one row", FAMILIES, 1, 4, 4, (1, 4), stage=16, double=True, split=4),
+]
+PLACES = [(device.descriptor_name, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
+CASES = [(VARIANTS[0], *place) for place in PLACES] + [
+    (variant, *PLACES[index % len(PLACES)]) for index, variant in enumerate(VARIANTS[1:])
+]  # fmt: skip
+"""One variant everywhere, each other one somewhere: runtimes take seconds to build such kernels for a CPU."""
+
+
+def model() -> Nodes:
+    """Products whose sizes are no multiples of any block, on both sides of the alignment of rows."""
+    nodes, random = Nodes(), np.random.default_rng(5)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    bias = nodes.constant(numbers(45))
+    nodes.node("Add", *nodes.node("MatMul", nodes.input(numbers(2, 19, 52)), nodes.constant(numbers(52, 45))), bias)
+    nodes.node("MatMul", nodes.input(numbers(13, 71)), nodes.constant(numbers(71, 36)))
+    nodes.node("MatMul", nodes.input(numbers(3, 2, 9, 20)), nodes.input(numbers(2, 20, 12)))
+    nodes.node("MatMul", nodes.input(numbers(2, 9, 22)), nodes.input(numbers(2, 22, 13)))
+    nodes.node("MatMul", nodes.input(numbers(2, 9, 32)), nodes.input(numbers(2, 32, 8)))
+    transposed = nodes.node("Transpose", nodes.input(numbers(2, 11, 22)), perm=[0, 2, 1])
+    nodes.node("MatMul", nodes.input(numbers(2, 5, 22)), *transposed)
+    image = nodes.input(numbers(2, 16, 9, 7))
+    nodes.node("Conv", image, nodes.constant(numbers(21, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
+    nodes.node("Conv", image, nodes.constant(numbers(6, 8, 3, 3)), group=2, dilations=[1, 2])
+    nodes.node("Conv", image, nodes.constant(numbers(5, 16, 1, 1)))
+    return nodes
+
+
+NODES = model()
+
+
+@pytest.mark.parametrize(("variant", "device", "path"), CASES, ids=lambda each: getattr(each, "name", each))
+def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contraction, "choose", lambda descriptor, product: variant)
+    file = tmp_path / "m.onnx"
+    file.write_bytes(NODES.proto().SerializeToString())
+    expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
+    precision = "fp16" if variant.name == "one stage" else "fp32"
+    bundle = flashmem.compile(file, tmp_path / "b", device=device, memory_path=path, precision=precision)
+    assert {launch.shape.family for launch in bundle.program.launches} >= set(FAMILIES)
+    assert all(len(set(launch.local_size or ())) > 1 for launch in bundle.program.launches if launch.shape.family in FAMILIES)
+    answers = []
+    for mode in load_descriptor(device).modes[path]:
+        with flashmem.Session(bundle, device=device, mode=mode) as session:
+            answers.append(session.run(None, NODES.feeds))
+    for number, wanted in enumerate(expected):
+        error = 2e-3 if precision == "fp16" else 2e-6
+        np.testing.assert_allclose(answers[0][number], wanted, atol=error * np.ptp(wanted), err_msg=NODES.outputs[number].name)
+        for other in answers[1:]:
+            np.testing.assert_array_equal(other[number], answers[0][number])
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_shipped_variants_can_be_built(name: str) -> None:
+    """What the templates take for granted, and local memory that every device of the kind has."""
+    for variant in load_descriptor(name).variants:
+        assert variant.stage % (4 * variant.split) == 0 or variant.stage % variant.split == 0 == variant.stage % 4
+        assert variant.columns % variant.vector == 0
+        if variant.stage:
+            assert variant.vector == 4
+            tile = Tile(
+                variant.rows,
+                variant.columns,
+                4,
+                True,
+                variant.local_size,
+                stage=variant.stage,
+                double=variant.double,
+                split=variant.split,
+            )
+            assert 16 * tile.staged_quads <= 48 << 10
+            assert tile.items <= 1024
+
+
+@given(
+    st.sampled_from(descriptor_names()).map(load_descriptor),
+    st.sampled_from(FAMILIES),
+    st.tuples(*[st.integers(1, 5000)] * 3),
+    st.integers(1, 64),
+)
+def test_one_of_the_list_is_chosen(
+    descriptor: DeviceDescriptor, family: str, sizes: tuple[int, int, int], batches: int
+) -> None:
+    assert choose(descriptor, Product(family, "buffer", *sizes, batches)) in descriptor.variants_of(family)
