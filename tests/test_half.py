@@ -284,8 +284,9 @@ def test_staged_contractions_read_and_leave_halves(variant: Variant, tmp_path: P
     monkeypatch.setattr(contraction, "choose", lambda descriptor, product: variant)
     place = next((place for place in PLACES if place[0] == QUICK), PLACES[0])
     _check(STAGED, place, tmp_path)
-    launches = [each for each in flashmem.Bundle.open(tmp_path / "b").program.launches if each.shape.family in variant.families]
-    assert launches and all(max(each.local_size or (1,)) == variant.group_items for each in launches)
+    launches = flashmem.Bundle.open(tmp_path / "b").program.launches
+    staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == variant.group_items}
+    assert staged >= set(variant.families)
 
 
 @pytest.mark.parametrize("cases", [COPIES, SUMS], ids=["copies", "sums"])
