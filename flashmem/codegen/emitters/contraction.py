@@ -293,7 +293,7 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     transposed = bool(layer.main.attributes["transposed"])
     right, kept = read_both(emitter, layer.main)
     product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches)
-    floats = kept.storage == "float32" and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
+    floats = kept.storage in ("float32", "float16") and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
     tile = _with(_tile(emitter, layer, product, depth, kept.storage, packed=False, plain=not floats), kept)
     tail = emitter.tail(layer, tile.vector)
     kernel = emitter.kernels.kernel(
