@@ -6,14 +6,16 @@ A bundle is a folder, NAME.flashmem, with a manifest and the folder that it name
     3f2a90c1d5e7b846/
         program.json     what the device executes (flashmem.program)
         plan.json        when weights are loaded (flashmem.planning.plan)
-        kernels.cl       OpenCL C of the program
+        kernels.cl       OpenCL C of the program: one part for each kernel (flashmem.program.kernel_texts)
         kernels_lane.cl  the same kernels, each with a stream lane
         digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.digests)
         weights.bin      weights, packed as the kernels read them, and constants
+        binaries.bin     compiled kernels for one device, if it was asked to carry them: entries of the program cache
+                         (flashmem.runtime.program_cache)
 
 It is written beside its destination and put in place by one rename. Opening it checks everything but the content of
 weights.bin: a session checks the constants, and the weights as they come in where it is asked to; `verify_weights` reads all
-of it.
+of it. Compiled kernels that are not what was written, or for another device or driver, are not used: kernels are compiled then.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,10 +45,11 @@ from flashmem.kernel_bounds import check_reach
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
 DIGESTS = "digests.bin"
 WEIGHTS = "weights.bin"
+BINARIES = "binaries.bin"
 _READ_BYTES = 8 << 20
 
 
@@ -66,6 +69,7 @@ class Bundle:
     meta: Mapping[str, Any]
     weights_sha256: str
     digests: Digests
+    binaries: bytes | None = field(default=b"", repr=False)  # compiled kernels; None if they are damaged
 
     @property
     def weights_path(self) -> Path:
@@ -117,7 +121,8 @@ class Bundle:
             raise BundleError(f"bundle {path} is damaged: its program is for another {WEIGHTS}; compile the model again")
         source = Source(texts["kernels.cl"], texts["kernels_lane.cl"], tuple(sorted({x.kernel for x in program.launches})))
         stored = digests.read(contents[DIGESTS], program)
-        return cls(path, files, program, plan, source, descriptor, manifest["meta"], manifest["weights"]["sha256"], stored)
+        weights_sha256, binaries = manifest["weights"]["sha256"], _read_binaries(path, manifest)
+        return cls(path, files, program, plan, source, descriptor, manifest["meta"], weights_sha256, stored, binaries)
 
     def verify_weights(self) -> None:
         """Read all of weights.bin and compare its hash.
@@ -194,6 +199,16 @@ def _read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
     if manifest["files"].get(name) != _fingerprint(content):
         raise BundleError(f"bundle {path} is damaged: {name} is not what was written; compile the model again")
     return content
+
+
+def _read_binaries(path: Path, manifest: Mapping[str, Any]) -> bytes | None:
+    """The compiled kernels that the bundle carries; None if they are not what was written."""
+    if BINARIES not in manifest["files"]:
+        return b""
+    try:
+        return _read_checked(path, BINARIES, manifest)
+    except BundleError:
+        return None
 
 
 def _check_weights_size(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -337,19 +352,33 @@ def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], pat
         BundleError: the plan is not one of the bundle's program, or the bundle was replaced by another one meanwhile.
     """
     check_bundle(bundle.program, plan)
+    return _with_file(bundle, "plan.json", _compact(plan.to_json()), meta, path or bundle.path)
+
+
+def replace_binaries(bundle: Bundle, binaries: bytes) -> Bundle:
+    """The same bundle, opened anew, carrying the compiled kernels `binaries` (`program_cache.packed_entries`).
+
+    Raises:
+        UserError: the disk is full or fails; the bundle stays as it was.
+        BundleError: the bundle was replaced by another one meanwhile.
+    """
+    return bundle if bundle.binaries == binaries else _with_file(bundle, BINARIES, binaries, bundle.meta, bundle.path)
+
+
+def _with_file(bundle: Bundle, name: str, content: bytes, meta: Mapping[str, Any], path: Path) -> Bundle:
+    """The bundle at `path`, opened: `bundle` with another content of the file `name`, and other `meta`."""
     manifest = _read_manifest(bundle.path)
     if bundle.path / manifest["generation"] != bundle.files:
         raise BundleError(f"bundle {bundle.path} was replaced since it was opened; open it again")
-    content = _compact(plan.to_json())
-    path = path or bundle.path
     with _disk_errors(path):
         draft = Draft(path)
         try:
-            for name in (*TEXT_FILES, DIGESTS, WEIGHTS):
-                if name != "plan.json":
-                    _link_or_copy(bundle.files / name, draft.folder / name)
-            draft.write("plan.json", content)
-            files = {**manifest["files"], "plan.json": _fingerprint(content)}
+            kept = (*TEXT_FILES, DIGESTS, *([BINARIES] if bundle.binaries else []))
+            for other in (*kept, WEIGHTS):
+                if other != name:
+                    _link_or_copy(bundle.files / other, draft.folder / other)
+            draft.write(name, content)
+            files = {**{other: manifest["files"][other] for other in kept}, name: _fingerprint(content)}
             draft.publish(_manifest_text({**manifest, "generation": draft.generation, "files": files, "meta": dict(meta)}))
         finally:
             draft.discard()

@@ -11,7 +11,7 @@ import math
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
-from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
+from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout, passing_bytes
 from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Program, port_dtype
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -37,8 +37,9 @@ def check_bundle(program: Program, plan: OverlapPlan) -> None:
     _check_launches(program)
     _check_gathers(program)
     _check_plan(program, plan)
+    preloaded = {w.name for w in plan.weights if w.preload}
     for mode, layout in plan.layouts.items():
-        _check_layout(program, mode, layout)
+        _check_layout(program, mode, layout, preloaded)
 
 
 def check_types(data: Any, where: str) -> None:
@@ -247,7 +248,7 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 
 
-def _check_layout(program: Program, mode: str, layout: PoolLayout) -> None:
+def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Collection[str]) -> None:
     """Every place that `layout` names lies inside its pool, slot or staging."""
     _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
     if mode == "map":
@@ -265,7 +266,11 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout) -> None:
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
         if mode == "interleave":
-            _check_place(f"{name} (staging)", layout.staging.get(part.name), words, layout.staging_bytes)
+            staged = passing_bytes(part) if part.name in preloaded else words
+            _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
+    if mode == "dma":
+        rows = max((part.row_pitch for part in program.slices), default=0)
+        _require(layout.staging_bytes // 2 // SLICE_ALIGNMENT * SLICE_ALIGNMENT >= rows, "no row of its textures fits staging")
 
 
 def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | check | cache | profile | simulate | sweep | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | check | cache | profile | tune | simulate | sweep | zoo | demo`.
 
 Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from flashmem import __version__
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.options import (
+    Build,
     Device,
     Disk,
     Json,
@@ -83,11 +84,15 @@ def compile_(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; the user's cache without it.")
     ] = None,
+    build: Build = True,
+    with_binaries: Annotated[
+        bool, typer.Option("--with-binaries", help="Keep the compiled kernels in the bundle, for devices exactly like this.")
+    ] = False,
 ) -> None:
-    """Compile a model into a bundle, and print the bundle's path."""
+    """Compile a model into a bundle, and its kernels if the device is here, and print the bundle's path."""
     from flashmem.commands.compiling import compile_here
 
-    print(compile_here(model, output, options).path)
+    print(compile_here(model, output, options, build=build, with_binaries=with_binaries).path)
 
 
 @app.command()
@@ -112,13 +117,16 @@ def run(
     check_weights: Annotated[
         bool, typer.Option("--check-weights/--no-check-weights", help="Compare weights with their digests as they come in.")
     ] = False,
+    build: Build = True,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
     from flashmem.commands.run import RunOptions, run_model
 
     chosen = strategy and strategy.value
     run_model(
-        model, options, RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights)
+        model,
+        options,
+        RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build),
     )
 
 
@@ -199,6 +207,32 @@ def profile(
     else:
         models = tuple(model or ())
         print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))
+
+
+@app.command()
+def tune(
+    device: Device = None,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Time to measure, of this call.")] = 4.0,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only kernels of this family: matmul, conv, matmul_dynamic, attention; repeatable."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Where the table and the descriptor that names it go.",
+            show_default="beside a descriptor in a file, else here",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure what the table lacks, or begin anew.")] = True,
+) -> None:
+    """Measure a device's kernel variants, most useful shapes first, and print the path of the descriptor to compile with."""
+    from flashmem.commands.tune import tune_device
+
+    print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))
 
 
 @app.command()

@@ -18,6 +18,9 @@ Channel = Literal["float", "half", "uint8", "uint16"]
 TEXEL_BYTES: dict[Channel, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 8}
 
 OperatorClass = Literal["elemental", "reusable", "hierarchical"]
+Optimize = Literal["cold", "steady"]
+"""Whether kernels are chosen for the first answer, building and loading included, or for later ones."""
+
 TableType = Literal["float32", "float16", "int8", "uint8", "int4", "uint4"]
 """What the elements of a table are that the host picks rows from. Two of 4 bits share a byte, low nibble first."""
 
@@ -286,10 +289,28 @@ _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes of one element of a model's floating point types."""
 
 
+KERNEL_MARK = "//# "
+"""Begins the line that names a kernel in a source: what follows, up to the next such line, is all that the kernel needs."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """OpenCL C of a program: `plain` for map, alias and dma; `lane` is the same kernels, each with a stream lane."""
+    """OpenCL C of a program: `plain` for map, alias and dma; `lane` is the same kernels, each with a stream lane.
+
+    A text is one part for each kernel (`kernel_texts`), and each part a program of its own.
+    """
 
     plain: str
     lane: str
     kernels: tuple[str, ...] = field(default=())
+
+
+def kernel_texts(text: str) -> dict[str, str]:
+    """The parts of a source by kernel. What stands before the first mark belongs to all of them."""
+    shared, *parts = f"\n{text}".split(f"\n{KERNEL_MARK}")
+    return {name.strip(): f"{shared}\n{rest}".lstrip("\n") for name, _, rest in (part.partition("\n") for part in parts)}
+
+
+def kernel_source(parts: dict[str, str]) -> str:
+    """The source that has these parts."""
+    return "".join(f"{KERNEL_MARK}{name}\n{part}\n" for name, part in parts.items())

@@ -29,7 +29,8 @@ from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.lanes import LayerMoves, Move
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Context, Memory, Program
+from flashmem.runtime.opencl import Context, Memory
+from flashmem.runtime.program_cache import CompiledKernels
 from flashmem.runtime.transfer import WORD
 
 from .cases import Target, elementwise_target, matmul_target
@@ -83,7 +84,7 @@ class Bench:
         self._pool = self._filled(self._pool_bytes)
         self._arena: tuple[int, Memory] = (0, None)
         self._arena_ledger = Ledger(self.context, None)
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, CompiledKernels] = {}
         self.loads = Loads(self.context, self._ledger, self.path, folder, self._random)
         self._lane: tuple[Memory, Memory, Slice] | None = None
         self._references: tuple[Prepared, Prepared] | None = None
@@ -105,12 +106,12 @@ class Bench:
 
     # -- what launches need
 
-    def program(self, source: str, options: Sequence[str]) -> Program:
-        """`source` compiled, once for each text."""
+    def program(self, source: str, options: Sequence[str]) -> CompiledKernels:
+        """The kernels of `source`, each compiled once."""
         if source not in self._programs:
             if len(self._programs) >= 64:
                 self._programs.clear()
-            self._programs[source] = self.context.build(source, options)
+            self._programs[source] = CompiledKernels(self.context, source, options)
         return self._programs[source]
 
     def _filled(self, nbytes: int, ledger: Ledger | None = None) -> Memory:
@@ -236,7 +237,7 @@ class Prepared:
             if tensor.name in names and tensor.dtype in ("int32", "int64"):
                 self._bench.queue.write(arena, np.zeros(tensor.nbytes, np.uint8), offset=tensor.offset)
 
-    def _make(self, plain: Program, lane: Program | None, moves: dict[int, LayerMoves]) -> list[Step]:
+    def _make(self, plain: CompiledKernels, lane: CompiledKernels | None, moves: dict[int, LayerMoves]) -> list[Step]:
         launches = [_renamed(self._launch, turn) for turn in range(self._turns)]
         program = BundleProgram(**{**vars(self._program), "launches": tuple(launches)})
         return make_steps(program, {}, moves, self._resources, plain, lane)

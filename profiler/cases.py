@@ -15,20 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.program import generate
+from flashmem.codegen.slicing import Slicing
 from flashmem.device import DeviceDescriptor, Tile
 from flashmem.graph.builder import constant
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.graph.passes import prepare
 from flashmem.program import Launch, Program, Source
 
 from .dataset import SAMPLE
 
 Precision = Literal["fp32", "fp16"]
 T = TypeVar("T")
-SLICE_BYTES = 4 << 20
-"""Weights are cut as `flashmem compile` cuts them."""
 
 
 class Draw:
@@ -303,10 +301,10 @@ class Target:
 
 def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
     """Every launch of `graph`, made as `flashmem compile` makes it."""
-    graph = assign_layouts(normalize(graph))
+    graph = prepare(graph)
     layers = fuse(graph)
     operators = {node.name: layer.main.op for layer in layers for node in layer.nodes}
-    made = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES)
+    made = generate(graph, layers, descriptor, precision=precision, slicing=Slicing(most=None))
     found = []
     for i, launch in enumerate(made.program.launches):
         operator = operators.get(launch.operators[0], "") if launch.operators else ""

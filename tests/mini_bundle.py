@@ -63,6 +63,7 @@ def _source(path: str, channel: str) -> Source:
             reached = "w[row * width + width - 1]"
         return f"""
             __constant sampler_t sampler = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_CLAMP_TO_EDGE | CLK_FILTER_NEAREST;
+            //# blend
             //@ items global_0
             //@ i < global_0
             //@ rows[(count - 1) * global_0 + i]
@@ -76,6 +77,7 @@ def _source(path: str, channel: str) -> Source:
                 for (int r = 0; r < count; ++r) sum += rows[r * get_global_size(0) + i];
                 out[i] = x[i] + share * sum;
             }}
+            //# matvec
             //@ items global_0
             //@ zero first
             //@ row < global_0
@@ -91,6 +93,7 @@ def _source(path: str, channel: str) -> Source:
                 for (int k = 0; k < width / 4; ++k) sum += {fetch} * vload4(k, x);
                 y[first + row] = tanh(sum.x + sum.y + sum.z + sum.w + bias[first + row]);
             }}
+            //# positive
             //@ items 1
             //@ y[width - 1]
             //@ count[0]
@@ -105,6 +108,7 @@ def _source(path: str, channel: str) -> Source:
     def copier(name: str, lane: str) -> str:
         declared, move = _LANES[lane]
         return f"""
+            //# {name}
             __kernel void {name}({declared}, int lane_first, int lane_count, int lane_width, int lane_pitch) {{
                 int lane_at = get_global_id(0), lane_step = get_global_size(0);
                 for (int t = lane_at; t < lane_count; t += lane_step) {{ {move} }}
@@ -114,7 +118,8 @@ def _source(path: str, channel: str) -> Source:
     lane = kernels(own) + copier("lane_copy_buffer", "buffer")
     if path == "texture":
         lane += copier(f"lane_copy_{channel}", channel)
-    return Source(kernels(None), lane)
+    plain, lane = ("\n".join(map(str.strip, text.splitlines())) for text in (kernels(None), lane))
+    return Source(plain, lane)
 
 
 @dataclass(frozen=True)

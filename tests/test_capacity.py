@@ -23,6 +23,7 @@ def launch(kind: OperatorClass, macs: int, nbytes: int, *slices: str) -> Launch:
     ("op", "kind"),
     [("MatMul", "reusable"), ("Conv", "reusable"), ("Gemm", "reusable"), ("Relu", "elemental"), ("Add", "elemental"),
      ("Transpose", "elemental"), ("Softmax", "hierarchical"), ("LayerNormalization", "hierarchical"),
+     ("MaxPool", "hierarchical"), ("AveragePool", "hierarchical"), ("LpPool", "hierarchical"), ("MaxPoolAt", "hierarchical"),
      ("ReduceMean", "hierarchical"), ("NeverHeardOfIt", "hierarchical")],
 )  # fmt: skip
 def test_classes_follow_table_5(op: str, kind: str) -> None:

@@ -23,7 +23,7 @@ from test_variants import VARIANTS
 from zoo_data import DATA, examples
 
 import flashmem
-from flashmem.codegen.emitters import contraction
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import generate
 from flashmem.codegen.storage import SMALL
 from flashmem.compile import read_graph
@@ -283,7 +283,7 @@ def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Pa
 
 @pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda variant: variant.name)
 def test_staged_contractions_read_and_leave_halves(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contraction, "choose", lambda descriptor, product: variant)
+    monkeypatch.setattr(Choices, "variant", lambda self, product, tail: variant)
     _check(STAGED, QUICKEST, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b").program.launches
     staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == variant.group_items}
@@ -297,6 +297,50 @@ def test_what_computes_reads_and_leaves_halves(place: tuple[str, str], tmp_path:
 
 def test_copies_of_halves_are_exact(tmp_path: Path) -> None:
     _check(COPIES, QUICKEST, tmp_path)
+
+
+@pytest.mark.parametrize("compiled_for", ["", "nvidia"])
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_attention_reads_and_leaves_halves(place: tuple[str, str], compiled_for: str, tmp_path: Path) -> None:
+    """Also as it is compiled for GPUs, in local memory, wherever it runs."""
+    device, path = place
+    nodes, inputs, outputs, constants, feeds, expected = [], [], [], [], {}, {}
+    for n, (rows, keys, size, value_size) in enumerate(((19, 37, 20, 9), (1, 150, 16, 101), (70, 13, 8, 8))):
+        arrays = {}
+        for letter, shape in (
+            ("q", (2, rows, size)),
+            ("k", (2, keys, size)),
+            ("v", (2, keys, value_size)),
+            ("m", (rows, keys)),
+        ):
+            data = feeds[f"{letter}{n}"] = RANDOM.standard_normal(shape).astype(np.float32)
+            inputs.append(helper.make_tensor_value_info(f"{letter}{n}", onnx.TensorProto.FLOAT, shape))
+            nodes.append(helper.make_node("Neg", [f"{letter}{n}"], [f"{letter}{n}.h"]))
+            arrays[letter] = -data.astype(np.float16).astype(np.float64) if data.size > SMALL else -data.astype(np.float64)
+        constants.append(numpy_helper.from_array(np.array([size**-0.5], np.float32), f"scale{n}"))
+        nodes += [
+            helper.make_node("Transpose", [f"k{n}.h"], [f"t{n}"], perm=[0, 2, 1]),
+            helper.make_node("MatMul", [f"q{n}.h", f"t{n}"], [f"p{n}"]),
+            helper.make_node("Mul", [f"p{n}", f"scale{n}"], [f"s{n}"]),
+            helper.make_node("Add", [f"s{n}", f"m{n}.h"], [f"a{n}"]),
+            helper.make_node("Softmax", [f"a{n}"], [f"w{n}"], axis=-1),
+            helper.make_node("MatMul", [f"w{n}", f"v{n}.h"], [f"r{n}"]),
+            helper.make_node("Concat", [f"r{n}", f"r{n}"], [f"y{n}"], axis=0),
+        ]
+        outputs.append(helper.make_tensor_value_info(f"y{n}", onnx.TensorProto.FLOAT, None))
+        scores = np.exp(arrays["q"] @ arrays["k"].swapaxes(1, 2) * size**-0.5 + arrays["m"])
+        expected[f"y{n}"] = scores / scores.sum(-1, keepdims=True) @ arrays["v"]
+    graph = helper.make_graph(nodes, "attention", inputs, outputs, constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
+    chosen: dict[str, Any] = {"device": compiled_for or device, "memory_path": path}
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", precision="fp16", **chosen)
+    assert [launch.shape.family for launch in bundle.program.launches].count("attention") == 3
+    with flashmem.Session(bundle, device=device) as session:
+        answers = session.run(None, feeds)
+    for answer, wanted in zip(answers, expected.values(), strict=True):
+        got = answer[:2].astype(np.float64)
+        np.testing.assert_array_equal(got, got.astype(np.float16))
+        assert (np.abs(got - wanted) <= 1e-5 * np.abs(wanted).max() + 0.5 * _unit(wanted)).all()
 
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 
 from flashmem import Session
-from flashmem.program import Launch
+from flashmem.runtime.kernel_list import Use, Wanted
 from flashmem.runtime.opencl import Context, list_devices
-from flashmem.runtime.program_cache import CachedProgram, ProgramCache, program_key
+from flashmem.runtime.program_cache import CachedKernels, ProgramCache, kernel_key, packed_entries, unpacked_entries
 
 KEY = "ab" * 32
-LAUNCH = Launch("l", "f", (64,), (1,), (), "elemental", (), 0, 0)
 SOURCE = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"
+WANTED = Wanted("f", SOURCE, (Use(((64,), (1,)), ()),))
 
 _RUN_BUNDLE = """
 import json, sys, time
@@ -70,8 +71,8 @@ def test_a_session_fills_the_cache_when_it_closes(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "cache").exists()  # no kernel has run: some drivers would give half a program
     with Session(model.path, mode="map") as session:
         session.run(None, model.inputs())
-    assert len(list((tmp_path / "cache/programs").glob("*.bin"))) == 1
-    assert len(list((tmp_path / "cache/programs").iterdir())) == 1  # nothing temporary stays
+    assert len(list((tmp_path / "cache/programs").glob("*.bin"))) == 3  # one for each kernel
+    assert len(list((tmp_path / "cache/programs").iterdir())) == 3  # nothing temporary stays
 
 
 @pytest.mark.parametrize("spoil", ["truncated", "flipped", "empty", "garbage", "other key"])
@@ -81,7 +82,7 @@ def test_a_spoiled_entry_is_a_miss_and_is_written_anew(spoil: str, tmp_path: Pat
     inputs = model.inputs()
     with Session(model.path, mode="map") as session:
         expected = session.run(None, inputs)
-    (entry,) = (tmp_path / "programs").glob("*.bin")
+    entry = next((tmp_path / "programs").glob("*.bin"))
     whole = entry.read_bytes()
     middle = len(whole) // 2
     entry.write_bytes(
@@ -102,28 +103,49 @@ def test_a_spoiled_entry_is_a_miss_and_is_written_anew(spoil: str, tmp_path: Pat
 
 def test_a_binary_that_the_driver_refuses_is_a_miss(tmp_path: Path) -> None:
     context, cache = Context(list_devices()[0]), ProgramCache(tmp_path)
-    key = program_key(context.device.key, SOURCE, (), [LAUNCH])
-    cache.write(key, b"no program of any driver")
-    opened = CachedProgram(cache, context, SOURCE, (), [LAUNCH])
-    assert not opened.was_cached
+    cache.write(kernel_key(context.device, WANTED, ()), b"no program of any driver")
+    opened = CachedKernels(cache, context, (), [WANTED])
+    assert opened.compiled == 1
     opened.save()
-    assert CachedProgram(cache, context, SOURCE, (), [LAUNCH]).was_cached
+    assert opened.compiled == 0
+    assert CachedKernels(cache, context, (), [WANTED]).compiled == 0
 
 
 def test_the_key_depends_on_everything_that_matters() -> None:
+    device = replace(list_devices()[0], platform="Portable Computing Language")
+    other = replace(device, driver_version="other")
+
+    def wanted(*sizes: Any, text: str = SOURCE) -> Wanted:
+        return Wanted("f", text, tuple(Use(size, ()) for size in sizes))
+
+    small, group, large = ((64,), (1,)), ((64,), (2,)), ((1 << 16,), (1,))
     changes = [
-        ("device", SOURCE, ("-a",), [LAUNCH]),
-        ("other", SOURCE, ("-a",), [LAUNCH]),
-        ("device", SOURCE + " ", ("-a",), [LAUNCH]),
-        ("device", SOURCE, ("-b",), [LAUNCH]),
-        ("device", SOURCE, (), [LAUNCH]),
-        ("device", SOURCE, ("-a",), [replace(LAUNCH, global_size=(128,))]),
-        ("device", SOURCE, ("-a",), [replace(LAUNCH, local_size=(2,))]),
-        ("device", SOURCE, ("-a",), [replace(LAUNCH, kernel="g")]),
+        (device, wanted(small), ("-a",)),
+        (other, wanted(small), ("-a",)),
+        (device, wanted(small), ("-b",)),
+        (device, wanted(small), ()),
+        (device, wanted(small, text=SOURCE + " "), ("-a",)),
+        (device, wanted(group), ("-a",)),
+        (device, wanted(large), ("-a",)),
+        (device, wanted(small, large), ("-a",)),
+        (device, wanted(((64,), None)), ("-a",)),
     ]
-    keys = [program_key(*change) for change in changes]
+    keys = [kernel_key(*change) for change in changes]
     assert len(set(keys)) == len(keys)
-    assert program_key("device", SOURCE, ("-a",), [replace(LAUNCH, name="other name")]) == keys[0]
+    # What PoCL compiles once is one entry, whatever the model; of other drivers the sizes do not matter.
+    assert kernel_key(device, wanted(((128,), (1,)), small), ("-a",)) == keys[0]
+    intel = replace(device, platform="Intel(R) OpenCL")
+    assert kernel_key(intel, wanted(small), ()) == kernel_key(intel, wanted(large, group), ())
+
+
+@given(st.dictionaries(st.binary(min_size=32, max_size=32).map(bytes.hex), st.binary(min_size=1), max_size=4), st.data())
+def test_entries_that_a_bundle_carries_are_whole_or_not_there(entries: dict[str, bytes], data: st.DataObject) -> None:
+    content = packed_entries(entries)
+    assert unpacked_entries(content) == entries
+    at = data.draw(st.integers(0, len(content)))
+    assert unpacked_entries(content[:at]).items() <= entries.items()
+    spoiled = content[:at] + data.draw(st.binary(min_size=1, max_size=8)) + content[at + 1 :]
+    assert all(entries.get(key, binary) == binary for key, binary in unpacked_entries(spoiled).items())
 
 
 @given(binary=st.binary(min_size=1, max_size=200), at=st.integers(0, 10_000), byte=st.integers(1, 255))

@@ -27,7 +27,7 @@ from flashmem.commands.verify import compare
 from flashmem.demo.run import PAGE
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.program_cache import CachedProgram
+from flashmem.runtime.program_cache import CachedKernels
 
 PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 
@@ -91,7 +91,7 @@ class Opener:
 @pytest.fixture(autouse=True)
 def _nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """No program is fetched from the device for the cache: PoCL would compile every kernel once more for it."""
-    monkeypatch.setattr(CachedProgram, "save", lambda program: None)
+    monkeypatch.setattr(CachedKernels, "save", lambda kernels: None)
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from flashmem.device import load_descriptor
 from flashmem.errors import UserError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
+from flashmem.graph.passes import prepare
 from flashmem.planning.problem import build_problem
 from flashmem.program import Program
 from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
@@ -26,7 +25,7 @@ DATA = Path(__file__).parent / "data"
 
 def program_of(graph: Graph, device: str = "pocl") -> Program:
     collect_unsupported(graph, why_unsupported)
-    graph = assign_layouts(normalize(graph))
+    graph = prepare(graph)
     return generate(graph, fuse(graph), load_descriptor(device)).program
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.codegen.packing_list import PackingList
+from flashmem.codegen.slicing import Slicing
 from flashmem.codegen.storage import root_of
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
@@ -38,8 +40,9 @@ class Emitter:
     descriptor: DeviceDescriptor
     memory_path: MemoryPath
     half: bool
-    slice_bytes: int
+    slicing: Slicing
     kernels: KernelLibrary
+    choices: Choices
     halves: frozenset[Value] = frozenset()
     weights: PackingList = field(default_factory=PackingList)
     launches: list[Launch] = field(default_factory=list)
@@ -112,6 +115,12 @@ class Emitter:
         self.slices.append(Slice(name, name, offset, nbytes))
         return Arg("slice", name)
 
+    def parts(self, weight: Value, packing: Packing, row_items: int) -> list[PackedSlice]:
+        """The slices of a packed weight as its first launch wants them, which has `row_items` work-items for each panel."""
+        if (weight, packing) in self.packed:
+            return [part for _, part in self.packed[weight, packing]]
+        return self.slicing.slices(packing, row_items)
+
     def zeros(self, count: int) -> Arg:
         """A resident array of `count` zeros."""
         return self.data("zeros", 4 * count, lambda: np.zeros(count, np.float32))
@@ -162,13 +171,16 @@ class Emitter:
         return f"__attribute__((reqd_work_group_size({sizes[0]}, {sizes[1]}, {sizes[2]})))"
 
     def work_group(self, items: Sequence[int]) -> tuple[int, ...]:
-        """A work-group of up to WORK_GROUP items that fits `items`, first direction first."""
-        sizes, left = [], WORK_GROUP
-        for n in items:
-            size = min(left, 1 << (n - 1).bit_length())
-            sizes.append(size)
-            left //= size
-        return tuple(sizes)
+        """A work-group of WORK_GROUP items: the widest that leaves few idle of a few shapes: fewer kernels differ."""
+        if len(items) == 1:
+            return (WORK_GROUP,)
+        columns, rows, *others = items
+        whole = {
+            (width, WORK_GROUP // width): -(-columns // width) * -(-rows * width // WORK_GROUP) * WORK_GROUP
+            for width in (64, 16, 4, 1)
+        }
+        shape = next(shape for shape, size in whole.items() if size <= 1.7 * min(whole.values()))
+        return (*shape, *(1 for _ in others))
 
     def vector_for(self, columns: int) -> int:
         """The widest vector that a row of `columns` fills at least once."""
@@ -183,7 +195,7 @@ class Emitter:
 
     def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
         """Template variables of an expression: its function, its parameters, and the call that finishes `seed`."""
-        names = ([seed] if expression.seed is not None else []) + ["row", "col", *expression.names()]
+        names = ([seed] if expression.seed is not None else []) + [*expression.places(), *expression.names()]
         parameters = "".join(f", {parameter}" for parameter in expression.parameters())
         if not expression.nodes:
             return {"tail": "", "operands": "", "finish": ""}
@@ -199,8 +211,9 @@ class Emitter:
         return {"vector": vector, "vec": kinds.named("float"), "ivec": kinds.named("int")}
 
     def operand_args(self, expression: Expression) -> list[Arg]:
-        """The arguments of an expression's operands, in order."""
-        return [self.operand(operand.value) for operand in expression.operands]
+        """The arguments of an expression's operands and of its numbers, in order."""
+        operands = [self.operand(operand.value) for operand in expression.operands]
+        return operands + [Arg("int", number) for number in expression.numbers]
 
     def tensor_bytes(self, value: Value) -> int:
         """Bytes of `value` in the arena, with slack, as a multiple of the alignment."""

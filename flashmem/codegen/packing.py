@@ -126,6 +126,11 @@ class Packing:
         return self.panel * self.bits // 8
 
     @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel, without the padding of an image's rows."""
+        return self.depth * self.row_bytes
+
+    @property
     def folds(self) -> int:
         """Times the image is folded; 1 if it is not."""
         if self.path == "buffer":
@@ -145,7 +150,7 @@ class Packing:
 
     def panels_per_slice(self, slice_bytes: int) -> int:
         """As many panels as `slice_bytes` and the device's image width and allocation limit admit; at least one."""
-        most = min(slice_bytes, self.descriptor.max_alloc_bytes) // (self.depth * self.row_bytes)
+        most = min(slice_bytes, self.descriptor.max_alloc_bytes) // self.panel_bytes
         if self.path == "texture":
             across = self.descriptor.image_max_width // (self.panel_texels * self.folds)
             if across == 0:
@@ -162,7 +167,7 @@ class Packing:
     def sized(self, first: int, count: int) -> PackedSlice:
         """The slice of `count` panels from panel `first` on."""
         if self.path == "buffer":
-            return PackedSlice(first, count, count * self.depth * self.row_bytes)
+            return PackedSlice(first, count, count * self.panel_bytes)
         width = count * self.panel_texels * self.folds
         alignment = self.descriptor.image_pitch_alignment or 1
         pitch = -(-width // alignment) * alignment * TEXEL_BYTES[self.channel]

@@ -9,10 +9,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters import emit
 from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.row_gather import host_indices, place_rows
+from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.storage import root_of, stored_in_half
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
@@ -38,13 +40,17 @@ def generate(
     descriptor: DeviceDescriptor,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
-    slice_bytes: int = 4 << 20,
+    slicing: Slicing = FINEST,
+    choices: Choices | None = None,
 ) -> Generated:
-    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later."""
+    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later.
+
+    `choices` says which variant computes a contraction; without it the one that does so soonest.
+    """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
     halves = stored_in_half(graph) if half else frozenset()
-    emitter = Emitter(descriptor, path, half, slice_bytes, KernelLibrary(), halves)
+    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), halves)
     results, copies = _results(graph, emitter)
     layers = [*layers, *copies]
     gathered: dict[Value, tuple[Node, str]] = {}

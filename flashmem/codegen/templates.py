@@ -1,4 +1,4 @@
-"""Kernels rendered from kernels/templates; equal text is one kernel.
+"""Kernels rendered from kernels/templates; equal text is one kernel. Each is preceded by what it uses of the prelude.
 
 Every kernel is rendered twice: plain, and with a stream lane for transfer mode `interleave`. Both have the same name, which is
 the template's name and a hash of the plain text, so that the twelve equal layers of a transformer share one kernel.
@@ -7,13 +7,14 @@ the template's name and a hash of the plain text, so that the twelve equal layer
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from flashmem.program import Source
+from flashmem.program import Source, kernel_source
 from flashmem.resources import read_text
 
 _PLACEHOLDER = "KERNEL_NAME"
@@ -52,21 +53,40 @@ class KernelLibrary:
         """OpenCL C of all kernels so far. `lane` is what their stream lanes write (`program.lane_kind`); into buffers and
         textures of `channels` data are moved by kernels that do nothing else, too.
         """
-        prelude = _environment().get_template("prelude.cl.j2").render(text="".join(self._plain.values()))
-        copies = [
-            self._render("lane_copy", kind, {}).replace(_PLACEHOLDER, f"lane_copy_{kind}")
-            for kind in ("buffer", *sorted({*channels, lane} - {"buffer"}))
-        ]
-        laned = [
-            self._render(template, lane, context).replace(_PLACEHOLDER, name)
+        laned = {
+            name: self._render(template, lane, context).replace(_PLACEHOLDER, name)
             for name, (template, context) in self._given.items()
-        ]
+        }
+        for kind in ("buffer", *sorted({*channels, lane} - {"buffer"})):
+            laned[f"lane_copy_{kind}"] = self._render("lane_copy", kind, {}).replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
-            plain="\n".join([prelude, *self._plain.values()]),
-            lane="\n".join([prelude, *laned, *copies]),
+            plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
+            lane=kernel_source({name: _prelude(text) + text for name, text in laned.items()}),
             kernels=tuple(self._plain),
         )
 
     def _render(self, template: str, lane: str, context: dict[str, Any]) -> str:
         text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context)
         return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+def _prelude(text: str) -> str:
+    """What `text` uses of the prelude, comments left out: a driver reads it once for each kernel."""
+    lines: list[str] = _environment().get_template("prelude.cl.j2").render(text=text).splitlines()
+    defined = {match[1]: line for line in lines if (match := _DEFINES.match(line))}
+    used, new = set[str](), set(_WORD.findall(text)) & defined.keys()
+    while new:
+        used |= new
+        new = {word for name in new for word in _WORD.findall(defined[name])} & defined.keys() - used
+    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("//") and _name_of(line) in {None, *used}]
+    return "\n".join(kept) + "\n"
+
+
+def _name_of(line: str) -> str | None:
+    """What a line of the prelude defines; None for one that every kernel needs, or that is rendered only where it is used."""
+    match = _DEFINES.match(line)
+    return match[1] if match else None
+
+
+_WORD = re.compile(r"\w+")
+_DEFINES = re.compile(r"(?:#define|__constant sampler_t) (\w+)")

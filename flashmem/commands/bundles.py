@@ -23,6 +23,10 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
     begun = time.perf_counter()
     bundle = Bundle.open(path)
     try:
+        if bundle.binaries is None:
+            raise BundleError(
+                f"bundle {path} is damaged: its compiled kernels are not what was written; compile the model again"
+            )
         bundle.verify_weights()
     except BundleError:
         bundle_cache.forget(bundle.files)

@@ -48,6 +48,7 @@ class CompileOptions:
     unfusion: bool | None = None
     mu: float | None = None
     alpha: float | None = None
+    optimize: str | None = None
 
     def check(self) -> None:
         """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
@@ -89,8 +90,10 @@ class CompileOptions:
         return written
 
 
-def compile_here(model: Path, output: Path | None, options: CompileOptions) -> Bundle:
-    """Compiles in this process, with a progress bar; without `output`, into the user's cache.
+def compile_here(
+    model: Path, output: Path | None, options: CompileOptions, *, build: bool = True, with_binaries: bool = False
+) -> Bundle:
+    """Compiles in this process, with a progress bar; without `output`, into the user's cache. `build`: kernels, too.
 
     Raises:
         UserError: there is no output and no cache, among what `flashmem.compile` raises.
@@ -105,13 +108,15 @@ def compile_here(model: Path, output: Path | None, options: CompileOptions) -> B
             model,
             output,
             shapes=dict(parse_shape(text) for text in options.shape),
+            build=build,
+            with_binaries=with_binaries,
             progress=report,
             **options.keywords(),
         )
 
 
-def compile_apart(model: Path, options: CompileOptions) -> Path:
-    """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path.
+def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -> Path:
+    """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path. `build`: kernels, too.
 
     The child shows its progress and its errors on the same stderr.
 
@@ -123,7 +128,15 @@ def compile_apart(model: Path, options: CompileOptions) -> Path:
     if not model.is_file():
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
     have_cache()
-    command = [sys.executable, "-m", "flashmem", "compile", str(model), *options.arguments()]
+    command = [
+        sys.executable,
+        "-m",
+        "flashmem",
+        "compile",
+        str(model),
+        *options.arguments(),
+        f"--{'' if build else 'no-'}build",
+    ]
     quiet = child_environment()
     with blocked() as unblock, subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
         try:
@@ -150,8 +163,8 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = ()) -> Path:
-    """The bundle of `model`: itself if it is one (a folder), or else what it compiles to.
+def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Path:
+    """The bundle of `model`: itself if it is one (a folder), or else what it compiles to, its kernels too if `build`.
 
     `still_open`: flags that the command takes for a bundle too, for instance `RUN_TIME`.
 
@@ -159,14 +172,14 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
         UserError: an option that was fixed when the bundle was compiled.
     """
     if not model.is_dir():
-        return compile_apart(model, options)
+        return compile_apart(model, options, build=build)
     fixed = [flag for flag in options.given() if flag not in still_open]
     if fixed:
         raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
     return model
 
 
-_TARGET = ("device", "memory_path", "mode", "precision")
+_TARGET = ("device", "memory_path", "mode", "precision", "optimize")
 _LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha")
 _LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")

@@ -70,6 +70,13 @@ class RunStrategy(StrEnum):
     PRELOAD = "preload"
 
 
+class Optimize(StrEnum):
+    """Which answer kernels are chosen for."""
+
+    COLD = "cold"
+    STEADY = "steady"
+
+
 class Disk(StrEnum):
     """Where the weight file is before a simulated run."""
 
@@ -87,6 +94,10 @@ Shape = Annotated[
 ]
 RunStrategyOption = Annotated[
     RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
+]
+Build = Annotated[
+    bool,
+    typer.Option("--build/--no-build", help="Compile the kernels ahead, if the device is here; else they are at first use."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of a report.")]
 
@@ -122,6 +133,9 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "mu": Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")],
     "alpha": Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")],
+    "optimize": Annotated[
+        Optimize | None, typer.Option(help="Kernels for the first answer, or for later ones.", show_default="cold")
+    ],
 }
 """What shapes a bundle, by field of `CompileOptions`, in the order of --help."""
 

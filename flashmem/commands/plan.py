@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -132,12 +133,31 @@ def why(plan: OverlapPlan, program: Program) -> list[Because]:
     ]
 
 
+def several_launches(program: Program) -> dict[str, int]:
+    """The weights whose slices have a launch each, and how many: those that are too large for one, or for the limits."""
+    weight_of = {part.name: part.weight for part in program.slices}
+    launches = Counter[tuple[str, tuple[str, ...]]]()
+    for launch in program.launches:
+        read = {weight_of[str(arg.value)] for arg in launch.args if arg.kind == "slice"}
+        launches.update((weight, launch.operators) for weight in read)
+    return {weight: count for (weight, _), count in launches.items() if count > 1}
+
+
+def _launches(program: Program) -> dict[str, str]:
+    several = several_launches(program)
+    if not several:
+        return {}
+    named = _shortened([f"{weight} {count}" for weight, count in several.items()])
+    return {"launches": f"{len(program.launches)}; more than one for {len(several)} weights: {named}"}
+
+
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
     plan = shown.plan
     data = {
         "model": shown.title,
         "device": shown.device,
         "memory_path": shown.program.memory_path,
+        "kernels": _kernels(shown.program),
         "plan": {
             **summary(plan),
             "lambda": plan.lambda_,
@@ -146,6 +166,7 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
             "notes": list(plan.notes),
             "layers": len(rows),
             "slices": len(plan.weights),
+            "in_several_launches": several_launches(shown.program),
             "weights_bytes": sum(w.nbytes for w in plan.weights),
             "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
         },
@@ -160,6 +181,12 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
     return data
 
 
+def _kernels(program: Program) -> dict[str, int]:
+    """How many different kernels each template gave."""
+    names = sorted({launch.kernel for launch in program.launches})
+    return dict(Counter(name.rsplit("_", 1)[0] for name in names))
+
+
 def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> None:
     plan = shown.plan
     total = sum(weight.nbytes for weight in plan.weights)
@@ -170,7 +197,9 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "model": f"{shown.title}, for {shown.device} on the {shown.program.memory_path} path",
         "plan": f"{plan.status}, {quality}",
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
+        "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
+        **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
     }
     if plan.layouts:

@@ -41,6 +41,7 @@ class RunOptions:
     trace: Path | None = None
     learn: bool = False
     check_weights: bool = False
+    build: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not model.is_dir() and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
-    bundle = Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME))
+    bundle = Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME, build=options.build))
     given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
     inputs = complete_inputs(bundle.program, given, options.seed)
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.

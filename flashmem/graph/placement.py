@@ -6,7 +6,7 @@ A kernel computes vectors of neighbouring columns. An operand can be read so if 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashmem.graph.ir import Value
@@ -18,7 +18,11 @@ def matrix_of(shape: Sequence[int], split: int | None = None) -> tuple[int, int]
     return math.prod(shape[: max(split, 0)]), math.prod(shape[max(split, 0) :])
 
 
-def affine(shape: Sequence[int], strides: Sequence[int], index: str) -> str:
+Number = Callable[[int], str]
+"""How an expression says a number: as it is, or by the name of an argument that holds it."""
+
+
+def affine(shape: Sequence[int], strides: Sequence[int], index: str, *, size_as: Number = str, stride_as: Number = str) -> str:
     """The offset of element `index` (row-major over `shape`) in memory with `strides`, as a C expression."""
     terms: list[str] = []
     merged: list[list[int]] = []  # [size, stride], neighbours merged where one stride covers both
@@ -32,9 +36,9 @@ def affine(shape: Sequence[int], strides: Sequence[int], index: str) -> str:
     inner = 1
     for i, (size, stride) in reversed(list(enumerate(merged))):
         if stride:
-            place = index if inner == 1 else f"({index} / {inner})"
-            place = place if i == 0 else f"({place} % {size})"
-            terms.append(place if stride == 1 else f"{place} * {stride}")
+            place = index if inner == 1 else f"({index} / {size_as(inner)})"
+            place = place if i == 0 else f"({place} % {size_as(size)})"
+            terms.append(place if stride == 1 else f"{place} * {stride_as(stride)}")
         inner *= size
     return " + ".join(reversed(terms)) or "0"
 
@@ -59,11 +63,11 @@ class Operand:
     spread: bool
 
 
-def place(value: Value, domain: Sequence[int], split: int) -> Operand | None:
+def place(value: Value, domain: Sequence[int], split: int, *, size_as: Number = str, stride_as: Number = str) -> Operand | None:
     """Where `value` lies under (row, col) of `domain`; None if its columns are neither contiguous nor all the same."""
     strides = broadcast_strides(value.shape, domain)
     columns, column_strides = domain[split:], strides[split:]
-    row = affine(domain[:split], strides[:split], "row")
+    row = affine(domain[:split], strides[:split], "row", size_as=size_as, stride_as=stride_as)
     if all(stride == 0 for stride in column_strides):
         return Operand(value, row, True)
     if affine(columns, column_strides, "col") != "col":

@@ -40,6 +40,8 @@ class Device:
     unified_memory: bool
     compute_units: int
     handle: Any = field(repr=False, compare=False)
+    local_memory_bytes: int = 0  # of a work-group; 0: not known
+    max_group_items: int = 0  # of a work-group; 0: not known
 
     @property
     def key(self) -> str:
@@ -50,6 +52,11 @@ class Device:
     def survives_fork(self) -> bool:
         """Whether a forked child can use the device though the driver was started before the fork (docs/opencl-notes.md)."""
         return self.kind == "cpu" and "intel" in self.platform.lower()
+
+    @property
+    def compiles_at_launch(self) -> bool:
+        """Whether the driver compiles a kernel when it is first launched, anew for other sizes (docs/opencl-notes.md)."""
+        return "portable computing language" in self.platform.lower()
 
     @property
     def descriptor_name(self) -> str:

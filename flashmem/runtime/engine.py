@@ -14,14 +14,15 @@ from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan, PoolLayout
-from flashmem.program import Launch, lane_kind, output_bytes, scratch_bytes
+from flashmem.program import lane_kind, output_bytes, scratch_bytes
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, make_steps
+from flashmem.runtime.kernel_list import wanted_kernels
 from flashmem.runtime.lanes import LayerMoves, layer_moves, needed_slices
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun, Span, planned_frees, planned_loads
 from flashmem.runtime.opencl import Context, Memory
-from flashmem.runtime.program_cache import CachedProgram, ProgramCache
+from flashmem.runtime.program_cache import CachedKernels, ProgramCache
 from flashmem.runtime.transfer import InterleaveTransfer, make_transfer
 from flashmem.runtime.weight_file import WeightFile
 
@@ -73,7 +74,7 @@ class Engine:
         program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
         moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
-        self._plain, self._lane = self._open_programs(moves)
+        self._plain, self._lane = self._open_kernels(moves)
         arena = self.ledger.buffer("arena", program.arena_bytes, "the activation arena")
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that are handed back")
@@ -81,8 +82,7 @@ class Engine:
         self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, LOADER_THREADS, digests)
         staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
-        lane = self._lane.program if self._lane is not None else None
-        steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain.program, lane)
+        steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain, self._lane)
         self._executor = Executor(self._queue, steps)
         ports = (
             {port.tensor for port in (*program.inputs, *program.outputs)}
@@ -94,25 +94,21 @@ class Engine:
             for tensor in program.tensors
             if tensor.name in ports
         }
-        self._all_loads = planned_loads(plan, slices, preload=True)
-        self._loads = planned_loads(plan, slices, preload=False)
+        banded = mode if digests is None else None  # a digest is of a whole slice
+        self._all_loads = planned_loads(plan, slices, preload=True, mode=banded)
+        self._loads = planned_loads(plan, slices, preload=False, mode=banded)
         self._w_loads = [load for load in self._all_loads if load.preload]
         self._frees = planned_frees(plan, slices)
         self._w_is_resident = not self._w_loads
         self._has_run = False
 
-    def _open_programs(self, moves: Mapping[int, LayerMoves]) -> tuple[CachedProgram, CachedProgram | None]:
-        """The plain kernels, and those with a stream lane if any layer uses one."""
-        program, source, cache = self._bundle.program, self._bundle.source, ProgramCache()
-        plain: list[Launch] = []
-        laned: list[Launch] = []
-        for layer, launch in enumerate(program.launches, start=1):
-            rides = layer in moves and moves[layer].riding is not None
-            (laned if rides else plain).append(launch)
-        opened = CachedProgram(cache, self._context, source.plain, program.build_options, plain)
-        if not moves:
-            return opened, None
-        return opened, CachedProgram(cache, self._context, source.lane, program.build_options, laned)
+    def _open_kernels(self, moves: Mapping[int, LayerMoves]) -> tuple[CachedKernels, CachedKernels]:
+        """The plain kernels, and those with a stream lane."""
+        cache, options, carried = ProgramCache(), self._bundle.program.build_options, self._bundle.binaries or b""
+        plain, lane = wanted_kernels(self._bundle.program, self._bundle.source, moves)
+        return CachedKernels(cache, self._context, options, plain, carried), CachedKernels(
+            cache, self._context, options, lane, carried
+        )
 
     def _load_constants(self) -> Memory | None:
         program = self._bundle.program
@@ -186,12 +182,11 @@ class Engine:
             self._queue.read(data, self._ports[tensor])
 
     def close(self) -> None:
-        """Give everything back. Programs that were compiled go into the cache if their kernels have all run."""
+        """Give everything back. Kernels that were compiled go into the cache if their kernels have all run."""
         if self._has_run:
-            for cached in (self._plain, self._lane):
-                if cached is not None:
-                    with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
-                        cached.save()
+            for kernels in (self._plain, self._lane):
+                with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+                    kernels.save()
         self._executor.drain()
         with suppress(RunError):  # a lost device has nothing to give back
             self._transfer.close()

@@ -1,15 +1,17 @@
 """The program cache: compiled kernels on disk, so that the second process compiles nothing. This is its specification.
 
-Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem; there `programs/KEY.bin`, one file a program.
+Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem; there `programs/KEY.bin`, one file a kernel.
 Key      SHA-256 (hex) over: the format version; the device key (platform, its version, vendor, device, its version, driver
-         version); the build options; the source; and the launches (kernel, global and local size) that the session makes.
-         The launches belong to the key because some drivers compile when a kernel first runs, for the sizes it runs with
-         (docs/opencl-notes.md): a program that other launches filled would be incomplete.
+         version); the build options; the kernel's text with all that it needs (`program.kernel_texts`); and its variants, where
+         the driver compiles anew for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model:
+         kernels of the same text are one entry.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  After the session's kernels have all run once: into a temporary file in the same folder, renamed when whole. A cache
-         that cannot be written costs a warning, never a run.
+Writing  By `flashmem compile` (`kernel_builder`), or after the session's kernels have all run once: into a temporary file in
+         the same folder, renamed when whole. A cache that cannot be written costs a warning, never a run.
 Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses.
          An entry found wrong is deleted. Nothing is ever migrated: another format version is another key.
+
+A bundle may carry entries, as they stand in files, one after the other (`packed_entries`); the cache is asked first.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from flashmem.errors import FlashmemWarning, RunError
 from flashmem.paths import cache_folder
-from flashmem.program import Launch
-from flashmem.runtime.opencl import Context, Program
+from flashmem.program import kernel_texts
+from flashmem.runtime.devices import Device
+from flashmem.runtime.kernel_list import Wanted, variant
+from flashmem.runtime.opencl import Context, Kernel, Program
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _MAGIC = b"flashmem program\n"
 _LENGTH_BYTES = 8
 _HASH_BYTES = 32
@@ -81,47 +86,111 @@ class ProgramCache:
         return self.folder / f"{key}.bin"
 
 
-class CachedProgram:
-    """A program from the cache, or compiled; `save` puts a compiled one into the cache once its kernels have run."""
+class CachedKernels:
+    """The kernels of a session, from the cache or compiled; `save` puts compiled ones into the cache once they have all run."""
 
     def __init__(
-        self, cache: ProgramCache, context: Context, source: str, options: Sequence[str], launches: Iterable[Launch]
+        self,
+        cache: ProgramCache,
+        context: Context,
+        options: Sequence[str],
+        wanted: Iterable[Wanted],
+        carried: bytes = b"",
     ) -> None:
-        """Load or compile.
+        """Load or compile. `carried`: entries that the bundle brings (`packed_entries`).
 
         Raises:
             RunError: the driver refuses the kernels.
         """
-        self._cache = cache
-        self._key = program_key(context.device.key, source, options, launches)
-        self.was_cached = False
-        binary = cache.read(self._key)
+        self._cache, self._context, self._options = cache, context, options
+        self._programs: dict[str, Program] = {}
+        self._carried: dict[str, bytes] | None = None
+        self._compiled: dict[str, Program] = {}  # by key: what is not in the cache
+        for each in wanted:
+            key = kernel_key(context.device, each, options)
+            program = self._load(key, carried)
+            if program is None:
+                program = self._compiled[key] = context.build(each.text, options)
+            self._programs[each.name] = program
+
+    @property
+    def compiled(self) -> int:
+        """How many kernels were compiled and are not in the cache."""
+        return len(self._compiled)
+
+    def _load(self, key: str, carried: bytes) -> Program | None:
+        binary = self._cache.read(key)
         if binary is not None:
             try:
-                self.program: Program = context.load(binary, options)
+                return self._context.load(binary, self._options)
             except RunError:
-                cache.delete(self._key)
-            else:
-                self.was_cached = True
-        if not self.was_cached:
-            self.program = context.build(source, options)
+                self._cache.delete(key)
+        if carried:
+            self._carried = unpacked_entries(carried) if self._carried is None else self._carried
+            if key in self._carried:
+                with suppress(RunError):
+                    return self._context.load(self._carried[key], self._options)
+        return None
+
+    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+        """A kernel object of its own with its arguments set (`opencl.Program.kernel`).
+
+        Raises:
+            RunError: it is missing, or takes other arguments.
+        """
+        if name not in self._programs:
+            raise RunError(f"the bundle lacks the kernel {name}; compile the model again")
+        return self._programs[name].kernel(name, arguments)
 
     def save(self) -> None:
-        """Store what was compiled; nothing to do if it came from the cache."""
-        if not self.was_cached:
-            self._cache.write(self._key, self.program.binary())
-            self.was_cached = True
+        """Store what was compiled; nothing to do for what came from the cache."""
+        for key, program in list(self._compiled.items()):
+            self._cache.write(key, program.binary())
+            del self._compiled[key]
 
 
-def program_key(device_key: str, source: str, options: Sequence[str], launches: Iterable[Launch]) -> str:
+class CompiledKernels:
+    """The kernels of a source, each compiled when it is first asked for and never kept: for measurements."""
+
+    def __init__(self, context: Context, source: str, options: Sequence[str]) -> None:
+        self._context, self._texts, self._options = context, kernel_texts(source), options
+        self._programs: dict[str, Program] = {}
+
+    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+        """A kernel object of its own with its arguments set. Raises RunError."""
+        if name not in self._programs:
+            self._programs[name] = self._context.build(self._texts[name], self._options)
+        return self._programs[name].kernel(name, arguments)
+
+
+def kernel_key(device: Device, wanted: Wanted, options: Sequence[str]) -> str:
     """The hash an entry is stored under: hex, 64 digits."""
-    shapes = sorted({f"{launch.kernel} {launch.global_size} {launch.local_size}" for launch in launches})
+    variants = sorted(set(map(variant, wanted.sizes))) if device.compiles_at_launch else []
     digest = hashlib.sha256()
-    for part in (str(FORMAT_VERSION), device_key, "\n".join(options), source, "\n".join(shapes)):
+    for part in (str(FORMAT_VERSION), device.key, "\n".join(options), wanted.text, "\n".join(variants)):
         data = part.encode()
         digest.update(len(data).to_bytes(_LENGTH_BYTES, "little"))
         digest.update(data)
     return digest.hexdigest()
+
+
+def packed_entries(entries: Mapping[str, bytes]) -> bytes:
+    """Entries by key as one block of bytes, for a bundle."""
+    return b"".join(_pack(key, entries[key]) for key in sorted(entries))
+
+
+def unpacked_entries(content: bytes) -> dict[str, bytes]:
+    """The entries in `content`, up to the first that is not as `packed_entries` writes it."""
+    entries, header = dict[str, bytes](), len(_MAGIC) + 2 * _HASH_BYTES + _LENGTH_BYTES
+    while content:
+        key = content[len(_MAGIC) : len(_MAGIC) + _HASH_BYTES].hex()
+        length = int.from_bytes(content[len(_MAGIC) + _HASH_BYTES :][:_LENGTH_BYTES], "little")
+        binary = _unpack(key, content[: header + length])
+        if binary is None:
+            break
+        entries[key] = binary
+        content = content[header + length :]
+    return entries
 
 
 def _pack(key: str, binary: bytes) -> bytes:

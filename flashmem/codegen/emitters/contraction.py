@@ -15,11 +15,11 @@ from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.codegen.scaling import Kept, read_both, read_weights
 from flashmem.codegen.tile import Tile
-from flashmem.codegen.variants import Product, choose
+from flashmem.codegen.variants import Product
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, scalar_literal
-from flashmem.graph.placement import affine, broadcast_strides
+from flashmem.graph.placement import broadcast_strides
 from flashmem.program import ITEMSIZE, Arg, KernelShape, Slice
 
 DEPTH_BLOCK = 64
@@ -33,7 +33,10 @@ def _tile(
     node = layer.main
     types = (REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0)))
     floats = types in (("float", "float"), ("float", "half")) and weights in ("float32", "float16")
-    variant = emitter.descriptor.variants_of(product.family)[0] if plain or not floats else choose(emitter.descriptor, product)
+    if plain or not floats:
+        variant = emitter.descriptor.variants_of(product.family)[0]
+    else:
+        variant = emitter.choices.variant(product, [node.op for node in layer.tail])
     texture = packed and emitter.memory_path == "texture"
     rows, columns, vector = variant.rows, variant.columns, variant.vector
     if not variant.stage:
@@ -142,7 +145,10 @@ def _emit_packed(
     node = layer.main
     depth, columns = weight_matrix(node)
     kept = read_weights(emitter, node)
-    product = Product(template, emitter.memory_path, rows, depth, columns // groups, groups)
+    product = Product(
+        template, emitter.memory_path, rows, depth, columns // groups, groups, kept.storage,
+        taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
+    )  # fmt: skip
     plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
     tile = _with(_tile(emitter, layer, product, run, kept.storage, packed=kept.codes is not None, plain=plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
@@ -170,7 +176,7 @@ def _emit_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
-        parts = packing.slices(emitter.slice_bytes)
+        parts = emitter.parts(node.input(1), packing, -(-rows // tile.rows))
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [
@@ -296,23 +302,20 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     floats = kept.storage in ("float32", "float16") and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
     tile = _with(_tile(emitter, layer, product, depth, kept.storage, packed=False, plain=not floats), kept)
     tail = emitter.tail(layer, tile.vector)
+    levels = _batch_levels(batch, a.shape, b.shape)
     kernel = emitter.kernels.kernel(
         "matmul_dynamic",
         t=tile,
         attributes=emitter.attributes(tile.group),
-        a_batch=_batch_start(a.shape, batch),
-        b_batch=_batch_start(b.shape, batch),
-        a_row=depth,
-        a_col=1,
-        b_row=1 if transposed else columns,
-        b_col=depth if transposed else 1,
+        levels=len(levels),
+        transposed=transposed,
         **emitter.tail_context(tail),
     )
     args = [emitter.operand(a), right, emitter.tensor(layer.output), *kept.args, *emitter.operand_args(tail)]
     emitter.launch(
         layer,
         kernel,
-        [*args, batches, rows, depth, columns],
+        [*args, batches, rows, depth, columns, *(number for level in levels for number in level)],
         (*tile.launched(rows, -(-columns // tile.panel)), batches),
         (*tile.group, 1),
         KernelShape(
@@ -322,8 +325,15 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     )
 
 
-def _batch_start(shape: tuple[int, ...], batch: tuple[int, ...]) -> str:
-    """Where matrix `batch` of a stack of `shape` starts, as an expression; broadcast dimensions count 0."""
-    size = shape[-2] * shape[-1]
-    strides = [stride * size for stride in broadcast_strides(shape[:-2], batch)]
-    return affine(batch, strides, "batch")
+def _batch_levels(batch: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Of each dimension of `batch`, innermost first: its size, and how far apart matrices of `a` and of `b` lie, 0 where one is
+    broadcast. Neighbours that one distance covers in both are one dimension; there is at least one.
+    """
+    steps = [[stride * shape[-2] * shape[-1] for stride in reversed(broadcast_strides(shape[:-2], batch))] for shape in (a, b)]
+    levels: list[tuple[int, int, int]] = []
+    for size, *step in zip(reversed(batch), *steps, strict=True):
+        if levels and step == [levels[-1][0] * last for last in levels[-1][1:]]:
+            levels[-1] = (levels[-1][0] * size, *levels[-1][1:])
+        elif size > 1:
+            levels.append((size, *step))
+    return levels or [(1, 0, 0)]

@@ -9,7 +9,7 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.vector import STORED, scalar_literal
-from flashmem.graph.placement import affine, broadcast_strides
+from flashmem.graph.placement import broadcast_strides
 from flashmem.program import ITEMSIZE, Arg, KernelShape
 
 
@@ -60,12 +60,13 @@ def move(
     """Launch the copy of `region` (or its fill, if `source` is None). Strides and starts in elements."""
     if 0 in region:
         return
-    run = _inner_run(region, target_strides)
-    if source is not None:
-        run = math.gcd(run, _inner_run(region, source_strides))
+    source_strides = target_strides if source is None else source_strides
+    run = math.gcd(_inner_run(region, target_strides), _inner_run(region, source_strides))
     vector = min(emitter.descriptor.tile.vector, run & -run) if source is not None else 1
-    count = math.prod(region) // vector
-    local = emitter.work_group((count,))
+    grid = _grid(region, source_strides, target_strides, vector)
+    (columns, _, _), (rows, _, _), *outer = grid
+    items = (columns, rows, math.prod(size for size, _, _ in outer))
+    local = emitter.work_group(items)
     stored, made = emitter.copied(source, target) if source is not None else ("", emitter.stored(target))
     kernel = emitter.kernels.kernel(
         "movement",
@@ -73,16 +74,42 @@ def move(
         stored=stored,
         made=made,
         vector=vector,
-        source=affine(region, source_strides, "i") if source is not None else "",
-        target=affine(region, target_strides, "i"),
+        reads=source is not None,
+        directions=len(grid),
         fill=fill,
     )
     pointers: list[Arg | int] = [emitter.operand(source)] if source is not None else []
-    args = [*pointers, emitter.tensor(target), count, source_start, target_start]
+    starts = [source_start, target_start] if source is not None else [target_start]
+    steps = [step for _, *steps in grid for step in (steps if source is not None else steps[1:])]
     longest = _inner_run(region, source_strides)
-    shape = KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector)
-    nbytes = 2 * ITEMSIZE[emitter.storage(target)] * math.prod(region)
-    emitter.launch(layer, kernel, args, (count,), local, shape, nbytes=nbytes, part=part)
+    emitter.launch(
+        layer,
+        kernel,
+        [*pointers, emitter.tensor(target), *starts, *(size for size, _, _ in grid), *steps],
+        items,
+        local,
+        KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector),
+        nbytes=2 * ITEMSIZE[emitter.storage(target)] * math.prod(region),
+        part=part,
+    )
+
+
+def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int], vector: int) -> list[tuple[int, int, int]]:
+    """Size, source stride and target stride of each dimension, innermost first, at least three; a vector counts as one.
+
+    Neighbours that one stride covers on both sides are one dimension.
+    """
+    merged: list[tuple[int, int, int]] = []
+    for size, near, far in zip(reversed(region), reversed(source), reversed(target), strict=True):
+        if size == 1:
+            continue
+        if merged and (near, far) == (merged[-1][0] * merged[-1][1], merged[-1][0] * merged[-1][2]):
+            merged[-1] = (merged[-1][0] * size, *merged[-1][1:])
+        else:
+            merged.append((size, near, far))
+    if vector > 1:
+        merged[0] = (merged[0][0] // vector, vector, vector)
+    return merged + [(1, 0, 0)] * (3 - len(merged))
 
 
 def emit_transpose(emitter: Emitter, layer: Layer) -> None:

@@ -103,13 +103,14 @@ def _check_max_unpool(node: Node) -> str | None:
     return None
 
 
-_POOL: dict[str, Any] = {"rewrite": _rewrite_pool, "check": _check_pool, "kernel": "pool", "layout": "channels_last"}
+_KERNEL: dict[str, Any] = {"kernel": "pool", "layout": "channels_last", "operator_class": "hierarchical"}
+_POOL: dict[str, Any] = {"rewrite": _rewrite_pool, "check": _check_pool, **_KERNEL}
 
 register(
     __name__,
     *each(("AveragePool", "LpPool"), inputs=(FLOAT,), **_POOL),
     Operator("MaxPool", (_POOLED,), **_POOL),
-    Operator("MaxPoolAt", (_POOLED,), kernel="pool", layout="channels_last", onnx=False),
+    Operator("MaxPoolAt", (_POOLED,), onnx=False, **_KERNEL),
     Operator(
         "MaxUnpool", (FLOAT, INDEX, INDEX), check=lambda node: constant_inputs(2)(node) or _check_max_unpool(node),
         rewrite=_rewrite_max_unpool, kernel="unpool",

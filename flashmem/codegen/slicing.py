@@ -1,0 +1,38 @@
+"""How a weight is cut into slices, each of which is one launch: as few as there can be, as many as memory asks for.
+
+Small slices let reading overlap with computing and keep budgets small; a launch of few work-items leaves most of a GPU idle.
+So a weight is cut into slices of `least` bytes, and into larger ones where their launches would not fill the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashmem.codegen.packing import PackedSlice, Packing
+
+LEAST_BYTES = 4 << 20
+"""A few slices of this size in flight keep a disk busy, and the smallest budget is not much more than two of them."""
+
+ROUNDS = 4
+"""A launch of this many times the device's `parallelism` fills it: only its last round of work-groups may be partly empty."""
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Sizes of slices in bytes: up to `least` always, and up to `most` (None: any) where the launch would not fill the device.
+
+    A slice has one panel at least, however large that is.
+    """
+
+    least: int = LEAST_BYTES
+    most: int | None = LEAST_BYTES
+
+    def slices(self, packing: Packing, row_items: int) -> list[PackedSlice]:
+        """The slices of a weight whose launches have `row_items` work-items for each panel."""
+        full = -(-ROUNDS * packing.descriptor.parallelism // row_items) * packing.panel_bytes
+        wished = full if self.most is None else min(full, self.most)
+        return packing.slices(max(self.least, wished))
+
+
+FINEST = Slicing()
+"""The slices of the smallest budgets."""

@@ -1,0 +1,83 @@
+"""Which kernels a session needs, and what each is launched with: what is opened from the program cache, or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from flashmem.errors import RunError
+from flashmem.program import Arg, Launch, Program, Source, kernel_texts
+from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move
+
+SMALL_GRID = 65535
+"""PoCL compiles a kernel anew for launches of that many work-items or more in a direction."""
+
+Size = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Global and local size of a launch."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One launch of a kernel: its sizes, and its arguments; `move` is what its stream lane moves, if it has one."""
+
+    size: Size
+    args: tuple[Arg, ...]
+    move: Move | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A kernel, its whole text, and its launches."""
+
+    name: str
+    text: str
+    uses: tuple[Use, ...]
+
+    @property
+    def sizes(self) -> list[Size]:
+        """Global and local size of each launch."""
+        return [use.size for use in self.uses]
+
+
+def variant(size: Size) -> str:
+    """What a driver that compiles at a launch tells launches apart by: local size, and whether the grid is small."""
+    whole, group = size
+    if group is None:  # the driver chooses one that fits
+        return f"any {whole}"
+    return f"{group} {'small' if max(whole) < SMALL_GRID else 'large'}"
+
+
+def wanted_kernels(
+    program: Program, source: Source, moves: Mapping[int, LayerMoves]
+) -> tuple[tuple[Wanted, ...], tuple[Wanted, ...]]:
+    """The plain kernels, and those with a stream lane, of a session that makes `moves` by kernels.
+
+    Raises:
+        RunError: a kernel is missing.
+    """
+    plain: dict[str, list[Use]] = {}
+    laned: dict[str, list[Use]] = {}
+    for layer, launch in enumerate(program.launches, start=1):
+        moving = moves.get(layer)
+        riding = moving.riding if moving else None
+        uses = plain if riding is None else laned
+        uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
+        for move in (*moving.leading, *moving.separate) if moving else ():
+            laned.setdefault(move.copier, []).append(Use(((move.copy_items,), (COPY_GROUP,)), (), move))
+    return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
+
+
+def all_kernels(launches: Iterable[Launch], text: str) -> tuple[Wanted, ...]:
+    """The kernels of `launches`, as they are without lanes. Raises RunError where `text` lacks one."""
+    uses: dict[str, list[Use]] = {}
+    for launch in launches:
+        uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args))
+    return _with_texts(uses, text)
+
+
+def _with_texts(uses: Mapping[str, list[Use]], text: str) -> tuple[Wanted, ...]:
+    texts = kernel_texts(text)
+    missing = next((name for name in uses if name not in texts), None)
+    if missing is not None:
+        raise RunError(f"the bundle lacks the kernel {missing}; compile the model again")
+    return tuple(Wanted(name, texts[name], tuple(each)) for name, each in uses.items())
