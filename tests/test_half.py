@@ -283,7 +283,7 @@ def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Pa
 
 @pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda variant: variant.name)
 def test_staged_contractions_read_and_leave_halves(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choices, "variant", lambda self, product, tail: variant)
+    monkeypatch.setattr(Choices, "variant", lambda self, *given: variant)
     _check(STAGED, QUICKEST, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b").program.launches
     staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == variant.group_items}

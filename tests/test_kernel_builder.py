@@ -223,8 +223,8 @@ def answers(bundle: Bundle, device: str, inputs: Any) -> list[Any]:
 
 def test_a_bundle_carries_its_kernels(carrying: Any, empty: Path, nothing_is_built: None) -> None:
     bundle, device, inputs, expected = carrying
-    for bundle in (bundle, Bundle.open(bundle.path)):
-        for got, wanted in zip(answers(bundle, device, inputs), expected, strict=True):
+    for opened in (bundle, Bundle.open(bundle.path)):
+        for got, wanted in zip(answers(opened, device, inputs), expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
     check_bundle(bundle.path, as_json=False)
 

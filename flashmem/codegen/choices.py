@@ -25,10 +25,14 @@ _ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 @dataclass(frozen=True)
 class Use:
-    """A contraction as one layer has it: `ending` is what else tells kernels of one variant apart, its fused operators."""
+    """A contraction as one layer has it: `ending` is what else tells kernels of one variant apart, its fused operators.
+
+    `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
+    """
 
     product: Product
     ending: tuple[str, ...] = ()
+    widest: int | None = None
 
     @property
     def kernel(self) -> tuple[object, ...]:
@@ -47,13 +51,13 @@ class Choices:
         self._answers: dict[Use, Variant] = {}
         self._settled = optimize == "steady"
 
-    def variant(self, product: Product, ending: Sequence[str] = ()) -> Variant:
-        """The variant for a layer's contraction, always one of the device's list.
+    def variant(self, product: Product, ending: Sequence[str] = (), widest: int | None = None) -> Variant:
+        """The variant for a layer's contraction, always one of the device's list; see `Use`.
 
         Raises:
             UserError: the tuned table that the descriptor names is missing or damaged.
         """
-        use = Use(product, tuple(ending))
+        use = Use(product, tuple(ending), widest)
         self._uses[use] += 1
         if use not in self._answers:
             self._answers[use] = self._soonest(use)
@@ -81,6 +85,10 @@ class Choices:
     def _costs(self, use: Use) -> dict[Variant, float]:
         """Seconds of one layer by variant: running it and, where a first answer counts, loading what it reads."""
         times = seconds(self._descriptor, use.product)
+        if use.widest is not None:
+            plain = self._descriptor.variants_of(use.product.family)[0]
+            narrow = {v: time for v, time in times.items() if v == plain or v.block[1] <= use.widest}
+            times = narrow or {plain: 0.0}
         if self._optimize == "steady":
             return times
         rate = self._descriptor.rates.disk_bandwidth

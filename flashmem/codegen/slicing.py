@@ -13,6 +13,9 @@ from flashmem.codegen.packing import PackedSlice, Packing
 LEAST_BYTES = 4 << 20
 """A few slices of this size in flight keep a disk busy, and the smallest budget is not much more than two of them."""
 
+MOST_BYTES = 1 << 30
+"""No slice of several panels is larger: kernels count a slice's elements in 32 bits, and the compiler packs one at a time."""
+
 ROUNDS = 4
 """A launch of this many times the device's `parallelism` fills it: only its last round of work-groups may be partly empty."""
 
@@ -31,7 +34,11 @@ class Slicing:
         """The slices of a weight whose launches have `row_items` work-items for each panel."""
         full = -(-ROUNDS * packing.descriptor.parallelism // row_items) * packing.panel_bytes
         wished = full if self.most is None else min(full, self.most)
-        return packing.slices(max(self.least, wished))
+        return packing.slices(min(max(self.least, wished), MOST_BYTES))
+
+    def widest(self, column_bytes: int) -> int | None:
+        """The most columns of `column_bytes` each that a panel may have, so that a slice is no larger; None: any."""
+        return None if self.most is None else max(self.least, self.most) // column_bytes
 
 
 FINEST = Slicing()

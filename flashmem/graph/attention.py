@@ -1,16 +1,16 @@
 """Attention is found and becomes one operator: softmax(f(Q K^T)) V without scores in memory (`graph.operators.attention`).
 
 What is looked for is what all exporters write once a graph is in normal form: a product of two activations, elementwise
-operators on its result (a scale, masks, biases, a soft cap), Softmax over the last axis, and a product with a third. Nobody else
-may read a score. Queries, keys and values are read where they lie: transposes, parts of one packed projection, repeated heads and
-constant factors in front of the products disappear, as does the Transpose behind them.
+operators on its result (a scale, masks, biases, a soft cap), Softmax over the last axis, and a product with a third. Nobody
+else may read a score. Queries, keys and values are read where they lie: transposes, parts of one packed projection, repeated
+heads and constant factors in front of the products disappear, as does the Transpose behind them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from flashmem.graph.builder import Rewriter
@@ -19,7 +19,7 @@ from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import is_elementwise
 from flashmem.graph.operators.attention import Access, Scores, Step
 from flashmem.graph.operators.lowering import reshaped
-from flashmem.graph.views import View, merged, view_of, whole
+from flashmem.graph.views import View, factor, merged, view_of, whole
 
 LARGEST_HEAD = 512
 """Channels of a head up to which a kernel keeps what it sums up in registers."""
@@ -100,7 +100,8 @@ def _attention(softmax: Node, readers: _Readers) -> _Found | None:
         return None
     if not 0 < first.input(0).shape[-1] <= LARGEST_HEAD or made.shape[-1] > LARGEST_HEAD:
         return None
-    steps = _scores(product, softmax, chain, guarded=guarded)
+    score, chain, scale = _scaled(product, chain)
+    steps = _scores(score, softmax, chain, guarded=guarded)
     if steps is None:
         return None
     query, key, value = (
@@ -108,12 +109,12 @@ def _attention(softmax: Node, readers: _Readers) -> _Found | None:
         for part, other in zip(parts, (product, product, made), strict=True)
     )
     last, output = _target(second, readers)
-    return _Found(query, key, value, output, *steps, last, second.name)
+    return _Found(replace(query, scale=query.scale * scale), key, value, output, *steps, last, second.name)
 
 
 def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> View:
-    """`value` as a stack of matrices for `batch`, their rows and columns exchanged if `swap`; where a view has no one stride for
-    the channels, as a copy has it.
+    """`value` as a stack of matrices for `batch`, their rows and columns exchanged if `swap`; as it is itself in memory where a
+    view has no one stride for the channels.
     """
     rank = len(batch)
     for view in (view_of(value), whole(value)):
@@ -213,6 +214,16 @@ def _target(product: Node, readers: _Readers) -> tuple[Node, View]:
         if view is not None and len(view.dimensions[-1]) < 2:
             return moves[end], view
     raise AssertionError("a tensor is a view of itself")
+
+
+def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, ...], float]:
+    """The score behind the constant factors with which `chain` begins, the rest of the chain, and their product."""
+    scale = 1.0
+    while chain and (multiplied := factor(chain[0])) is not None:
+        if multiplied[0] is not score or any(score in node.inputs for node in chain[1:]):
+            break
+        score, chain, scale = chain[0].outputs[0], chain[1:], scale * multiplied[1]
+    return score, chain, scale
 
 
 def _scores(product: Value, softmax: Node, chain: Sequence[Node], *, guarded: bool) -> tuple[Scores, list[_Operand]] | None:

@@ -108,9 +108,9 @@ def view_of(value: Value) -> View:
     node = value.producer
     if value.constant is not None or node is None:
         return whole(value)
-    factor = _factor(node)
-    if factor is not None:
-        source, scale = factor
+    multiplied = factor(node)
+    if multiplied is not None:
+        source, scale = multiplied
         view = view_of(source)
         return replace(view, scale=view.scale * scale)
     if node.op not in ("Reshape", "Transpose", "Slice", "Expand"):
@@ -130,7 +130,7 @@ def view_of(value: Value) -> View:
     return found or whole(value)
 
 
-def _factor(node: Node) -> tuple[Value, float] | None:
+def factor(node: Node) -> tuple[Value, float] | None:
     """(x, c) if the node multiplies x by the one constant c, or divides it by 1 / c."""
     if node.op not in ("Mul", "Div") or node.outputs[0].dtype != "float32":
         return None
@@ -138,7 +138,7 @@ def _factor(node: Node) -> tuple[Value, float] | None:
         if x is None or other is None or other.constant is None or other.size != 1 or x.shape != node.outputs[0].shape:
             continue
         number = float(other.constant.array().reshape(-1)[0])
-        if node.op == "Div" and not number:
+        if not math.isfinite(number) or (node.op == "Div" and not number):
             continue
         return x, number if node.op == "Mul" else 1 / number
     return None

@@ -24,6 +24,7 @@ from typing import Any
 
 from flashmem.bundle import Bundle, replace_binaries
 from flashmem.errors import FlashmemWarning, RunError, UserError
+from flashmem.interrupts import blocked
 from flashmem.paths import VARIABLE, can_be_written, no_temporary_folder
 from flashmem.program import Program, lane_kind
 from flashmem.request import choose_mode, device_for
@@ -146,7 +147,8 @@ def _run(jobs: list[dict[str, Any]], device: Device, cache: ProgramCache, report
     with _folder() as folder:
         try:
             for _ in range(min(len(jobs), _processors())):
-                children.append(_start(device, folder))
+                with blocked():  # an interrupt now would leave a child that nobody knows of
+                    children.append(_start(device, folder))
                 threads.append(threading.Thread(target=_feed, args=(children[-1], waiting, done, cache)))
                 threads[-1].start()
             for number in range(1, len(jobs) + 1):

@@ -24,7 +24,11 @@ def main() -> None:
     key, folder = sys.argv[1], Path(sys.argv[2], str(os.getpid()))
     # PoCL's own cache, for this process only: what it made of one kernel is all there.
     pocl = folder / "pocl"
-    pocl.mkdir(parents=True)
+    try:
+        folder.mkdir()
+        pocl.mkdir()
+    except FileNotFoundError:  # whoever asked is gone, and has removed the folder
+        return
     os.environ[_POCL_FOLDER] = str(pocl)
     _answer(key, folder, pocl, answers)
     shutil.rmtree(folder, ignore_errors=True)  # stdin ends only where whoever asked was killed
@@ -78,7 +82,7 @@ def _argument(context: Any, kind: str, *value: Any) -> Any:
 
 
 def _stand_in_for_the_general_one(pocl: Path, name: str) -> None:
-    """PoCL is about to compile the kernel once more, for launches of any kind, which takes as long as all else and is never used.
+    """PoCL is about to compile the kernel once more, for launches of any kind: as long as all else takes, and never used.
     Where it would put that, it finds what it made for a launch of ours. Who has switched special variants off does use it.
     """
     made = sorted(pocl.glob(f"**/{name}/*/{name}.so"))

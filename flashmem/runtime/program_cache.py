@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -87,7 +88,10 @@ class ProgramCache:
 
 
 class CachedKernels:
-    """The kernels of a session, from the cache or compiled; `save` puts compiled ones into the cache once they have all run."""
+    """The kernels of a session, from the cache or compiled; `save` puts compiled ones into the cache once they have all run.
+
+    What is in the cache is loaded in a thread: a driver takes a millisecond or two for each, in which opening can go on.
+    """
 
     def __init__(
         self,
@@ -97,53 +101,69 @@ class CachedKernels:
         wanted: Iterable[Wanted],
         carried: bytes = b"",
     ) -> None:
-        """Load or compile. `carried`: entries that the bundle brings (`packed_entries`).
+        """Find or compile, and begin to load. `carried`: entries that the bundle brings (`packed_entries`).
 
         Raises:
             RunError: the driver refuses the kernels.
         """
         self._cache, self._context, self._options = cache, context, options
         self._programs: dict[str, Program] = {}
-        self._carried: dict[str, bytes] | None = None
         self._compiled: dict[str, Program] = {}  # by key: what is not in the cache
+        self._error: RunError | None = None
+        brought: dict[str, bytes] | None = None
+        found: list[tuple[str, Wanted, bytes]] = []
         for each in wanted:
             key = kernel_key(context.device, each, options)
-            program = self._load(key, carried)
-            if program is None:
-                program = self._compiled[key] = context.build(each.text, options)
-            self._programs[each.name] = program
+            binary = cache.read(key)
+            if binary is None and carried:
+                brought = unpacked_entries(carried) if brought is None else brought
+                binary = brought.get(key)
+            if binary is None:
+                self._compile(key, each)
+            else:
+                found.append((key, each, binary))
+        self._loading = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
+        self._loading.start()
 
     @property
     def compiled(self) -> int:
         """How many kernels were compiled and are not in the cache."""
+        self._wait()
         return len(self._compiled)
 
-    def _load(self, key: str, carried: bytes) -> Program | None:
-        binary = self._cache.read(key)
-        if binary is not None:
-            try:
-                return self._context.load(binary, self._options)
-            except RunError:
-                self._cache.delete(key)
-        if carried:
-            self._carried = unpacked_entries(carried) if self._carried is None else self._carried
-            if key in self._carried:
-                with suppress(RunError):
-                    return self._context.load(self._carried[key], self._options)
-        return None
+    def _compile(self, key: str, wanted: Wanted) -> None:
+        self._programs[wanted.name] = self._compiled[key] = self._context.build(wanted.text, self._options)
+
+    def _load(self, found: list[tuple[str, Wanted, bytes]]) -> None:
+        try:
+            for key, each, binary in found:
+                try:
+                    self._programs[each.name] = self._context.load(binary, self._options)
+                except RunError:
+                    self._cache.delete(key)
+                    self._compile(key, each)
+        except RunError as error:
+            self._error = error
+
+    def _wait(self) -> None:
+        self._loading.join()
+        if self._error is not None:
+            raise self._error
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A kernel object of its own with its arguments set (`opencl.Program.kernel`).
 
         Raises:
-            RunError: it is missing, or takes other arguments.
+            RunError: the driver refuses the kernels; it is missing, or takes other arguments.
         """
+        self._wait()
         if name not in self._programs:
             raise RunError(f"the bundle lacks the kernel {name}; compile the model again")
         return self._programs[name].kernel(name, arguments)
 
     def save(self) -> None:
         """Store what was compiled; nothing to do for what came from the cache."""
+        self._wait()
         for key, program in list(self._compiled.items()):
             self._cache.write(key, program.binary())
             del self._compiled[key]

@@ -17,9 +17,12 @@ FEW_ROWS = 4
 """Queries up to which a GPU's work-group deals out keys rather than queries."""
 
 PRIVATE_BYTES = 24 << 10
-"""Of queries and sums that a work-item of a CPU keeps: more of them share a load, but they have to stay in the nearest cache."""
+"""Of queries and sums that a work-item of a CPU keeps: more of them share a load, but the nearest cache has to hold them."""
 
-LOCAL_BYTES = 32 << 10
+LOCAL_BYTES = {"nvidia": 48 << 10}
+"""Local memory of a work-group, by descriptor, where it is more than `LEAST_LOCAL_BYTES`."""
+
+LEAST_LOCAL_BYTES = 32 << 10
 """Local memory that every GPU has."""
 
 
@@ -52,8 +55,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Block:
-    """A work-group of `across` x `down` work-items, each with `each` queries and `vector` keys of the block, and `staged` channels
-    in local memory at a time.
+    """A work-group of `across` x `down` work-items, each with `each` queries and `vector` keys of the block; `staged` channels
+    are in local memory at a time.
     """
 
     across: int
@@ -72,6 +75,12 @@ class Block:
     def keys(self) -> int:
         """Keys of a block."""
         return self.across * self.vector
+
+    @property
+    def local_bytes(self) -> int:
+        """Local memory that it takes: queries, weights, keys or values, and a number of each work-item for each query."""
+        pitch = self.rows + 4
+        return 4 * (self.staged * pitch + self.keys * pitch + self.staged * self.keys + self.rows * self.across)
 
     @property
     def ivec(self) -> str:
@@ -98,8 +107,10 @@ def choose_form(descriptor: DeviceDescriptor, rows: int, depth: int, channels: i
     if rows <= FEW_ROWS:
         return Rows(fitting, 1, 64, 8, 4, wide)
     down = min(8, max(2, fitting // 4))
-    each = 8 if rows > 4 * down and max(depth, channels) <= 256 else 4
-    return Block(16, down, each, 2, 32)
+    each = 8 if rows > 4 * down and max(depth, channels) <= 128 else 4
+    room = LOCAL_BYTES.get(descriptor.name, LEAST_LOCAL_BYTES)
+    wider, narrow = (Block(16, down, each, 2, staged) for staged in (64, 32))
+    return wider if least > 32 and wider.local_bytes <= room else narrow
 
 
 def emit_attention(emitter: Emitter, layer: Layer) -> None:

@@ -36,7 +36,8 @@ def _tile(
     if plain or not floats:
         variant = emitter.descriptor.variants_of(product.family)[0]
     else:
-        variant = emitter.choices.variant(product, [node.op for node in layer.tail])
+        widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
+        variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
     texture = packed and emitter.memory_path == "texture"
     rows, columns, vector = variant.rows, variant.columns, variant.vector
     if not variant.stage:
@@ -176,7 +177,7 @@ def _emit_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
-        parts = emitter.parts(node.input(1), packing, -(-rows // tile.rows))
+        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [

@@ -1,8 +1,8 @@
 """Attention in one kernel: softmax(f(Q K^T)) V, as `graph.attention` finds it; no score is ever written to memory.
 
 Inputs of `FusedAttention` are the tensors that hold queries, keys and values, and then the operands of `scores`. Attributes:
-`query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each product of
-a query and a key), `value_scale` (of each value) and `scores`.
+`query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each
+product of a query and a key), `value_scale` (of each value) and `scores`.
 """
 
 from __future__ import annotations
