@@ -8,6 +8,7 @@ events, on every memory path of the device, with the variants and the table that
 peer's time over ours. Everything is resident; changes of layout around a convolution are not counted.
 
 Each shape is written to `--json` as soon as it is measured, and `--seconds` is when no further one is begun.
+`--models` adds whole models with everything resident, against PyTorch's eager mode (benchmarks/kernel_models.py).
 `--from FILE` measures nothing and shows what such a file holds. PyTorch or ONNX Runtime must be installed to be compared with.
 """
 
@@ -40,6 +41,7 @@ from flashmem.runtime.opencl import Program
 
 Row = dict[str, Any]
 _AHEAD = 8
+_OPERATORS = 0.6  # of the time, where models are measured too
 _ROUNDS = 3  # on a CPU, ours and the peer's in turn
 
 
@@ -207,7 +209,12 @@ def markdown(data: Row) -> str:
     failed = [f"- {row['shape']}, {who}: {why}" for row in rows for who, why in row["failed"].items()]
     if failed:
         lines += ["", "Failed:", "", *failed]
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    if data.get("models"):
+        from benchmarks import kernel_models
+
+        text += kernel_models.markdown(data["models"])
+    return text
 
 
 def measure(args: argparse.Namespace) -> Row:
@@ -217,7 +224,8 @@ def measure(args: argparse.Namespace) -> Row:
     data: Row = {"about": bench.about(), "rows": []}
     wanted = [case for case in cases(bench.descriptor.kind) if not args.group or case.group in args.group]
     try:
-        for row in bench.rows(wanted[: args.most], begun + args.seconds):
+        operators = args.seconds * (_OPERATORS if args.models else 1)
+        for row in bench.rows(wanted[: args.most], begun + operators):
             data["rows"].append(row)
             ratios = ", ".join(f"{path} {found:.2f}" for path in bench.paths if (found := ratio(row, path)))
             told = ratios or ", ".join(f"{who} {s:.3g} s" for who, s in row["seconds"].items())
@@ -227,6 +235,14 @@ def measure(args: argparse.Namespace) -> Row:
     finally:
         keep(data, args.json)
         bench.close()
+    if args.models:
+        from benchmarks import kernel_models
+
+        data["models"] = []
+        for row in kernel_models.rows(args.device, begun + args.seconds):
+            data["models"].append(row)
+            print(f"{row['model']}: {row['seconds']} {row['failed'] or ''}", file=sys.stderr, flush=True)
+            keep(data, args.json)
     left = len(wanted) - len(data["rows"])
     if left:
         print(f"{left} shapes were not begun", file=sys.stderr, flush=True)
@@ -248,6 +264,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--group", action="append", default=[], help="only shapes of this group; repeatable")
     parser.add_argument("--most", type=int, help="no more shapes than these")
+    parser.add_argument("--models", action="store_true", help="whole models too, everything resident, against PyTorch's")
     parser.add_argument("--json", type=Path, help="where the numbers are kept as they come")
     parser.add_argument("--from", type=Path, dest="given", metavar="FILE", help="show this file of --json; measure nothing")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="the roofline")

@@ -15,7 +15,7 @@ from flashmem.graph.ir import Graph, Node
 from flashmem.program import MemoryPath
 from flashmem.zoo.graphs import zoo_graph
 
-from .cases import Sketch
+from .sketch import Sketch
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ class Stand:
             first = min(self._play(commands, 2))
         if first > slow:
             return Timed(first, first, 1, len(commands))
-        repeats = max(_FEWEST, min(_MOST, math.ceil(seconds / max(first, 1e-9))))
+        repeats = max(1 if first > 10 * seconds else _FEWEST, min(_MOST, math.ceil(seconds / max(first, 1e-9))))
         times: list[float] = []
         while len(times) < repeats:
             times += self._play(commands, min(_BATCH, repeats - len(times)))

@@ -21,7 +21,7 @@ from flashmem.codegen.program import Generated
 from flashmem.codegen.tuned import SUFFIX, VERSION, Product, Table, Timing, read_table
 from flashmem.codegen.variants import estimate
 from flashmem.device import DeviceDescriptor, Variant, load_descriptor
-from flashmem.errors import UserError
+from flashmem.errors import RunError, UserError
 from flashmem.files import written_whole
 from flashmem.program import MemoryPath
 from flashmem.request import device_here
@@ -36,7 +36,8 @@ Progress = Callable[[str, float], None]
 Storage = Literal["float32", "float16"]
 
 _AHEAD = 12  # products whose kernels are built while others are measured, where that disturbs nothing
-_LONGEST = 0.03  # of the time, for one product, by what is known of the device
+_LONGEST = 0.1  # of the time, for one product, by what is known of the device
+_LAUNCHES = 6  # of each variant, at least
 _SLOW = 3.0  # times the best variant: not repeated
 _SECONDS = 0.025  # of device time for each variant
 
@@ -137,6 +138,7 @@ def tune(request: Request, progress: Progress, every: Iterable[Case] | None = No
     Raises:
         NoDeviceError: no such device.
         UserError: a table of another device is in the way, or there is nothing to choose: the device lists no variants.
+        RunError: the device is lost; what was measured is in the table.
     """
     begun = perf_counter()
     device = device_here(request.device)
@@ -269,7 +271,8 @@ class _Tuner:
             product = case.product
             missing = self._table.missing(product, self._descriptor)
             rate = self._rates.get(product.kind, inf)
-            if missing and case.shape.flops / rate <= _LONGEST * self._budget:
+            longest = _LAUNCHES * len(missing) * case.shape.flops / rate
+            if missing and longest <= _LONGEST * self._budget:
                 missing.sort(key=lambda variant: estimate(self._descriptor, product, variant))  # good ones rule out slow ones
                 yield self._begin(_Work(case, product, missing))
 
@@ -339,10 +342,16 @@ class _Tuner:
         return max(1e-9, self._stand.time(commands, _SECONDS, _SLOW * best).seconds)
 
     def _recover(self) -> None:
-        """A device that failed may refuse everything from then on: a new context then."""
+        """A device that failed may refuse everything from then on: a new context then.
+
+        Raises:
+            RunError: that one is refused everything, too; the next process will not try what it failed with.
+        """
         if not self._stand.works():
             self._stand.close()
             self._stand = Stand(self._device)
+            if not self._stand.works():
+                raise RunError("the device refuses everything since a variant failed; call flashmem tune again to go on")
 
 
 def _kernel(made: Generated) -> object:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from flashmem.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
+from flashmem.capacity.predictor import Predictor
 from flashmem.codegen.choices import Choices, fewest, packed_bytes
 from flashmem.codegen.tuned import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
 from flashmem.codegen.variants import choose, seconds
@@ -19,6 +21,8 @@ from flashmem.compile import _key
 from flashmem.device import DeviceDescriptor, Tile, Variant, load_descriptor
 from flashmem.errors import UserError
 from flashmem.planning.limits import Limits
+from flashmem.profiler.dataset import SUFFIX as DATASET
+from flashmem.profiler.dataset import read_dataset, write_dataset
 from flashmem.profiler.descriptor import name_table, write_descriptor
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.profiler.timing import generated
@@ -298,6 +302,20 @@ def test_cold_and_steady_choose_otherwise(tmp_path: Path) -> None:
         assert choices.settle() == (optimize == "cold") and not choices.settle()
         assert [choices.variant(one), choices.variant(two)] == wanted
     assert choices.variant(replace(one, rows=9)) == wide  # asked later: the kernel that is there
+
+
+def test_the_predictor_is_told_the_variant_and_older_ones_do_without(tmp_path: Path) -> None:
+    made = generated(Matmul(9, 12, 20).graph(), replace(POCL, only="shared"))
+    features = launch_features(made.program.launches[0], 0, "buffer")
+    assert (features.tile_rows, features.tile_columns, features.stage, features.split) == (2, 4, 8, 2)
+    row = dict(zip(KERNEL_FEATURES, kernel_features([features], [1.0])[0].tolist(), strict=True))
+    assert row["log_stage"] == pytest.approx(math.log2(9)) and row["log_split"] == pytest.approx(math.log2(3))
+    older = Predictor.load("pocl", "buffer")  # trained before variants were known
+    assert older.seconds(made.program.launches[0]) > 0
+    about, rows = read_dataset(Path(__file__).parent.parent / "devices" / f"pocl{DATASET}")
+    assert {(r.features.stage, r.features.split) for r in rows} == {(0, 1)}
+    write_dataset(tmp_path / "again", about, [replace(rows[0], features=features)])
+    assert read_dataset(tmp_path / "again")[1][0].features == features
 
 
 def test_the_last_panel_is_filled_up() -> None:

@@ -94,7 +94,9 @@ class Table:
     about: Mapping[str, Any]
     timings: Sequence[Timing]
     digest: str = ""
-    _found: dict[tuple[Product, tuple[str, ...]], dict[str, float]] = field(default_factory=dict, repr=False, compare=False)
+    _found: dict[tuple[Product, tuple[str, ...]], dict[str, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def text(self) -> str:
         """As `read_table` reads it."""

@@ -193,12 +193,8 @@ def _emit_packed(
             [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds],
             tile.launched(rows, part.panels),
             tile.group,
-            KernelShape(
-                rows=rows,
-                columns=min(part.panels * tile.panel, columns),
-                depth=depth,
-                run=run,
-                vector=tile.vector,
+            tile.described(
+                KernelShape(rows=rows, columns=min(part.panels * tile.panel, columns), depth=depth, run=run),
             ),
             macs=rows * depth * min(part.panels * tile.panel, columns),
             nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.panel,
@@ -319,8 +315,8 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         [*args, batches, rows, depth, columns, *(number for level in levels for number in level)],
         (*tile.launched(rows, -(-columns // tile.panel)), batches),
         (*tile.group, 1),
-        KernelShape(
-            rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1, vector=tile.vector
+        tile.described(
+            KernelShape(rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1)
         ),
         macs=batches * rows * columns * depth,
     )
