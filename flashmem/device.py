@@ -156,11 +156,14 @@ class DeviceDescriptor:
         descriptor: DeviceDescriptor = build(cls, values)
         return descriptor
 
-    def variants_of(self, family: str) -> tuple[Variant, ...]:
-        """The ways to compute contractions of `family`; the first is the plain tile."""
+    def plain(self, family: str) -> Variant:
+        """The tile as a variant, which computes what the others cannot."""
         tile = self.tile
-        plain = Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
-        listed = (plain, *(each for each in self.variants if family in each.families))
+        return Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
+
+    def variants_of(self, family: str) -> tuple[Variant, ...]:
+        """The ways to compute contractions of `family`; the first is the plain one."""
+        listed = (self.plain(family), *(each for each in self.variants if family in each.families))
         return tuple(each for each in listed if each.name == self.only) or listed
 
     def on_path(self, path: str) -> DeviceDescriptor:

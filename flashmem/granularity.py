@@ -1,8 +1,8 @@
 """How large slices may grow under a limit: tried from coarse to fine.
 
-Without a limit a launch takes as much of a weight as fills the device (`codegen/slicing.py`). Under one, a slice is in flight
+Where nothing limits memory, slices are as large as the device likes (`codegen/slicing.py`). Under a limit, a slice is in flight
 as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that works. A program is
-planned with slices as large as the limit allows, then with smaller ones while that answers sooner, or until one fits at all.
+planned with slices of any size, then with smaller ones while that answers sooner, or until one fits at all.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def first_attempt(
     """
     best: tuple[Pipeline, Attempt] | None = None
     refused: BudgetError | None = None
-    largest: int | None = None
+    before, largest = Slicing(most=None), 0
     for slicing in _sizes(limits):
-        if largest is not None and slicing.most is not None and largest <= slicing.most:
-            continue  # it would be the same program again
+        if largest and _is_same(slicing, before, largest):
+            continue
+        before = slicing
         pipeline = pipeline_for(slicing)
         generated = pipeline.generate(frozenset())
         largest = _largest(generated.program)
@@ -56,10 +57,18 @@ def first_attempt(
     return best
 
 
+def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
+    """Whether `slicing` gives the program that `before` gave, whose largest slice has `largest` bytes."""
+    if largest <= slicing.least:
+        return True
+    return before.most is not None and slicing.most is not None and largest <= slicing.most
+
+
 def _sizes(limits: Limits) -> Iterator[Slicing]:
     limit = limits.budget or limits.m_peak
-    if limit is None:
+    if limit is None or limits.resolved_objective == "latency":
         yield Slicing(most=None)
+    if limit is None:
         return
     most = limit if limits.resolved_objective == "latency" else limit // STEP  # what does not fit M_peak becomes part of W
     while most > LEAST_BYTES:

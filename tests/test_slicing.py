@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -53,14 +53,15 @@ KIB = 1 << 10
 @given(
     st.integers(1, 5000), st.integers(1, 3000), st.sampled_from([1, 3]), st.sampled_from(["buffer", "texture"]),
     st.sampled_from(["float32", "int4"]), st.integers(1, 300_000), st.integers(1, 500),
-    st.integers(1, 1 << 22), st.one_of(st.none(), st.integers(1, 1 << 26)),
+    st.integers(1, 1 << 22), st.one_of(st.none(), st.integers(1, 1 << 26)), st.booleans(),
 )  # fmt: skip
 @settings(max_examples=300, deadline=None)
 def test_a_launch_is_full_or_as_large_as_it_may_be(
     depth: int, columns: int, groups: int, path: MemoryPath, storage: Any, parallelism: int, row_items: int, least: int,
-    most: int | None,
+    most: int | None, gpu: bool,
 ) -> None:  # fmt: skip
-    device = DeviceDescriptor("made-up", parallelism=parallelism, image_max_width=8192, image_max_height=8192)
+    kind: Literal["cpu", "gpu"] = "gpu" if gpu else "cpu"
+    device = DeviceDescriptor("made-up", kind, parallelism=parallelism, image_max_width=8192, image_max_height=8192)
     packing = Packing(depth, columns, groups, 32, storage, path, 64, device)
     parts = Slicing(least, most).slices(packing, row_items)
     assert [part.first_panel for part in parts] == [sum(p.panels for p in parts[:i]) for i in range(len(parts))]
@@ -74,7 +75,7 @@ def test_a_launch_is_full_or_as_large_as_it_may_be(
     texels = packing.panel_texels * packing.folds
     fewest = -(-packing.panels // (len(parts) - 1))  # panels of the largest slice if there were one slice less
     assert fewest * packing.panel_bytes > least
-    full = fewest * row_items > ROUNDS * parallelism
+    full = fewest * row_items > ROUNDS * parallelism and not (gpu and most is None)
     assert full or (most and fewest * packing.panel_bytes > most) or (path == "texture" and fewest * texels > 8192)
 
 
@@ -97,7 +98,7 @@ def planned(graph: Graph, device: str, mode: TransferMode | None = None, **limit
 def test_without_a_limit_a_thin_product_is_one_launch_on_a_gpu() -> None:
     program, _ = planned(graph_of(128, (2048, 8192)), "nvidia")
     assert len(program.launches) == 1 and program.slices[0].nbytes == 4 * 2048 * 8192
-    for device, launches in (("nvidia", 1), ("adreno750", 2), ("pocl", 16), ("intel-cpu", 16)):
+    for device, launches in (("nvidia", 1), ("adreno750", 1), ("pocl", 16), ("intel-cpu", 16)):
         program, _ = planned(graph_of(128, (2048, 8192)), device)
         assert several_launches(program) == ({} if launches == 1 else {"w0.weight": launches}), device
 

@@ -86,7 +86,7 @@ class Choices:
         """Seconds of one layer by variant: running it and, where a first answer counts, loading what it reads."""
         times = seconds(self._descriptor, use.product)
         if use.widest is not None:
-            plain = self._descriptor.variants_of(use.product.family)[0]
+            plain = self._descriptor.plain(use.product.family)
             narrow = {v: time for v, time in times.items() if v == plain or v.block[1] <= use.widest}
             times = narrow or {plain: 0.0}
         if self._optimize == "steady":

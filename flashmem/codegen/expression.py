@@ -24,7 +24,8 @@ from flashmem.program import StoredType
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4
-"""Elements of a vector from which on a division by an argument costs little; by a constant it is a multiplication."""
+"""Elements of a vector from which on a division by an argument costs little; by a constant it is a multiplication. A vector of
+rows divides for each of its elements."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Expression:
             numbers.append(number)
             return f"f{len(numbers) - 1}"
 
-        size_as = argument if self.vector >= _DIVIDED else str
+        size_as = argument if self.vector >= _DIVIDED and not self.down else str
         inside = {node.outputs[0] for node in self.nodes} | {self.seed}
         values = dict.fromkeys(v for node in self.nodes for v in self._inputs(node) if v not in inside)
         placed = [place(value, self.domain, self.split, size_as=size_as, stride_as=argument) for value in values]

@@ -1,7 +1,8 @@
 """How a weight is cut into slices, each of which is one launch: as few as there can be, as many as memory asks for.
 
 Small slices let reading overlap with computing and keep budgets small; a launch of few work-items leaves most of a GPU idle.
-So a weight is cut into slices of `least` bytes, and into larger ones where their launches would not fill the device.
+So a weight is cut into slices of `least` bytes, and into larger ones where their launches would not fill the device. A GPU is
+quicker than the reading: where nothing limits memory, it gets every weight whole.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Slicing:
-    """Sizes of slices in bytes: up to `least` always, and up to `most` (None: any) where the launch would not fill the device.
+    """Sizes of slices in bytes: up to `least` always, and up to `most` where the launch would not fill the device.
+
+    `most` None: nothing limits memory.
 
     A slice has one panel at least, however large that is.
     """
@@ -32,8 +35,12 @@ class Slicing:
 
     def slices(self, packing: Packing, row_items: int) -> list[PackedSlice]:
         """The slices of a weight whose launches have `row_items` work-items for each panel."""
-        full = -(-ROUNDS * packing.descriptor.parallelism // row_items) * packing.panel_bytes
-        wished = full if self.most is None else min(full, self.most)
+        device = packing.descriptor
+        full = -(-ROUNDS * device.parallelism // row_items) * packing.panel_bytes
+        if self.most is None:
+            wished = packing.panels * packing.panel_bytes if device.kind == "gpu" else full
+        else:
+            wished = min(full, self.most)
         return packing.slices(min(max(self.least, wished), MOST_BYTES))
 
     def widest(self, column_bytes: int) -> int | None:

@@ -68,7 +68,7 @@ def _explained(what: str) -> Iterator[None]:
 
 def _run_error(what: str, error: Exception) -> RunError:
     code = getattr(error, "code", None)
-    name = cl.status_code.to_string(code) if isinstance(code, int) else type(error).__name__
+    name = cl.status_code.to_string(code, "code %d") if isinstance(code, int) else type(error).__name__
     return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
 
 

@@ -11,6 +11,7 @@ from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.attention import Access, Scores
 from flashmem.graph.operators.vector import Vector, scalar_literal
 from flashmem.graph.placement import affine
+from flashmem.graph.views import Dimension
 from flashmem.program import ITEMSIZE, Arg, KernelShape
 
 FEW_ROWS = 4
@@ -124,13 +125,18 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
     seed, nodes = scores.nodes([node.input(i) for i in range(3, len(node.inputs))])
     down = form.form == "rows" and form.vector > 1
     tail = Expression(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, emitter.storage, down)
+    strides: list[int] = []
+    tensors = (node.input(0), node.input(1), node.input(2), layer.output)
+    places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(emitter.stored, tensors), strict=True)
+    q, k, v, y = (_context(access, row, stored, strides) for access, row, stored in places)
     kernel = emitter.kernels.kernel(
         "attention",
         f=form,
-        q=_context(query, "query", emitter.stored(node.input(0))),
-        k=_context(key, "key", emitter.stored(node.input(1))),
-        v=_context(value, "key", emitter.stored(node.input(2))),
-        y=_context(answer, "query", emitter.stored(layer.output)),
+        q=q,
+        k=k,
+        v=v,
+        y=y,
+        strides=range(len(strides)),
         depth=query.channels,
         channels=value.channels,
         scale=scalar_literal("float32", given["scale"]),
@@ -142,10 +148,10 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
     pointers = [emitter.operand(node.input(i)) for i in range(3)]
     blocks = -(-rows // form.rows)
     items = (form.lanes * blocks, batches) if isinstance(form, Rows) else (form.across, form.down * blocks, batches)
-    sizes = [ITEMSIZE[emitter.storage(each)] for each in (node.input(0), node.input(1), node.input(2), layer.output)]
+    sizes = [ITEMSIZE[emitter.storage(each)] for each in tensors]
     counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
     nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
-    numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start]
+    numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start, *strides]
     args: list[Arg | int] = [*pointers, emitter.tensor(layer.output), *emitter.operand_args(tail), *numbers]
     emitter.launch(
         layer,
@@ -161,18 +167,23 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
     )
 
 
-def _context(access: Access, row: str, stored: str) -> dict[str, object]:
+def _context(access: Access, row: str, stored: str, strides: list[int]) -> dict[str, object]:
     """Where a matrix and a row are, as expressions in `batch` and in `row`, and how far channels are apart.
 
-    `stored`: what an element is in memory.
+    `stored` is what an element is in memory. Strides that the expressions name are added to `strides`: they are arguments, so
+    that kernels differ in little but heads.
     """
+
+    def argument(stride: int) -> str:
+        strides.append(stride)
+        return f"stride{len(strides) - 1}"
+
+    def offset(dimension: Dimension, index: str) -> str:
+        return affine([size for size, _ in dimension], [stride for _, stride in dimension], index, stride_as=argument)
+
     return {
-        "batch": _offset(access.batch, "batch"),
-        "row": _offset(access.row, row),
+        "batch": offset(access.batch, "batch"),
+        "row": offset(access.row, row),
         "channel": access.channel,
         "stored": stored,
     }
-
-
-def _offset(dimension: tuple[tuple[int, int], ...], index: str) -> str:
-    return affine([size for size, _ in dimension], [stride for _, stride in dimension], index)

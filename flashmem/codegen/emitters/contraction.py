@@ -25,16 +25,19 @@ from flashmem.program import ITEMSIZE, Arg, KernelShape, Slice
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
 
+_IDLE_ROWS = 1.02
+"""The tallest tile is taken whose rows are no more than 2 % above the fewest: other heights are other kernels."""
+
 
 def _tile(
     emitter: Emitter, layer: Layer, product: Product, run: int, weights: str, *, packed: bool = True, plain: bool = False
 ) -> Tile:
-    """The variant for `product`, or the plain one, cut to the matrix: the number of rows that wastes least, panels no wider."""
+    """The variant for `product`, or the plain one, cut to the matrix: a number of rows that wastes few, panels no wider."""
     node = layer.main
     types = (REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0)))
     floats = types in (("float", "float"), ("float", "half")) and weights in ("float32", "float16")
     if plain or not floats:
-        variant = emitter.descriptor.variants_of(product.family)[0]
+        variant = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
         variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
@@ -44,7 +47,8 @@ def _tile(
         least = 8 if weights.endswith("int4") else 4
         columns = max(least, min(columns, 1 << (product.columns - 1).bit_length()))
         most = min(rows, product.rows)
-        rows = min(range(most, max(1, most // 2 + 1) - 1, -1), key=lambda r: -(-product.rows // r) * r)
+        whole = {height: -(-product.rows // height) * height for height in range(most, most // 2, -1)}
+        rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
         vector = min(vector, columns)
     return Tile(
         rows, columns, vector, texture, variant.local_size, weights, *types, emitter.stored(layer.output),

@@ -63,7 +63,12 @@ def move(
     source_strides = target_strides if source is None else source_strides
     run = math.gcd(_inner_run(region, target_strides), _inner_run(region, source_strides))
     vector = min(emitter.descriptor.tile.vector, run & -run) if source is not None else 1
-    grid = _grid(region, source_strides, target_strides, vector)
+    grid = _grid(region, source_strides, target_strides)
+    block, step, scatters = 1, 0, False
+    if vector > 1:
+        grid[0] = (grid[0][0] // vector, vector, vector)
+    elif source is not None:
+        grid, block, step, scatters = _in_blocks(grid, emitter.descriptor.tile.vector)
     (columns, _, _), (rows, _, _), *outer = grid
     items = (columns, rows, math.prod(size for size, _, _ in outer))
     local = emitter.work_group(items)
@@ -74,18 +79,20 @@ def move(
         stored=stored,
         made=made,
         vector=vector,
+        block=block,
+        scatters=scatters,
         reads=source is not None,
         directions=len(grid),
         fill=fill,
     )
     pointers: list[Arg | int] = [emitter.operand(source)] if source is not None else []
     starts = [source_start, target_start] if source is not None else [target_start]
-    steps = [step for _, *steps in grid for step in (steps if source is not None else steps[1:])]
+    steps = [number for _, *each in grid for number in (each if source is not None else each[1:])]
     longest = _inner_run(region, source_strides)
     emitter.launch(
         layer,
         kernel,
-        [*pointers, emitter.tensor(target), *starts, *(size for size, _, _ in grid), *steps],
+        [*pointers, emitter.tensor(target), *starts, *(size for size, _, _ in grid), *steps, *([step] if block > 1 else [])],
         items,
         local,
         KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector),
@@ -94,12 +101,13 @@ def move(
     )
 
 
-def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int], vector: int) -> list[tuple[int, int, int]]:
-    """Size, source stride and target stride of each dimension, innermost first, at least three; a vector counts as one.
+Dimension = tuple[int, int, int]
+"""Its size, and what it steps over in the source and in the target."""
 
-    Neighbours that one stride covers on both sides are one dimension.
-    """
-    merged: list[tuple[int, int, int]] = []
+
+def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int]) -> list[Dimension]:
+    """The dimensions of a movement, innermost first, at least three. Neighbours that one step covers on both sides are one."""
+    merged: list[Dimension] = []
     for size, near, far in zip(reversed(region), reversed(source), reversed(target), strict=True):
         if size == 1:
             continue
@@ -107,9 +115,31 @@ def _grid(region: Sequence[int], source: Sequence[int], target: Sequence[int], v
             merged[-1] = (merged[-1][0] * size, *merged[-1][1:])
         else:
             merged.append((size, near, far))
-    if vector > 1:
-        merged[0] = (merged[0][0] // vector, vector, vector)
     return merged + [(1, 0, 0)] * (3 - len(merged))
+
+
+def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int, int, bool]:
+    """For a movement that transposes: the second dimension in blocks that are neighbours on one side, so that whole vectors are
+    read, or written, where steps are long. Returns the dimensions, the size of a block, its step on the other side, and whether
+    it is neighbours in the source (which are scattered) or in the target.
+    """
+    read = next((i for i, (size, near, _) in enumerate(grid) if near == 1 and size > 1), None)
+    written = next((i for i, (size, _, far) in enumerate(grid) if far == 1 and size > 1), None)
+    if read is None or written is None or read == written:
+        return grid, 1, 0, False
+    long_reads = grid[written][1] >= grid[read][2]
+    for scatters in (long_reads, not long_reads):
+        blocked, other = (read, written) if scatters else (written, read)
+        size, near, far = grid[blocked]
+        block = min(widest, size & -size)
+        if block >= _LEAST_BLOCK:
+            rest = [each for i, each in enumerate(grid) if i not in (read, written)]
+            whole = (size // block, near * block, far * block)
+            return [grid[other], whole, *rest], block, far if scatters else near, scatters
+    return grid, 1, 0, False
+
+
+_LEAST_BLOCK = 4
 
 
 def emit_transpose(emitter: Emitter, layer: Layer) -> None:
