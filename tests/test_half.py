@@ -123,6 +123,9 @@ STAGED = [
 
 COPIES = [
     _case("Transpose", Half((3, 7, 11)), perm=[2, 0, 1], exact=True),
+    _case("Transpose", Half((3, 32, 48)), perm=[0, 2, 1], exact=True),
+    _case("Transpose", Half((48, 33)), perm=[1, 0], exact=True),
+    _case("Transpose", Given(_halves(32, 48)), perm=[1, 0], exact=True),
     _case("Slice", Half((9, 43)), _ints(1, 40), _ints(9, 1), _ints(0, 1), _ints(1, -3), exact=True),
     _case("Slice", Half((9, 44)), _ints(4), _ints(44), _ints(1), exact=True),
     _case("Concat", ROWS, Half((7, 4)), axis=1, exact=True),
