@@ -151,9 +151,10 @@ def _check_arena(program: Program) -> None:
             raise BundleError(f"the bundle is damaged: {error}; compile the model again") from error
         if port.tensor is not None:
             _require(port.tensor in tensors, f"port {port.name!r} names the unknown tensor {port.tensor!r}")
-            _require(tensors[port.tensor].dtype == device, f"port {port.name!r} and its tensor differ in type")
-            room = tensors[port.tensor].nbytes
-            _require(ITEMSIZE[device] * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
+            stored, room = tensors[port.tensor].dtype, tensors[port.tensor].nbytes
+            same = stored == device or stored == port.dtype == "float16"
+            _require(same, f"port {port.name!r} and its tensor differ in type")
+            _require(ITEMSIZE[stored] * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
     for port in program.outputs:
         _require(port.tensor is not None or 0 in port.shape, f"output {port.name!r} has no tensor")
     if program.status is not None:
@@ -204,9 +205,10 @@ def _check_gathers(program: Program) -> None:
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
         _require(min(gather.rows, gather.columns, gather.panel) > 0, f"{name} is empty")
         _require(table_end(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
-        made = gather.dtype.replace("int4", "int8").replace("float16", "float32")
+        made = gather.dtype.replace("int4", "int8")
+        same = tensor.dtype == made or {tensor.dtype, made} == {"float16", "float32"}
         size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * gather.columns
-        _require(tensor.dtype == made and size <= tensor.nbytes, f"{name} does not fit its tensor")
+        _require(same and size <= tensor.nbytes, f"{name} does not fit its tensor")
         _require(gather.panel == 1 or not gather.dtype.endswith("int4"), f"{name} has rows that no byte starts")
 
 

@@ -271,7 +271,9 @@ def sweep(
         str, typer.Option("--lambda", metavar="NUMBER,...", help="Weights of preloading against loading early.")
     ] = "0.9",
     mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0.1",
-    precision: Annotated[str, typer.Option(metavar="NAME,...", help="How weights are stored: fp32, fp16.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(metavar="NAME,...", help="What weights and activations are stored in: fp32, fp16.")
+    ] = "fp32",
     device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
     shape: Shape = None,

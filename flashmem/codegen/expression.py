@@ -12,6 +12,7 @@ vector does not feel a division, the sizes that rows are divided by.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.placement import Operand, place
+from flashmem.program import StoredType
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4
@@ -30,8 +32,8 @@ rows divides for each of its elements."""
 class Expression:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
-    `seed` is the value that arrives in registers (None if everything is loaded). `down`: a vector is of rows `row`, `row` + 1
-    and so on at one column, and the function takes the number of `rows` too.
+    `seed` is the value that arrives in registers (None if everything is loaded). `storage` says what each value is stored in.
+    `down`: a vector is of rows `row`, `row` + 1 ... at one column, and the function takes the number of `rows` too.
     """
 
     nodes: tuple[Node, ...]
@@ -39,6 +41,7 @@ class Expression:
     domain: tuple[int, ...]
     split: int
     vector: int
+    storage: Callable[[Value], StoredType]
     down: bool = False
 
     @property
@@ -82,7 +85,7 @@ class Expression:
 
     def parameters(self) -> list[str]:
         """Kernel parameters, in the order of `operands`, then of `numbers`."""
-        pointers = [f"__global const {STORED[o.value.dtype]}* restrict e{i}" for i, o in enumerate(self.operands)]
+        pointers = [f"__global const {STORED[self.storage(o.value)]}* restrict e{i}" for i, o in enumerate(self.operands)]
         return pointers + [f"const int f{i}" for i in range(len(self.numbers))]
 
     def names(self) -> list[str]:
@@ -96,11 +99,12 @@ class Expression:
     def _load(self, operand: Operand, pointer: str) -> str:
         """The vector of an operand, in registers."""
         vector, scalar, dtype = Vector(self.vector), Vector(1), operand.value.dtype
+        stored = self.storage(operand.value)
         if self.down and "row" in operand.index:
             rows = [re.sub(r"\brow\b", f"min(row + {lane}, rows - 1)", operand.index) for lane in range(self.vector)]
-            return f"({vector.of(dtype)})({', '.join(scalar.load(dtype, pointer, index) for index in rows)})"
+            return f"({vector.of(dtype)})({', '.join(scalar.load(stored, pointer, index) for index in rows)})"
         spread = operand.spread or self.down
-        load = (scalar if spread else vector).load(dtype, pointer, operand.index)
+        load = (scalar if spread else vector).load(stored, pointer, operand.index)
         return f"({vector.of(dtype)})({load})" if spread else load
 
     def function(self, name: str) -> str:
@@ -114,6 +118,8 @@ class Expression:
             variables[self.seed] = "v0"
             parameters.insert(0, f"{vector.of(self.seed.dtype)} v0")
         lines = []
+        if self.seed is not None and self.nodes and self.storage(self.seed) == "float16":
+            lines.append(f"    v0 = {vector.rounded('v0')};")
         for i, operand in enumerate(self.operands):
             dtype = operand.value.dtype
             variables[operand.value] = f"x{i}"
@@ -123,7 +129,11 @@ class Expression:
             expression, dtype = REGISTRY[node.op].expression, node.outputs[0].dtype
             assert expression is not None, f"{node.op} is not elementwise"
             variables[node.outputs[0]] = f"v{i}"
-            lines.append(f"    const {vector.of(dtype)} v{i} = {vector.wrap(dtype, expression(node, names, vector))};")
+            made = vector.wrap(dtype, expression(node, names, vector))
+            lines.append(f"    {vector.of(dtype)} v{i} = {made};")
+            # A piece of a layer that was split may take in what the whole layer would have stored.
+            if self.storage(node.outputs[0]) == "float16" and node is not self.nodes[-1]:
+                lines.append(f"    v{i} = {vector.rounded(f'v{i}')};")
         result = self.result.dtype
         lines.append(f"    return {vector.to_stored(result, variables[self.result])};")
         head = f"static inline {vector.named(STORED[result])} {name}({', '.join(parameters)})"

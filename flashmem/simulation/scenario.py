@@ -20,12 +20,12 @@ from flashmem.program import (
     ITEMSIZE,
     SLICE_ALIGNMENT,
     TEXEL_BYTES,
+    Port,
     Program,
     Slice,
     lane_kind,
     output_bytes,
     panel_bytes,
-    port_dtype,
     scratch_bytes,
 )
 from flashmem.runtime.engine import LOADER_THREADS
@@ -204,11 +204,17 @@ def describe(
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves) + rates.layer_seconds * len(program.launches),
         constants_bytes=program.constants_bytes,
         gathered_bytes=_gathered_bytes(program),
-        input_bytes=sum(ITEMSIZE[port_dtype(port)] * prod(port.shape) for port in program.inputs if port.tensor is not None),
-        output_bytes=sum(ITEMSIZE[port_dtype(port)] * prod(port.shape) for port in program.outputs),
+        input_bytes=_port_bytes(program, program.inputs),
+        output_bytes=_port_bytes(program, program.outputs),
         w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
         resident_first=strategy == "preload",
     )
+
+
+def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
+    """What moves between the host and the tensors of `ports`."""
+    sizes = {tensor.name: ITEMSIZE[tensor.dtype] for tensor in program.tensors}
+    return sum(sizes[port.tensor] * prod(port.shape) for port in ports if port.tensor is not None)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
@@ -12,7 +12,7 @@ from flashmem.graph.operators.attention import Access, Scores
 from flashmem.graph.operators.vector import Vector, scalar_literal
 from flashmem.graph.placement import affine, place
 from flashmem.graph.views import Dimension
-from flashmem.program import Arg, KernelShape
+from flashmem.program import ITEMSIZE, Arg, KernelShape
 
 FEW_ROWS = 4
 """Queries up to which a GPU's work-group deals out keys rather than queries."""
@@ -126,10 +126,11 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
     dropped = place(operands.pop(), scores.shape, len(scores.shape) - 1) if given["dropped"] else None
     seed, nodes = scores.nodes(operands)
     down = form.form == "rows" and form.vector > 1
-    tail = Expression(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, down)
+    tail = Expression(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, emitter.storage, down)
     strides: list[int] = []
-    places = zip((query, key, value, answer), ("query", "key", "key", "query"), strict=True)
-    q, k, v, y = (_context(access, row, strides) for access, row in places)
+    tensors = (node.input(0), node.input(1), node.input(2), layer.output)
+    places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(emitter.stored, tensors), strict=True)
+    q, k, v, y = (_context(access, row, stored, strides) for access, row, stored in places)
     kernel = emitter.kernels.kernel(
         "attention",
         f=form,
@@ -152,6 +153,9 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
         pointers.append(emitter.operand(dropped.value))
     blocks = -(-rows // form.rows)
     items = (form.lanes * blocks, batches) if isinstance(form, Rows) else (form.across, form.down * blocks, batches)
+    sizes = [ITEMSIZE[emitter.storage(each)] for each in tensors]
+    counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
+    nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))
     numbers = [batches, rows, keys, batches * rows, query.start, key.start, value.start, *strides]
     args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), *numbers]
     emitter.launch(
@@ -164,14 +168,15 @@ def emit_attention(emitter: Emitter, layer: Layer) -> None:
             rows=batches * rows, columns=value.channels, depth=keys, run=query.channels, stride=key.channel, vector=form.vector
         ),
         macs=batches * rows * keys * (query.channels + value.channels),
-        nbytes=_bytes(batches, rows, keys, query, value) + sum(nbytes_of(operand.value) for operand in tail.operands),
+        nbytes=nbytes + sum(emitter.nbytes(operand.value) for operand in tail.operands),
     )
 
 
-def _context(access: Access, row: str, strides: list[int]) -> dict[str, object]:
+def _context(access: Access, row: str, stored: str, strides: list[int]) -> dict[str, object]:
     """Where a matrix and a row are, as expressions in `batch` and in `row`, and how far channels are apart.
 
-    Strides that the expressions name are added to `strides`: they are arguments, so that kernels differ in little but heads.
+    `stored` is what an element is in memory. Strides that the expressions name are added to `strides`: they are arguments, so
+    that kernels differ in little but heads.
     """
 
     def argument(stride: int) -> str:
@@ -181,9 +186,9 @@ def _context(access: Access, row: str, strides: list[int]) -> dict[str, object]:
     def offset(dimension: Dimension, index: str) -> str:
         return affine([size for size, _ in dimension], [stride for _, stride in dimension], index, stride_as=argument)
 
-    return {"batch": offset(access.batch, "batch"), "row": offset(access.row, row), "channel": access.channel}
-
-
-def _bytes(batches: int, rows: int, keys: int, query: Access, value: Access) -> int:
-    """Queries, keys, values and results, each once."""
-    return 4 * batches * (rows + keys) * (query.channels + value.channels)
+    return {
+        "batch": offset(access.batch, "batch"),
+        "row": offset(access.row, row),
+        "channel": access.channel,
+        "stored": stored,
+    }
