@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from benchmarks.zoo import MODELS, models_in
 from flashmem.codegen.program import generate
-from flashmem.compile import SLICE_BYTES, plan_program, read_graph
+from flashmem.compile import plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.errors import BudgetError
 from flashmem.graph.fusion import fuse
@@ -72,7 +72,7 @@ def measure(name: str, model: Path, descriptor: DeviceDescriptor, budget_ratio: 
     """One model on one device: seconds by strategy, at each ratio and at the descriptor's own disk."""
     options = Options(descriptor, choose_mode(descriptor, "auto"), Limits(chunk=1 << 20))
     graph = read_graph(model, options)
-    program = generate(graph, fuse(graph), descriptor, slice_bytes=SLICE_BYTES).program
+    program = generate(graph, fuse(graph), descriptor).program
     options = replace(options, limits=replace(options.limits, budget=int(budget_ratio * program.weights_bytes)))
     problem = planning_problem(program, descriptor, options.mode, options.limits)
     compute = sum(layer.seconds for layer in problem.layers)

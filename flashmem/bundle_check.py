@@ -11,7 +11,7 @@ import math
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
-from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
+from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout, passing_bytes
 from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Program, port_dtype
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -37,8 +37,9 @@ def check_bundle(program: Program, plan: OverlapPlan) -> None:
     _check_launches(program)
     _check_gathers(program)
     _check_plan(program, plan)
+    preloaded = {w.name for w in plan.weights if w.preload}
     for mode, layout in plan.layouts.items():
-        _check_layout(program, mode, layout)
+        _check_layout(program, mode, layout, preloaded)
 
 
 def check_types(data: Any, where: str) -> None:
@@ -150,9 +151,10 @@ def _check_arena(program: Program) -> None:
             raise BundleError(f"the bundle is damaged: {error}; compile the model again") from error
         if port.tensor is not None:
             _require(port.tensor in tensors, f"port {port.name!r} names the unknown tensor {port.tensor!r}")
-            _require(tensors[port.tensor].dtype == device, f"port {port.name!r} and its tensor differ in type")
-            room = tensors[port.tensor].nbytes
-            _require(ITEMSIZE[device] * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
+            stored, room = tensors[port.tensor].dtype, tensors[port.tensor].nbytes
+            same = stored == device or stored == port.dtype == "float16"
+            _require(same, f"port {port.name!r} and its tensor differ in type")
+            _require(ITEMSIZE[stored] * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
     for port in program.outputs:
         _require(port.tensor is not None or 0 in port.shape, f"output {port.name!r} has no tensor")
     if program.status is not None:
@@ -203,9 +205,10 @@ def _check_gathers(program: Program) -> None:
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
         _require(min(gather.rows, gather.columns, gather.panel) > 0, f"{name} is empty")
         _require(table_end(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
-        made = gather.dtype.replace("int4", "int8").replace("float16", "float32")
+        made = gather.dtype.replace("int4", "int8")
+        same = tensor.dtype == made or {tensor.dtype, made} == {"float16", "float32"}
         size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * gather.columns
-        _require(tensor.dtype == made and size <= tensor.nbytes, f"{name} does not fit its tensor")
+        _require(same and size <= tensor.nbytes, f"{name} does not fit its tensor")
         _require(gather.panel == 1 or not gather.dtype.endswith("int4"), f"{name} has rows that no byte starts")
 
 
@@ -245,7 +248,7 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 
 
-def _check_layout(program: Program, mode: str, layout: PoolLayout) -> None:
+def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Collection[str]) -> None:
     """Every place that `layout` names lies inside its pool, slot or staging."""
     _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
     if mode == "map":
@@ -263,7 +266,11 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout) -> None:
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
         if mode == "interleave":
-            _check_place(f"{name} (staging)", layout.staging.get(part.name), words, layout.staging_bytes)
+            staged = passing_bytes(part) if part.name in preloaded else words
+            _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
+    if mode == "dma":
+        rows = max((part.row_pitch for part in program.slices), default=0)
+        _require(layout.staging_bytes // 2 // SLICE_ALIGNMENT * SLICE_ALIGNMENT >= rows, "no row of its textures fits staging")
 
 
 def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:

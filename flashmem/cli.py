@@ -1,4 +1,4 @@
-"""The command line: `flashmem devices | compile | run | plan | check | cache | profile | simulate | sweep | zoo | demo`.
+"""The command line: `flashmem devices | compile | run | plan | check | cache | profile | tune | simulate | sweep | zoo | demo`.
 
 Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
@@ -210,6 +210,32 @@ def profile(
 
 
 @app.command()
+def tune(
+    device: Device = None,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Time to measure, of this call.")] = 4.0,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only kernels of this family: matmul, conv, matmul_dynamic, attention; repeatable."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Where the table and the descriptor that names it go.",
+            show_default="beside a descriptor in a file, else here",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure what the table lacks, or begin anew.")] = True,
+) -> None:
+    """Measure a device's kernel variants, most useful shapes first, and print the path of the descriptor to compile with."""
+    from flashmem.commands.tune import tune_device
+
+    print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))
+
+
+@app.command()
 @with_bundle_options
 def simulate(
     options: CompileOptions,
@@ -245,7 +271,9 @@ def sweep(
         str, typer.Option("--lambda", metavar="NUMBER,...", help="Weights of preloading against loading early.")
     ] = "0.9",
     mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0.1",
-    precision: Annotated[str, typer.Option(metavar="NAME,...", help="How weights are stored: fp32, fp16.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(metavar="NAME,...", help="What weights and activations are stored in: fp32, fp16.")
+    ] = "fp32",
     device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
     shape: Shape = None,

@@ -13,34 +13,33 @@ from typing import Literal
 import flashmem
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
+from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, UserError
-from flashmem.graph.dequantised import read_integers
-from flashmem.graph.fusion import fuse
+from flashmem.granularity import first_attempt
+from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_external import model_files
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
+from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
 from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
-from flashmem.request import Options, resolve
+from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import build_kernels
 from flashmem.runtime.kernel_builder import with_binaries as carrying
 from flashmem.unfusion import Cuts, Pipeline, refine
 
 Progress = Callable[[str, float], None]
 Watch = Callable[[str], AbstractContextManager[None]]
-
-SLICE_BYTES = 4 << 20
-"""Largest slice: a few of them in flight keep a disk busy, and the smallest budget is not much more than two."""
 
 
 def compile(
@@ -64,6 +63,7 @@ def compile(
     alpha: float = 0.1,
     build: bool = True,
     with_binaries: bool = False,
+    optimize: Optimize = "cold",
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -77,7 +77,7 @@ def compile(
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
         lambda_: the paper's weight of W against loading distance.
         chunk: S, the unit of transfer.
-        precision: how weights are stored; arithmetic is fp32.
+        precision: what weights and activations are stored in; arithmetic is fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
@@ -89,6 +89,7 @@ def compile(
         alpha: the least gain in load capacity, as a share, for which a fused layer is split.
         build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
         with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
+        optimize: choose kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
         progress: called with a stage and the fraction done.
 
     Raises:
@@ -113,7 +114,9 @@ def compile(
         mu=mu,
         alpha=alpha,
     )
-    options = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes)
+    options = resolve(
+        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
+    )
     if output is not None:
         bundle = _compile(model, Path(output), options, progress)
     else:
@@ -147,13 +150,13 @@ def read_graph(model: Path, options: Options) -> Graph:
     """
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
-    return assign_layouts(read_integers(normalize(graph)))
+    return prepare(graph)
 
 
 def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
-    Layers are split and planned again where adaptive unfusion makes the plan better.
+    Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
 
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made.
 
@@ -161,12 +164,17 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
+    choices = Choices(descriptor, options.optimize)
 
-    def program(cuts: Cuts) -> Generated:
+    def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
+        return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+
+    def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
             layers = fuse(graph, cuts)
         with watch("generate"):
-            return generate(graph, layers, descriptor, precision=options.precision, slice_bytes=SLICE_BYTES)
+            made = write(layers, slicing)
+            return write(layers, slicing) if choices.settle() else made
 
     def problem(program: Program) -> Problem:
         with watch("plan_and_check"):
@@ -176,9 +184,12 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         with watch("plan_and_check"):
             return plan_problem(problem, program, mode, limits)
 
-    pipeline = Pipeline(program, problem, plan)
+    def pipeline_for(slicing: Slicing) -> Pipeline:
+        return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
+
+    pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
     chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    generated, made = refine(graph, pipeline, limits, mode, chunk_seconds)
+    generated, made = refine(graph, pipeline, first, limits, mode, chunk_seconds)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 
@@ -212,5 +223,7 @@ def _key(model: Path, options: Options) -> str:
     for path in model_files(load_mapped(model), model):
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
-    content = json.dumps([flashmem.__version__, files, asdict(options)], sort_keys=True, default=str)
+    content = json.dumps(
+        [flashmem.__version__, files, asdict(options), digest(options.descriptor)], sort_keys=True, default=str
+    )
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -55,6 +55,11 @@ class Variant:
     split: int = 1
 
     @property
+    def code(self) -> str:
+        """Its numbers as one word: what a measurement holds for, whatever the variant is called."""
+        return "-".join(_word(getattr(self, each.name)) for each in fields(self)[2:])
+
+    @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of outputs that a work-group computes."""
         return self.rows * self.local_size[0], self.columns * self.local_size[1]
@@ -63,6 +68,18 @@ class Variant:
     def group_items(self) -> int:
         """Work-items of a work-group."""
         return self.local_size[0] * self.local_size[1] * self.split
+
+    @property
+    def local_bytes(self) -> int:
+        """Local memory of a work-group, in bytes: at least what staged blocks of float32 take."""
+        return 4 * sum(self.block) * self.stage * (2 if self.double else 1)
+
+
+def _word(value: object) -> str:
+    """A number, a flag or a pair, as `Variant.code` has it."""
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -100,9 +117,11 @@ class DeviceDescriptor:
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
-    parallelism: int = 64  # work-items that fill the device
+    parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
     tile: Tile = field(default_factory=Tile)
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
+    only: str = ""  # the one variant to use where it can be, by its name: for measurements
+    tuned: str = ""  # the table of measured variants beside the descriptor, without .tuned.csv; "": none
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
@@ -137,11 +156,15 @@ class DeviceDescriptor:
         descriptor: DeviceDescriptor = build(cls, values)
         return descriptor
 
-    def variants_of(self, family: str) -> tuple[Variant, ...]:
-        """The ways to compute contractions of `family`; the first is the plain tile."""
+    def plain(self, family: str) -> Variant:
+        """The tile as a variant, which computes what the others cannot."""
         tile = self.tile
-        plain = Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
-        return (plain, *(each for each in self.variants if family in each.families))
+        return Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
+
+    def variants_of(self, family: str) -> tuple[Variant, ...]:
+        """The ways to compute contractions of `family`; the first is the plain one."""
+        listed = (self.plain(family), *(each for each in self.variants if family in each.families))
+        return tuple(each for each in listed if each.name == self.only) or listed
 
     def on_path(self, path: str) -> DeviceDescriptor:
         """The same device with `path` as its default memory path.
@@ -180,6 +203,7 @@ def load_descriptor(name_or_path: str) -> DeviceDescriptor:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name_or_path} is not valid TOML: {error}") from error
     descriptor = DeviceDescriptor.from_dict(data, where=name_or_path)
-    if folder is not None and descriptor.capacity_model:
-        return replace(descriptor, capacity_model=str(folder / descriptor.capacity_model))
-    return descriptor
+    if folder is None:
+        return descriptor
+    model, table = (str(folder / name) if name else "" for name in (descriptor.capacity_model, descriptor.tuned))
+    return replace(descriptor, capacity_model=model, tuned=table)

@@ -31,7 +31,7 @@ from flashmem.program import Launch, Program
 _ITEMSIZE = {"char": 1, "uchar": 1, "half": 2, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}
 _VECTOR = re.compile(r"([a-z]+?)(\d*)")
 _KERNEL = re.compile(r"__kernel\b[^;{]*?\bvoid\s+(\w+)\s*\(([^)]*)\)")
-_LOAD = re.compile(r"vload(?:_half)?(\d+)\(0, (e\d+) \+ ")
+_LOAD = re.compile(r"vload(?:_half)?(\d*)\(0, (e\d+) \+ ")
 _SUBSCRIPT = re.compile(r"\b(e\d+)\[")
 
 
@@ -221,7 +221,7 @@ def _state(kernel: _Kernel, line: str) -> None:
 
 def _loads(body: str) -> list[tuple[str, str, int]]:
     """What a tail reads: (operand, index, elements from there on)."""
-    vectors = [(match[2], _until(body, match.end(), ")"), int(match[1])) for match in _LOAD.finditer(body)]
+    vectors = [(match[2], _until(body, match.end(), ")"), int(match[1] or 1)) for match in _LOAD.finditer(body)]
     return vectors + [(match[1], _until(body, match.end(), "]"), 1) for match in _SUBSCRIPT.finditer(body)]
 
 

@@ -111,7 +111,7 @@ def _load_rate(bundle: Bundle, loads: Sequence[Span]) -> float | None:
     for span in sorted(loads, key=lambda span: span.start):
         busy += max(0.0, span.end - max(until, span.start))
         until = max(until, span.end)
-    return sum(sizes[span.name] for span in loads) / busy if busy > 0 else None
+    return sum(sizes[name] for name in {span.name for span in loads}) / busy if busy > 0 else None
 
 
 def limits_of(bundle: Bundle) -> Limits:

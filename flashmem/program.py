@@ -18,19 +18,29 @@ Channel = Literal["float", "half", "uint8", "uint16"]
 TEXEL_BYTES: dict[Channel, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 8}
 
 OperatorClass = Literal["elemental", "reusable", "hierarchical"]
+Optimize = Literal["cold", "steady"]
+"""Whether kernels are chosen for the first answer, building and loading included, or for later ones."""
+
 TableType = Literal["float32", "float16", "int8", "uint8", "int4", "uint4"]
 """What the elements of a table are that the host picks rows from. Two of 4 bits share a byte, low nibble first."""
 
 DType = Literal["bool", "float32", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-"""Element types on the device, by numpy's names. float16, bfloat16 and float64 of a model are float32 there."""
+"""Element types on the device, by numpy's names. float16, bfloat16 and float64 of a model are computed as float32 there."""
 
-ITEMSIZE: dict[DType, int] = {
-    "bool": 1, "float32": 4, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+StoredType = Literal["bool", "float16", "float32", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+"""What an element is in memory: its type, or float16 for a float32 that `--precision fp16` rounds when it is stored."""
+
+ITEMSIZE: dict[StoredType, int] = {
+    "bool": 1, "float16": 2, "float32": 4, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint16": 2, "uint32": 4,
+    "uint64": 8,
 }  # fmt: skip
-"""Bytes of one element on the device."""
+"""Bytes of one element in the device's memory."""
 
 TENSOR_ALIGNMENT = 512
 """Arena and constant offsets: sub-buffer alignment of every known device (CL_DEVICE_MEM_BASE_ADDR_ALIGN; NVIDIA: 4096 bits)."""
+
+SLACK = 128
+"""Bytes after each tensor and constant: a vector load at the last element may run this far."""
 
 SLICE_ALIGNMENT = 4096
 """Slices start on pages of the weight file, so that each can be mapped, populated and dropped on its own."""
@@ -38,11 +48,13 @@ SLICE_ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class Tensor:
-    """An activation in the arena. `nbytes` includes the slack that lets a vector load run past the last element."""
+    """An activation in the arena: `dtype` is what it is stored in. `nbytes` includes the slack that lets a vector load run past
+    the last element.
+    """
 
     name: str
     shape: tuple[int, ...]
-    dtype: DType
+    dtype: StoredType
     offset: int
     nbytes: int
 
@@ -92,7 +104,8 @@ class KernelShape:
     `rows` x `columns` elements are written, each from `depth` elements (1 where nothing is summed). Source elements lie in
     runs of `run` neighbours; after a run, or between elements if it is 1, the address jumps by `stride` elements. A load
     takes `vector` elements. Each written element passes `simple_ops` elementwise operators and `special_ops` transcendental
-    ones.
+    ones. Of a contraction's variant: `tile_rows` x `tile_columns` elements of a work-item (0: not said), `stage` steps of depth
+    in local memory at a time, `split` parts of the depth.
     """
 
     family: str = ""  # the template: matmul, conv, elementwise ...
@@ -104,6 +117,10 @@ class KernelShape:
     vector: int = 1
     simple_ops: int = 0
     special_ops: int = 0
+    tile_rows: int = 0
+    tile_columns: int = 0
+    stage: int = 0
+    split: int = 1
 
 
 @dataclass(frozen=True)
@@ -147,8 +164,8 @@ class RowGather:
     The table lies in `weights.bin` at `offset`. `rows` x `columns` elements of `dtype`. Element (r, c) is at
     r * row_stride + c * column_stride bytes if `panel` is 1; a table shared with a matmul is packed in panels of `panel`
     rows, where it is at (r // panel) * row_stride + (r % panel) * itemsize + c * column_stride. Of 4 bits two elements share a
-    byte, low nibble first, each row starts on a byte, and `column_stride` is 0. The tensor's elements are float32 or, of
-    integers, int8 or uint8.
+    byte, low nibble first, each row starts on a byte, and `column_stride` is 0. The tensor's elements are float32 or
+    float16 or, of integers, int8 or uint8.
     """
 
     indices: str
@@ -236,7 +253,7 @@ def fixed_bytes(program: Program) -> int:
 
 
 def port_dtype(port: Port) -> DType:
-    """The element type of a port on the device.
+    """The element type that a port is computed in on the device. Its tensor says what it is stored in.
 
     Raises:
         ValueError: it has none.
@@ -265,9 +282,10 @@ def output_bytes(program: Program) -> int:
 
 def scratch_bytes(program: Program) -> int:
     """The largest host array a run needs beside the user's: an input or output in another dtype, or gathered table rows."""
+    tensors = {tensor.name: tensor for tensor in program.tensors}
     sizes = {tensor.name: ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) for tensor in program.tensors}
-    ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != port_dtype(port)]
-    converted = [ITEMSIZE[port_dtype(port)] * math.prod(port.shape) for port in ports]
+    ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != tensors[port.tensor].dtype]
+    converted = [ITEMSIZE[tensors[str(port.tensor)].dtype] * math.prod(port.shape) for port in ports]
     gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.row_gathers]
     return max(converted + gathered, default=0)
 

@@ -16,6 +16,7 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program import MemoryPath
+from flashmem.program import Optimize as Optimize
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.residence import Strategy
@@ -33,6 +34,7 @@ class Options:
     limits: Limits
     precision: Precision = "fp32"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
 
 
 def resolve(
@@ -43,16 +45,19 @@ def resolve(
     mode: str = "auto",
     precision: Precision = "fp32",
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    optimize: Optimize = "cold",
 ) -> Options:
     """What a model is compiled or planned for.
 
     Raises:
-        UserError: no such device, or it lacks the memory path or the mode; a precision that is unknown.
+        UserError: no such device, or it lacks the memory path or the mode; a precision or an optimization that is unknown.
     """
+    if optimize not in get_args(Optimize):
+        raise UserError(f"optimize {optimize!r} is unknown; name one of: {', '.join(get_args(Optimize))}")
     if precision not in get_args(Precision):
         raise UserError(f"precision {precision!r} is unknown; name one of: {', '.join(get_args(Precision))}")
     descriptor = find_descriptor(device, memory_path)
-    return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}))
+    return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize)
 
 
 def device_here(name: str = "auto", *, prefer: str | None = None) -> Device:

@@ -39,6 +39,12 @@ class Pipeline:
     problem: Callable[[Program], Problem]
     plan: Callable[[Problem, Program], OverlapPlan]
 
+    def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
+        """The program with `cuts` (or `generated`, which was made with them), and its plan."""
+        generated = generated or self.generate(cuts)
+        problem = self.problem(generated.program)
+        return Attempt(generated, problem, self.plan(problem, generated.program))
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -60,23 +66,18 @@ class Split:
 
 
 def refine(
-    graph: Graph, pipeline: Pipeline, limits: Limits, mode: TransferMode, chunk_seconds: float
+    graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode, chunk_seconds: float
 ) -> tuple[Generated, OverlapPlan]:
     """The program of `graph` and its plan, with those fused layers split that made the plan better; its notes say which.
 
-    `chunk_seconds`: what moving a chunk above C_l costs.
+    `first`: what `pipeline` made with nothing split. `chunk_seconds`: what moving a chunk above C_l costs.
     """
-
-    def attempt(cuts: Cuts) -> Attempt:
-        generated = pipeline.generate(cuts)
-        problem = pipeline.problem(generated.program)
-        return Attempt(generated, problem, pipeline.plan(problem, generated.program))
 
     def cost(tried: Attempt) -> float:
         return objective(tried, mode, chunk_seconds)
 
     cuts: Cuts = frozenset()
-    best = first = attempt(cuts)
+    best = first
     if not (limits.unfusion and limits.strategy == "stream" and capacity_matters(best.plan, mode)):
         return best.generated, best.plan
     deadline = time.monotonic() + SECONDS
@@ -85,7 +86,7 @@ def refine(
     while ranked and batch and time.monotonic() < deadline:
         chosen = ranked[:batch]
         try:
-            tried: Attempt | None = attempt(cuts | {split.node for split in chosen})
+            tried: Attempt | None = pipeline.attempt(cuts | {split.node for split in chosen})
         except BudgetError:  # the parts need more activations than the whole, and the budget has no room for them
             tried = None
         # Under a budget the paper's objective may have given way to latency: chunks and seconds are not compared.

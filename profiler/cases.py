@@ -15,20 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.codegen.program import generate
+from flashmem.codegen.slicing import Slicing
 from flashmem.device import DeviceDescriptor, Tile
 from flashmem.graph.builder import constant
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph, GraphPort, Node, Value
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.graph.ir import Graph, Value
+from flashmem.graph.passes import prepare
 from flashmem.program import Launch, Program, Source
 
 from .dataset import SAMPLE
+from .sketch import Sketch as Sketch
 
 Precision = Literal["fp32", "fp16"]
 T = TypeVar("T")
-SLICE_BYTES = 4 << 20
-"""Weights are cut as `flashmem compile` cuts them."""
 
 
 class Draw:
@@ -58,37 +57,6 @@ class Draw:
     def size(self, low: int, high: int, multiple: int = 1) -> int:
         """A number between two others, evenly in its logarithm, rounded to a multiple."""
         return max(multiple, round(low * math.pow(high / low, self.unit()) / multiple) * multiple)
-
-
-@dataclass
-class Sketch:
-    """A graph under construction, in ONNX's operators."""
-
-    nodes: list[Node] = field(default_factory=list)
-    inputs: list[GraphPort] = field(default_factory=list)
-
-    def input(self, *shape: int) -> Value:
-        """Another activation that comes from outside."""
-        value = Value(f"x{len(self.inputs)}", shape, "float32")
-        self.inputs.append(GraphPort(value.name, "float32", value))
-        return value
-
-    def weight(self, *shape: int) -> Value:
-        """A weight; all its elements are alike."""
-        return constant(f"w{len(self.nodes)}.{len(shape)}", np.broadcast_to(np.float32(0.01), shape))
-
-    def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
-        """A node, and what it gives."""
-        name = f"{op}{len(self.nodes)}"
-        output = Value(f"{name}.out", tuple(shape), "float32")
-        node = Node(op, name, list(inputs), [output], attributes)
-        output.producer = node
-        self.nodes.append(node)
-        return output
-
-    def finish(self, output: Value) -> Graph:
-        """The graph with this output."""
-        return Graph("case", self.inputs, [GraphPort("y", "float32", output)], self.nodes)
 
 
 Maker = Callable[[Draw], Graph]
@@ -303,10 +271,10 @@ class Target:
 
 def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
     """Every launch of `graph`, made as `flashmem compile` makes it."""
-    graph = assign_layouts(normalize(graph))
+    graph = prepare(graph)
     layers = fuse(graph)
     operators = {node.name: layer.main.op for layer in layers for node in layer.nodes}
-    made = generate(graph, layers, descriptor, precision=precision, slice_bytes=SLICE_BYTES)
+    made = generate(graph, layers, descriptor, precision=precision, slicing=Slicing(most=None))
     found = []
     for i, launch in enumerate(made.program.launches):
         operator = operators.get(launch.operators[0], "") if launch.operators else ""

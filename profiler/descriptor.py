@@ -3,32 +3,85 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from flashmem.codegen.tuned import SUFFIX
 from flashmem.device import DeviceDescriptor, Rates
 from flashmem.files import written_whole
+from flashmem.resources import read_bytes
 
 _TABLES = ("modes", "tile", "rates", "sources")
+_OF_VARIANTS = "variants"
+_TUNED = re.compile(r"^tuned *=.*$", re.MULTILINE)
+_NAME = re.compile(r"^name *=.*$", re.MULTILINE)
 
 
 def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, what: str) -> Path:
     """Write NAME.toml, whole or not at all, and return its path. Every rate gets `source` as its source."""
     sources = {field.name: source for field in fields(Rates)}
     sources["tile"] = descriptor.sources.get("tile", "chosen by hand; see docs/opencl-notes.md")
+    kept = {key: said for key, said in descriptor.sources.items() if key not in sources}
+    tuned = _beside(folder, descriptor.tuned, (SUFFIX,))
+    head = f"# Written by flashmem profile: a {what} that is measured. Profile again rather than edit."
+    return _write(
+        folder / f"{descriptor.name}.toml", _toml(replace(descriptor, tuned=tuned, sources={**sources, **kept}), head)
+    )
+
+
+def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
+    """Let the descriptor in `folder` name the table `name` of tuned variants, and return its path.
+
+    A descriptor that lies there keeps everything else that it says, comments too; otherwise `descriptor` is written, and the
+    capacity model that it names, so that the folder holds all of it.
+    """
+    path = folder / f"{descriptor.name}.toml"
+    line = f"tuned = {_value(name)}"
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+        if _TUNED.search(text):
+            return _write(path, _TUNED.sub(line, text, count=1))
+        return _write(path, _NAME.sub(lambda found: f"{found[0]}\n{line}", text, count=1))
+    from flashmem.capacity.predictor import SECONDS, SLOWDOWN  # it needs xgboost, and tuning beside a descriptor does not
+
+    model = _beside(folder, descriptor.capacity_model, (SECONDS, SLOWDOWN))
+    head = "# Written by flashmem tune; everything but its table is that of the descriptor of the same name."
+    return _write(path, _toml(replace(descriptor, capacity_model=model, tuned=name), head))
+
+
+def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:
+    """Copy what a descriptor names, shipped or by its path, to `folder`; its name there, "" for none."""
+    if stem:
+        for suffix in suffixes:
+            source = Path(stem + suffix)
+            content = source.read_bytes() if source.is_absolute() else read_bytes("devices", source.name)
+            with written_whole(folder / source.name) as file:
+                file.write(content)
+    return Path(stem).name
+
+
+def _toml(descriptor: DeviceDescriptor, head: str) -> str:
+    """The descriptor as `flashmem.device.load_descriptor` reads it."""
     data = descriptor.to_dict()
-    lines = [f"# Written by flashmem profile: a {what} that is measured. Profile again rather than edit."]
-    lines += [f"{key} = {_value(value)}" for key, value in data.items() if key not in _TABLES]
+    apart = (*_TABLES, _OF_VARIANTS, "only")
+    lines = [head, *(f"{key} = {_value(value)}" for key, value in data.items() if key not in apart)]
     for table in _TABLES:
-        content = sources if table == "sources" else data[table]
+        content = data[table]
         nested = {key: value for key, value in content.items() if isinstance(value, dict)}
         lines += ["", f"[{table}]", *(f"{key} = {_value(value)}" for key, value in content.items() if key not in nested)]
         for key, values in nested.items():
             lines += ["", f"[{table}.{key}]", *(f"{name} = {_value(value)}" for name, value in values.items())]
-    path = folder / f"{descriptor.name}.toml"
+    for variant in data[_OF_VARIANTS]:
+        lines += ["", f"[[{_OF_VARIANTS}]]", *(f"{key} = {_value(value)}" for key, value in variant.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _write(path: Path, text: str) -> Path:
     with written_whole(path) as file:
-        file.write(("\n".join(lines) + "\n").encode())
+        file.write(text.encode())
     return path
 
 

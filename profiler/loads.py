@@ -20,7 +20,7 @@ from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import Load, LoaderRun
 from flashmem.runtime.opencl import Context
-from flashmem.runtime.transfer import Transfer, make_transfer
+from flashmem.runtime.transfer import Transfer, make_transfer, whole
 from flashmem.runtime.weight_file import WeightFile
 
 CHUNK = 1 << 20
@@ -82,7 +82,7 @@ class Loads:
         """Loader threads that will bring in `count` slices once opened, and let go those of the last time."""
         self._turn ^= 1
         parts = self._sets[self._turn][:count]
-        loads = [Load(part, gate=1) for part in parts]
+        loads = [Load(part, whole(part), gate=1) for part in parts]
         frees = {1: self._loaded.get(mode, [])}
         self._loaded[mode] = parts
         return Run(self.transfer(mode), loads, frees, threads=LOADER_THREADS), parts
@@ -119,7 +119,7 @@ class Loads:
         try:
             times = []
             for _ in range(7):
-                run = Run(transfer, [Load(part, gate=1) for part in parts], {}, threads=LOADER_THREADS)
+                run = Run(transfer, [Load(part, whole(part), gate=1) for part in parts], {}, threads=LOADER_THREADS)
                 times.append(_bring_in(run, parts))
                 for part in parts:
                     transfer.free(part)

@@ -17,8 +17,7 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.graph.passes import prepare
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
 
@@ -92,7 +91,7 @@ def kernels_graph(count: int) -> Graph:
 
 
 def _bundle(path: Path, graph: Graph, descriptor: DeviceDescriptor, mode: TransferMode) -> None:
-    graph = assign_layouts(normalize(graph))
+    graph = prepare(graph)
     made = generate(graph, fuse(graph), descriptor)
     # The rates are being measured and the model is not trained: the plan must not ask for it.
     options = Options(replace(descriptor, capacity_model=""), mode, Limits())

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
+from attention_cases import Model, capped, causal, plain
 
 LIBRARIES = sorted(Path("/usr/lib").glob("**/oclgrind/liboclgrind-rt-icd.so"))
 ROOT = Path(__file__).parent.parent
@@ -18,9 +20,10 @@ SCRIPT = """
 import sys
 import numpy as np, onnxruntime
 import flashmem
-model, path, mode, folder = sys.argv[1:]
+model, path, mode, folder, device, precision = sys.argv[1:]
 bundle = flashmem.compile(
-    model, folder + "/m.flashmem", device="devices/nvidia.toml", memory_path=path, mode=mode, chunk="4KiB"
+    model, folder + "/m.flashmem", device=f"devices/{device}.toml", memory_path=path, mode=mode, chunk="4KiB",
+    precision=precision,
 )
 generator = np.random.default_rng(0)
 inputs = {
@@ -32,7 +35,7 @@ inputs = {
 with flashmem.Session(bundle, device="oclgrind", mode=mode) as session:
     outputs = session.run(None, inputs)
 for answer, expected in zip(outputs, onnxruntime.InferenceSession(model).run(None, inputs), strict=True):
-    assert np.abs(answer - expected).max() <= 1e-3 * np.ptp(expected)
+    assert np.abs(answer - expected).max() <= {"fp32": 1e-3, "fp16": 1e-2}[precision] * np.ptp(expected)
 print("answered", flush=True)
 """
 _TRIES = 3
@@ -85,9 +88,31 @@ def test_a_race_would_be_seen(tmp_path: Path) -> None:
 
 
 @needs_oclgrind
-@pytest.mark.parametrize("path", ["buffer", "texture"])
-@pytest.mark.parametrize("model", ["gptneo-tiny", "regnet-tiny", "vit-tiny"])
-def test_no_race_and_nothing_out_of_bounds(model: str, path: str, tmp_path: Path) -> None:
-    done = _run(SCRIPT, tmp_path, str(ROOT / f"tests/data/{model}.onnx"), path, "interleave", str(tmp_path))
+@pytest.mark.parametrize(
+    ("model", "path", "precision"),
+    [
+        *((model, path, "fp32") for model in ("gptneo-tiny", "regnet-tiny", "vit-tiny") for path in ("buffer", "texture")),
+        ("gptneo-tiny", "texture", "fp16"),
+    ],
+)
+def test_no_race_and_nothing_out_of_bounds(model: str, path: str, precision: str, tmp_path: Path) -> None:
+    done = _run(
+        SCRIPT, tmp_path, str(ROOT / f"tests/data/{model}.onnx"), path, "interleave", str(tmp_path), "nvidia", precision
+    )
+    assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
+    assert not _complains(done), done.stderr
+
+
+@needs_oclgrind
+@pytest.mark.parametrize(("device", "precision"), [("generic-cpu", "fp16"), ("nvidia", "fp32")])
+def test_attention_of_few_and_of_many_queries(device: str, precision: str, tmp_path: Path) -> None:
+    model = Model(opset=20)
+    for rows, keys, size, value_size in ((1, 150, 20, 9), (3, 70, 8, 8), (19, 37, 40, 8), (70, 5, 6, 3)):
+        plain(model, 1, 2, rows, keys, size, value_size)
+    capped(model)
+    causal(model)
+    onnx.save(model.proto(), tmp_path / "attention.onnx")
+    path = "buffer" if device == "generic-cpu" else "texture"
+    done = _run(SCRIPT, tmp_path, str(tmp_path / "attention.onnx"), path, "interleave", str(tmp_path), device, precision)
     assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
     assert not _complains(done), done.stderr

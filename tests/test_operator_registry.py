@@ -30,8 +30,9 @@ def test_every_operator_is_of_a_family() -> None:
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_every_type_is_stored_in_its_own_width(width: int) -> None:
-    sizes = {"char": 1, "uchar": 1, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}
+    sizes = {"char": 1, "uchar": 1, "half": 2, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}
     vector = Vector(width)
     for dtype, stored in STORED.items():
         assert sizes[stored] == ITEMSIZE[dtype]
-        assert (vector.to_stored(dtype, "v") == "v") == (REGISTER[dtype] == stored)
+        as_it_is = stored in (REGISTER[dtype], "half")  # a store rounds to half by itself
+        assert (vector.to_stored(dtype, "v") == "v") == as_it_is

@@ -9,21 +9,26 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from random_graphs import values
 from random_graphs.graph import draw
-from random_graphs.judge import judge
+from random_graphs.judge import Precision, judge
 from random_graphs.listed import listed
 
 from flashmem.runtime.opencl import list_devices
 
 DEVICES = [device.descriptor_name for device in list_devices()]
-PLACES = [(device, path) for device in DEVICES for path in ("buffer", "texture")]
+PLACES: list[tuple[str, str, Precision]] = [(device, path, "fp32") for device in DEVICES for path in ("buffer", "texture")]
+QUICK = "intel-cpu" if "intel-cpu" in DEVICES else DEVICES[0]
+COUNTS = {"pocl": 50}
 """Building programs on PoCL takes most of the time, so it gets fewer graphs."""
 
 
-@pytest.mark.parametrize(("device", "path"), PLACES)
-def test_random_graphs(device: str, path: str) -> None:
+@pytest.mark.parametrize(("device", "path", "precision"), [*PLACES, (QUICK, "buffer", "fp16")])
+def test_random_graphs(device: str, path: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: Counter[str] = Counter()
-    count = int(os.environ.get("FLASHMEM_RANDOM_GRAPHS", "50" if device == "pocl" else "200"))
+    count = int(os.environ.get("FLASHMEM_RANDOM_GRAPHS", 15 if precision == "fp16" else COUNTS.get(device, 200)))
+    monkeypatch.setattr(values, "_rounding", values._rounding)
+    values.set_precision(precision)
 
     @settings(
         max_examples=count,
@@ -35,7 +40,7 @@ def test_random_graphs(device: str, path: str) -> None:
     )
     @given(seed=st.integers(0, 2**32), nodes=st.integers(5, 20))
     def agree(seed: int, nodes: int) -> None:
-        verdict = judge(draw(random.Random(seed), nodes, listed), device, path)
+        verdict = judge(draw(random.Random(seed), nodes, listed), device, path, precision)
         kinds[verdict.kind] += 1
         assert verdict.kind in ("agreed", "refused"), f"{verdict.culprit}: {verdict.reasons}"
 

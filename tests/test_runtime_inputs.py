@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mini_bundle import TOKENS, VOCABULARY, WIDTH, MiniModel, write_mini_bundle
 
 from flashmem import Session
-from flashmem.program import Port, RowGather
+from flashmem.program import Port, RowGather, StoredType, Tensor, port_dtype
 from flashmem.runtime.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.weight_file import WeightFile
 
@@ -77,11 +77,15 @@ def test_nan_passes_through(session: Session, model: MiniModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int64", "int32", "uint8", "uint64", "bfloat16", "float16", "float32", "float64"])
-def test_what_goes_to_the_device_and_back_is_unchanged(dtype: str) -> None:
+@pytest.mark.parametrize("half", ["float16", "float32"])
+def test_what_goes_to_the_device_and_back_is_unchanged(dtype: str, half: str) -> None:
     port = Port("p", (4,), dtype, "t")
     array = np.array([0, 1, 1, 0]).astype(numpy_dtype(dtype))
-    on_device = to_device(port, array)
-    assert on_device.dtype == (np.float32 if "float" in dtype else array.dtype)
+    stored: StoredType = port_dtype(port)
+    if dtype == half == "float16":
+        stored = "float16"
+    on_device = to_device(Tensor("t", (4,), stored, 0, 512), array)
+    assert on_device.dtype == (array.dtype if "float" not in dtype or dtype == half else np.float32)
     back = from_device(port, on_device)
     assert back.dtype == array.dtype
     np.testing.assert_array_equal(back, array)
@@ -110,7 +114,9 @@ def test_gathered_rows_are_numpys(
     path.write_bytes(bytes(offset) + packed.tobytes())
     pitch = table.itemsize * panel
     file = WeightFile(path, path.stat().st_size)
-    got = gather_rows(file, RowGather("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel), indices)
+    got = gather_rows(
+        file, RowGather("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel), indices, "float32"
+    )
     file.close()
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, table[indices].astype(np.float32))
@@ -126,7 +132,7 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
         file.write(np.arange(columns, dtype=np.float32).tobytes())
     opened = WeightFile(path, rows * columns * 4)
     gather = RowGather("i", "t", 0, rows, columns, columns * 4, 4, "float32")
-    got = gather_rows(opened, gather, np.array([12345678, rows - 1, 12345678], np.int64))
+    got = gather_rows(opened, gather, np.array([12345678, rows - 1, 12345678], np.int64), "float32")
     opened.close()
     np.testing.assert_array_equal(got[0], np.arange(columns))
     np.testing.assert_array_equal(got[2], got[0])

@@ -8,6 +8,7 @@ NAME.slowdown.ubj, in XGBoost's own format; what they need to know of the device
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Predictor:
 
     def __init__(self, seconds: xgboost.Booster, slowdown: xgboost.Booster, basis: Basis, memory_path: MemoryPath) -> None:
         self._seconds, self._slowdown = seconds, slowdown
+        self._kernel_columns = _columns(seconds, KERNEL_FEATURES)
+        self._load_columns = _columns(slowdown, LOAD_FEATURES)
         self.basis = basis
         self._path = memory_path
         self._known: dict[LaunchFeatures, float] = {}
@@ -107,7 +110,7 @@ class Predictor:
         """`seconds` of a launch known by its features."""
         if features not in self._known:
             roofline = self.basis.roofline(features)
-            difference = self._seconds.inplace_predict(kernel_features([features], [roofline]))
+            difference = self._seconds.inplace_predict(kernel_features([features], [roofline])[:, self._kernel_columns])
             self._known[features] = roofline * float(np.exp(difference[0]))
         return self._known[features]
 
@@ -121,7 +124,7 @@ class Predictor:
             seconds = np.full(count, self.seconds_of(features))
             rates = np.full(count, self.basis.rate(features.memory_path, mode))
             rows = load_features(kernels, own, seconds, [mode] * count, own * _GRID, rates)
-            curve = np.exp(np.maximum(self._slowdown.inplace_predict(rows), 0.0).astype(np.float64))
+            curve = np.exp(np.maximum(self._slowdown.inplace_predict(rows[:, self._load_columns]), 0.0).astype(np.float64))
             curve[0] = 1.0
             self._curves[key] = curve
         return self._curves[key]
@@ -153,7 +156,7 @@ class Predictor:
             except (OSError, xgboost.core.XGBoostError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise UserError(f"capacity model {name} cannot be read ({reason}); run flashmem profile again") from error
-            if about.get("version") != FORMAT_VERSION or tuple(about.get("features", ())) != features:
+            if about.get("version") != FORMAT_VERSION or not set(about.get("features", ())) <= set(features):
                 raise UserError(f"capacity model {name} is of another version of flashmem; run flashmem profile again")
             boosters.append(booster)
             basis = Basis(**about["basis"])
@@ -172,6 +175,12 @@ def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], al
         return 0.0
     low, high = slowdowns[after - 1], slowdowns[after]
     return float(ratios[after - 1] + (ratios[after] - ratios[after - 1]) * (limit - low) / (high - low))
+
+
+def _columns(booster: xgboost.Booster, features: Sequence[str]) -> list[int]:
+    """Where the features that a model was trained with are: one trained before a feature was known does without it."""
+    trained = json.loads(booster.attr(_ATTRIBUTE) or "{}").get("features", features)
+    return [features.index(name) for name in trained]
 
 
 def describe(booster: Any, basis: Basis, features: tuple[str, ...]) -> None:

@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.codegen.choices import Choices
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.codegen.packing_list import PackingList
+from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.storage import root_of
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
-from flashmem.graph.operators.vector import Vector
-from flashmem.program import ITEMSIZE, TENSOR_ALIGNMENT, Arg, KernelShape, Launch, MemoryPath, Slice
+from flashmem.graph.operators.vector import STORED, Vector
+from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, Arg, KernelShape, Launch, MemoryPath, Slice, StoredType
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
-
-SLACK = 128
-"""Bytes after each tensor and constant: a vector load at the last element may run this far."""
 
 WORK_GROUP = 64
 """Work-items of a work-group where a kernel has no tile of its own."""
@@ -32,13 +32,18 @@ WORK_GROUP = 64
 
 @dataclass
 class Emitter:
-    """Collects a program. Values become tensors by identity; a Reshape shares its source's tensor."""
+    """Collects a program. Values become tensors by identity; a Reshape shares its source's tensor.
+
+    `half`: float weights are packed in half. `halves`: the activations that are stored in half (`codegen.storage`).
+    """
 
     descriptor: DeviceDescriptor
     memory_path: MemoryPath
     half: bool
-    slice_bytes: int
+    slicing: Slicing
     kernels: KernelLibrary
+    choices: Choices
+    halves: frozenset[Value] = frozenset()
     weights: PackingList = field(default_factory=PackingList)
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
@@ -51,15 +56,26 @@ class Emitter:
 
     # -- memory
 
-    def root(self, value: Value) -> Value:
-        """The value whose tensor holds `value`."""
-        while value.producer is not None and value.producer.op == "Reshape":
-            value = value.producer.input(0)
-        return value
+    def storage(self, value: Value) -> StoredType:
+        """What the elements of a tensor or constant are in memory."""
+        return "float16" if root_of(value) in self.halves else value.dtype
+
+    def stored(self, value: Value) -> str:
+        """OpenCL C's name of an element of `value` in memory."""
+        return STORED[self.storage(value)]
+
+    def copied(self, source: Value, target: Value) -> tuple[str, str]:
+        """Names of the elements of both sides of a copy: where both are half, their bits are moved as they are."""
+        both = self.stored(source), self.stored(target)
+        return ("ushort", "ushort") if both == ("half", "half") else both
+
+    def nbytes(self, value: Value) -> int:
+        """Bytes of the elements of `value` in memory."""
+        return ITEMSIZE[self.storage(value)] * value.size
 
     def tensor(self, value: Value) -> Arg:
         """The tensor of an activation."""
-        root = self.root(value)
+        root = root_of(value)
         if root not in self._names:
             name = root.name if root.name not in self.tensors else f"{root.name}#{len(self.tensors)}"
             self._names[root] = name
@@ -68,11 +84,11 @@ class Emitter:
 
     def known(self, value: Value) -> str | None:
         """The name of the tensor of `value` if any launch has asked for it."""
-        return self._names.get(self.root(value))
+        return self._names.get(root_of(value))
 
     def operand(self, value: Value) -> Arg:
         """A tensor or constant, wherever it lives."""
-        root = self.root(value)
+        root = root_of(value)
         return self.tensor(root) if root.constant is None else self.constant(root)
 
     def constant(self, value: Value) -> Arg:
@@ -98,6 +114,12 @@ class Emitter:
         [offset] = self.weights.place(name, [nbytes], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
         self.slices.append(Slice(name, name, offset, nbytes))
         return Arg("slice", name)
+
+    def parts(self, weight: Value, packing: Packing, row_items: int) -> list[PackedSlice]:
+        """The slices of a packed weight as its first launch wants them, which has `row_items` work-items for each panel."""
+        if (weight, packing) in self.packed:
+            return [part for _, part in self.packed[weight, packing]]
+        return self.slicing.slices(packing, row_items)
 
     def zeros(self, count: int) -> Arg:
         """A resident array of `count` zeros."""
@@ -138,7 +160,7 @@ class Emitter:
                 operator_class=REGISTRY[layer.main.op].operator_class,
                 operators=tuple(node.name for node in layer.nodes),
                 macs=macs,
-                bytes=nbytes or sum(nbytes_of(v) for v in (*layer.main.inputs, layer.output) if v is not None),
+                bytes=nbytes or sum(self.nbytes(v) for v in (*layer.main.inputs, layer.output) if v is not None),
                 shape=replace(shape, family=family, simple_ops=len(finishing) - special, special_ops=special),
             )
         )
@@ -167,11 +189,13 @@ class Emitter:
     def tail(self, layer: Layer, vector: int) -> Expression:
         """The elementwise end of `layer`, seeded by its main operator's output."""
         seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
-        return Expression(tuple(layer.tail), seed, seed.shape, columns(layer.main) if columns else len(seed.shape), vector)
+        return Expression(
+            tuple(layer.tail), seed, seed.shape, columns(layer.main) if columns else len(seed.shape), vector, self.storage
+        )
 
     def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
         """Template variables of an expression: its function, its parameters, and the call that finishes `seed`."""
-        names = ([seed] if expression.seed is not None else []) + ["row", "col", *expression.names()]
+        names = ([seed] if expression.seed is not None else []) + [*expression.places(), *expression.names()]
         parameters = "".join(f", {parameter}" for parameter in expression.parameters())
         if not expression.nodes:
             return {"tail": "", "operands": "", "finish": ""}
@@ -191,12 +215,11 @@ class Emitter:
         operands = [self.operand(operand.value) for operand in expression.operands]
         return operands + [Arg("int", number) for number in expression.numbers]
 
+    def tensor_bytes(self, value: Value) -> int:
+        """Bytes of `value` in the arena, with slack, as a multiple of the alignment."""
+        return -(-(self.nbytes(value) + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+
 
 def nbytes_of(value: Value) -> int:
-    """Bytes of the elements of `value` on the device."""
+    """Bytes of the elements of `value`, each in its own type."""
     return ITEMSIZE[value.dtype] * value.size
-
-
-def tensor_bytes(value: Value) -> int:
-    """Bytes of `value` in the arena, with slack, as a multiple of the alignment."""
-    return -(-(nbytes_of(value) + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT

@@ -3,6 +3,7 @@
 A kernel computes its outputs in vectors of `vector` elements at places (row, col) of its output seen as a matrix. The function
 made here takes such a vector through the layer's tail: it loads what else the tail reads, at the places that broadcasting
 gives, and returns the finished vector. Loads may run past the last column by less than a vector; tensors have that slack.
+A vector may also be one column of several rows: then every element is loaded by itself, of rows behind the last that one's.
 
 Kernels of networks differ most in sizes, so those are arguments: steps of operands from row to row, and, where an element of a
 vector does not feel a division, the sizes that rows are divided by.
@@ -10,6 +11,8 @@ vector does not feel a division, the sizes that rows are divided by.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,17 +20,20 @@ from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.placement import Operand, place
+from flashmem.program import StoredType
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4
-"""Elements of a vector from which on a division by an argument costs little; by a constant it is a multiplication."""
+"""Elements of a vector from which on a division by an argument costs little; by a constant it is a multiplication. A vector of
+rows divides for each of its elements."""
 
 
 @dataclass(frozen=True)
 class Expression:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
-    `seed` is the value that arrives in registers (None if everything is loaded).
+    `seed` is the value that arrives in registers (None if everything is loaded). `storage` says what each value is stored in.
+    `down`: a vector is of rows `row`, `row` + 1 ... at one column, and the function takes the number of `rows` too.
     """
 
     nodes: tuple[Node, ...]
@@ -35,6 +41,8 @@ class Expression:
     domain: tuple[int, ...]
     split: int
     vector: int
+    storage: Callable[[Value], StoredType]
+    down: bool = False
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -54,7 +62,7 @@ class Expression:
             numbers.append(number)
             return f"f{len(numbers) - 1}"
 
-        size_as = argument if self.vector >= _DIVIDED else str
+        size_as = argument if self.vector >= _DIVIDED and not self.down else str
         inside = {node.outputs[0] for node in self.nodes} | {self.seed}
         values = dict.fromkeys(v for node in self.nodes for v in self._inputs(node) if v not in inside)
         placed = [place(value, self.domain, self.split, size_as=size_as, stride_as=argument) for value in values]
@@ -77,35 +85,55 @@ class Expression:
 
     def parameters(self) -> list[str]:
         """Kernel parameters, in the order of `operands`, then of `numbers`."""
-        pointers = [f"__global const {STORED[o.value.dtype]}* restrict e{i}" for i, o in enumerate(self.operands)]
+        pointers = [f"__global const {STORED[self.storage(o.value)]}* restrict e{i}" for i, o in enumerate(self.operands)]
         return pointers + [f"const int f{i}" for i in range(len(self.numbers))]
 
     def names(self) -> list[str]:
         """Names of the kernel parameters."""
         return [f"e{i}" for i in range(len(self.operands))] + [f"f{i}" for i in range(len(self.numbers))]
 
+    def places(self) -> list[str]:
+        """The numbers that say where a vector is, in the order in which the function takes them."""
+        return ["row", "col", "rows"] if self.down else ["row", "col"]
+
+    def _load(self, operand: Operand, pointer: str) -> str:
+        """The vector of an operand, in registers."""
+        vector, scalar, dtype = Vector(self.vector), Vector(1), operand.value.dtype
+        stored = self.storage(operand.value)
+        if self.down and "row" in operand.index:
+            rows = [re.sub(r"\brow\b", f"min(row + {lane}, rows - 1)", operand.index) for lane in range(self.vector)]
+            return f"({vector.of(dtype)})({', '.join(scalar.load(stored, pointer, index) for index in rows)})"
+        spread = operand.spread or self.down
+        load = (scalar if spread else vector).load(stored, pointer, operand.index)
+        return f"({vector.of(dtype)})({load})" if spread else load
+
     def function(self, name: str) -> str:
         """The function `name(seed, row, col, operands...)`, which gives the result as it is stored."""
-        vector, scalar = Vector(self.vector), Vector(1)
+        vector = Vector(self.vector)
         variables: dict[Value, str] = {}
         # No `restrict` here: inlined, it becomes scopes that simulators of devices do not know. The kernel has it.
         pointers = [parameter.replace(" restrict", "") for parameter in self.parameters()]
-        parameters = ["const int row", "const int col", *pointers]
+        parameters = [*(f"const int {place}" for place in self.places()), *pointers]
         if self.seed is not None:
             variables[self.seed] = "v0"
             parameters.insert(0, f"{vector.of(self.seed.dtype)} v0")
         lines = []
+        if self.seed is not None and self.nodes and self.storage(self.seed) == "float16":
+            lines.append(f"    v0 = {vector.rounded('v0')};")
         for i, operand in enumerate(self.operands):
             dtype = operand.value.dtype
-            load = (scalar if operand.spread else vector).load(dtype, f"e{i}", operand.index)
             variables[operand.value] = f"x{i}"
-            lines.append(f"    const {vector.of(dtype)} x{i} = {f'({vector.of(dtype)})({load})' if operand.spread else load};")
+            lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, f'e{i}')};")
         for i, node in enumerate(self.nodes, start=1):
             names = [variables[value] for value in self._inputs(node)]
             expression, dtype = REGISTRY[node.op].expression, node.outputs[0].dtype
             assert expression is not None, f"{node.op} is not elementwise"
             variables[node.outputs[0]] = f"v{i}"
-            lines.append(f"    const {vector.of(dtype)} v{i} = {vector.wrap(dtype, expression(node, names, vector))};")
+            made = vector.wrap(dtype, expression(node, names, vector))
+            lines.append(f"    {vector.of(dtype)} v{i} = {made};")
+            # A piece of a layer that was split may take in what the whole layer would have stored.
+            if self.storage(node.outputs[0]) == "float16" and node is not self.nodes[-1]:
+                lines.append(f"    v{i} = {vector.rounded(f'v{i}')};")
         result = self.result.dtype
         lines.append(f"    return {vector.to_stored(result, variables[self.result])};")
         head = f"static inline {vector.named(STORED[result])} {name}({', '.join(parameters)})"

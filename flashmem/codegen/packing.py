@@ -126,6 +126,11 @@ class Packing:
         return self.panel * self.bits // 8
 
     @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel, without the padding of an image's rows."""
+        return self.depth * self.row_bytes
+
+    @property
     def folds(self) -> int:
         """Times the image is folded; 1 if it is not."""
         if self.path == "buffer":
@@ -145,7 +150,7 @@ class Packing:
 
     def panels_per_slice(self, slice_bytes: int) -> int:
         """As many panels as `slice_bytes` and the device's image width and allocation limit admit; at least one."""
-        most = min(slice_bytes, self.descriptor.max_alloc_bytes) // (self.depth * self.row_bytes)
+        most = min(slice_bytes, self.descriptor.max_alloc_bytes) // self.panel_bytes
         if self.path == "texture":
             across = self.descriptor.image_max_width // (self.panel_texels * self.folds)
             if across == 0:
@@ -162,7 +167,7 @@ class Packing:
     def sized(self, first: int, count: int) -> PackedSlice:
         """The slice of `count` panels from panel `first` on."""
         if self.path == "buffer":
-            return PackedSlice(first, count, count * self.depth * self.row_bytes)
+            return PackedSlice(first, count, count * self.panel_bytes)
         width = count * self.panel_texels * self.folds
         alignment = self.descriptor.image_pitch_alignment or 1
         pitch = -(-width // alignment) * alignment * TEXEL_BYTES[self.channel]
@@ -170,21 +175,34 @@ class Packing:
 
     def pack(self, part: PackedSlice, columns: Columns) -> NDArray[Any]:
         """The contents of one of the weight's slices."""
-        panels = np.zeros((part.panels, self.depth, self.panel), self.dtype)
-        for i in range(part.panels):
-            group, within = divmod(part.first_panel + i, self.group_panels)
-            start = group * self.group_columns + within * self.panel
-            stop = min(start + self.panel, (group + 1) * self.group_columns)
-            panels[i, :, : stop - start] = columns(start, stop)
-        if self.bits == 4:  # the first half of a panel's columns lies in low nibbles, so that vectors unpack without a shuffle
-            low, high = np.split(panels.view(np.uint8), 2, axis=2)
-            panels = (low & 15) | (high << 4)
+        made = (self._panel(part.first_panel + i, columns) for i in range(part.panels))
+        width = self.row_bytes // self._packed_dtype.itemsize
         if self.path == "buffer":
+            panels = np.empty((part.panels, self.depth, width), self._packed_dtype)
+            for i, panel in enumerate(made):
+                panels[i] = panel
             return panels
-        across = part.panels * panels.shape[2]
-        image = np.zeros((part.height, part.row_pitch // panels.itemsize), panels.dtype)
-        flat = panels.transpose(1, 0, 2).reshape(self.depth, across)
-        for fold in range(self.folds):
-            rows = flat[fold * part.height : (fold + 1) * part.height]
-            image[: len(rows), fold * across : (fold + 1) * across] = rows
+        image = np.zeros((part.height, part.row_pitch // self._packed_dtype.itemsize), self._packed_dtype)
+        for i, panel in enumerate(made):
+            for fold in range(self.folds):
+                rows = panel[fold * part.height : (fold + 1) * part.height]
+                start = (fold * part.panels + i) * width
+                image[: len(rows), start : start + width] = rows
         return image
+
+    @property
+    def _packed_dtype(self) -> np.dtype[Any]:
+        return np.dtype("uint8") if self.bits == 4 else self.dtype
+
+    def _panel(self, index: int, columns: Columns) -> NDArray[Any]:
+        """One panel, [depth, elements of a row]."""
+        group, within = divmod(index, self.group_panels)
+        start = group * self.group_columns + within * self.panel
+        stop = min(start + self.panel, (group + 1) * self.group_columns)
+        panel = np.zeros((self.depth, self.panel), self.dtype)
+        panel[:, : stop - start] = columns(start, stop)
+        if self.bits != 4:
+            return panel
+        # The first half of the columns lies in low nibbles, so that vectors unpack without a shuffle.
+        low, high = np.split(panel.view(np.uint8), 2, axis=1)
+        return (low & 15) | (high << 4)

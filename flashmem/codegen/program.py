@@ -9,10 +9,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.codegen.emitter import Emitter, tensor_bytes
+from flashmem.codegen.choices import Choices
+from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters import emit
 from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.row_gather import host_indices, place_rows
+from flashmem.codegen.slicing import FINEST, Slicing
+from flashmem.codegen.storage import root_of, stored_in_half
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
@@ -37,12 +40,17 @@ def generate(
     descriptor: DeviceDescriptor,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
-    slice_bytes: int = 4 << 20,
+    slicing: Slicing = FINEST,
+    choices: Choices | None = None,
 ) -> Generated:
-    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later."""
+    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later.
+
+    `choices` says which variant computes a contraction; without it the one that does so soonest.
+    """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
-    emitter = Emitter(descriptor, path, half, slice_bytes, KernelLibrary())
+    halves = stored_in_half(graph) if half else frozenset()
+    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), halves)
     results, copies = _results(graph, emitter)
     layers = [*layers, *copies]
     gathered: dict[Value, tuple[Node, str]] = {}
@@ -89,7 +97,7 @@ def _results(graph: Graph, emitter: Emitter) -> tuple[list[GraphPort], list[Laye
     results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
     for port in graph.outputs:
-        root, value = emitter.root(port.value), port.value
+        root, value = root_of(port.value), port.value
         if value.size == 0:
             results.append(port)
             continue
@@ -120,12 +128,11 @@ def _arena(
     for name in (*(port.tensor for port in outputs), status):
         if name is not None:
             lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last)
-    intervals = [Interval(name, tensor_bytes(emitter.tensors[name]), first, end) for name, (first, end) in lifetimes.items()]
+    sizes = {name: emitter.tensor_bytes(emitter.tensors[name]) for name in lifetimes}
+    intervals = [Interval(name, sizes[name], first, end) for name, (first, end) in lifetimes.items()]
     offsets, total = lay_out(intervals, TENSOR_ALIGNMENT)
     tensors = tuple(
-        Tensor(
-            name, emitter.tensors[name].shape, emitter.tensors[name].dtype, offsets[name], tensor_bytes(emitter.tensors[name])
-        )
+        Tensor(name, emitter.tensors[name].shape, emitter.storage(emitter.tensors[name]), offsets[name], sizes[name])
         for name in lifetimes
     )
     return tensors, max(total, TENSOR_ALIGNMENT)  # a device has no buffers without bytes

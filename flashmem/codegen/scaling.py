@@ -179,7 +179,7 @@ def read_both(emitter: Emitter, node: Node) -> tuple[Arg, Kept]:
     column, depth, _ = _axes(node)
     if not isinstance(quantized, QuantizedConstant) or not is_narrow or quantized.scale.shape[depth] != 1:
         right_zero, right_scale, others = _single(emitter, node, 3, 5)
-        kind = cast(Storage, right.dtype)
+        kind = cast(Storage, emitter.storage(right))
         return emitter.operand(right), Kept(kind, lambda: _nothing, [*args, *others], zero, scale, right_zero, right_scale)
     codes = Value(f"{right.name}.codes", right.shape, cast(DType, quantized.codes.dtype.name), quantized.codes)
     scalings: dict[str, Scaling] = {}

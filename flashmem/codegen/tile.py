@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from flashmem.codegen.scaling import Scaling
 from flashmem.graph.operators.vector import STORED, Vector
-from flashmem.program import DType
+from flashmem.program import DType, KernelShape
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C's names of packed elements that differ from those of tensors; two of 4 bits are one."""
@@ -104,6 +104,12 @@ class Tile:
     def launched(self, rows: int, panels: int) -> tuple[int, int]:
         """Work-items in both directions."""
         return (-(-rows // self.block_rows) * self.items if self.stage else -(-rows // self.rows), panels)
+
+    def described(self, shape: KernelShape) -> KernelShape:
+        """`shape`, with what it says of the variant."""
+        return replace(
+            shape, vector=self.vector, tile_rows=self.rows, tile_columns=self.columns, stage=self.stage, split=self.split
+        )
 
     @property
     def group(self) -> tuple[int, int]:

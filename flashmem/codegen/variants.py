@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from flashmem.codegen.tuned import Product as Product
+from flashmem.codegen.tuned import tuned_table
 from flashmem.device import DeviceDescriptor, Variant
-from flashmem.program import MemoryPath
-
-
-@dataclass(frozen=True)
-class Product:
-    """A contraction as kernels see it: `batches` products of [rows, depth] and [depth, columns]."""
-
-    family: str
-    path: MemoryPath
-    rows: int
-    depth: int
-    columns: int
-    batches: int = 1
 
 
 def choose(descriptor: DeviceDescriptor, product: Product) -> Variant:
-    """The variant for `product`, by `estimate`."""
-    return min(descriptor.variants_of(product.family), key=lambda variant: estimate(descriptor, product, variant))
+    """The variant that computes `product` soonest: the first of them in the device's list."""
+    times = seconds(descriptor, product)
+    return min(times, key=lambda variant: times[variant])
+
+
+def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, float]:
+    """What the device's variants take for `product`: as measured on the nearest product of the tuned table, else estimated.
+
+    Where something near was measured, variants that were not, or failed, are left out.
+
+    Raises:
+        UserError: the tuned table that the descriptor names is missing or damaged.
+    """
+    variants = descriptor.variants_of(product.family)
+    if len(variants) > 1:
+        table = tuned_table(descriptor)
+        measured = table.seconds(product, variants) if table else {}
+        if measured:
+            return measured
+    step = descriptor.parallelism * 2 / descriptor.rates.gemm_flops  # of all work-items at once
+    return {variant: step * estimate(descriptor, product, variant) for variant in variants}
 
 
 def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:

@@ -48,6 +48,7 @@ class CompileOptions:
     unfusion: bool | None = None
     mu: float | None = None
     alpha: float | None = None
+    optimize: str | None = None
 
     def check(self) -> None:
         """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
@@ -178,7 +179,7 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     return model
 
 
-_TARGET = ("device", "memory_path", "mode", "precision")
+_TARGET = ("device", "memory_path", "mode", "precision", "optimize")
 _LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha")
 _LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")

@@ -70,6 +70,13 @@ class RunStrategy(StrEnum):
     PRELOAD = "preload"
 
 
+class Optimize(StrEnum):
+    """Which answer kernels are chosen for."""
+
+    COLD = "cold"
+    STEADY = "steady"
+
+
 class Disk(StrEnum):
     """Where the weight file is before a simulated run."""
 
@@ -106,7 +113,9 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         typer.Option("--lambda", min=0.0, max=1.0, help="Weight of preloading against loading early.", show_default="0.9"),
     ],
     "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer.", show_default="1MiB")],
-    "precision": Annotated[Precision | None, typer.Option(help="How weights are stored.", show_default="fp32")],
+    "precision": Annotated[
+        Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
+    ],
     "shape": Shape,
     "preload": Annotated[list[str] | None, typer.Option(metavar="WEIGHT", help="A weight to keep resident; repeatable.")],
     "memory_path": Annotated[MemoryPath | None, typer.Option(help="What holds weights on the device.", show_default="auto")],
@@ -124,6 +133,9 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "mu": Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")],
     "alpha": Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")],
+    "optimize": Annotated[
+        Optimize | None, typer.Option(help="Kernels for the first answer, or for later ones.", show_default="cold")
+    ],
 }
 """What shapes a bundle, by field of `CompileOptions`, in the order of --help."""
 

@@ -133,6 +133,24 @@ def why(plan: OverlapPlan, program: Program) -> list[Because]:
     ]
 
 
+def several_launches(program: Program) -> dict[str, int]:
+    """The weights whose slices have a launch each, and how many: those that are too large for one, or for the limits."""
+    weight_of = {part.name: part.weight for part in program.slices}
+    launches = Counter[tuple[str, tuple[str, ...]]]()
+    for launch in program.launches:
+        read = {weight_of[str(arg.value)] for arg in launch.args if arg.kind == "slice"}
+        launches.update((weight, launch.operators) for weight in read)
+    return {weight: count for (weight, _), count in launches.items() if count > 1}
+
+
+def _launches(program: Program) -> dict[str, str]:
+    several = several_launches(program)
+    if not several:
+        return {}
+    named = _shortened([f"{weight} {count}" for weight, count in several.items()])
+    return {"launches": f"{len(program.launches)}; more than one for {len(several)} weights: {named}"}
+
+
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
     plan = shown.plan
     data = {
@@ -148,6 +166,7 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
             "notes": list(plan.notes),
             "layers": len(rows),
             "slices": len(plan.weights),
+            "in_several_launches": several_launches(shown.program),
             "weights_bytes": sum(w.nbytes for w in plan.weights),
             "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
         },
@@ -180,6 +199,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
+        **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
     }
     if plan.layouts:

@@ -45,8 +45,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         raise UserError("zoo: models are planned as they are fused; give --unfusion too, or leave --mu and --alpha out")
     with offline_half("planning"):
         from flashmem.compile import plan_graph
-        from flashmem.graph.layout import assign_layouts
-        from flashmem.graph.normalize import normalize
+        from flashmem.graph.passes import prepare
         from flashmem.request import resolve
         from flashmem.zoo.graphs import zoo_graph
 
@@ -63,7 +62,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
 
     with _no_collection(), timed("total"):
         with timed("fuse"):
-            graph = assign_layouts(normalize(graph))
+            graph = prepare(graph)
         generated, plan = plan_graph(graph, resolved, timed)
     budget = resolved.limits.budget
     return ZooPlan(name, resolved.descriptor, resolved.mode, generated.program, plan, budget, seconds)

@@ -15,7 +15,7 @@ from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
 from flashmem.commands.extras import offline_half
 from flashmem.commands.plan import summary
 from flashmem.commands.trace import write_trace
-from flashmem.commands.verify import TOLERANCE, Verification, compare, reference
+from flashmem.commands.verify import Verification, compare, complaint, reference
 from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
@@ -95,10 +95,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     else:
         _print(outcome, options, verification)
     if verification is not None and not verification.ok:
-        raise RunError(
-            f"the answer differs from ONNX Runtime's by {verification.relative_error:.2g} of the output's range; "
-            f"{TOLERANCE[bundle.program.precision]:g} is allowed"
-        )
+        raise RunError(complaint(verification, bundle.program.precision))
 
 
 def _run(

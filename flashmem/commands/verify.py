@@ -64,6 +64,20 @@ def compare(
     return Verification(relative <= TOLERANCE[precision], absolute, relative)
 
 
+def complaint(verification: Verification, precision: Literal["fp32", "fp16"]) -> str:
+    """What to say of a verification that did not hold."""
+    if precision == "fp16" and not np.isfinite(verification.relative_error):
+        return (
+            "the answer holds infinities or NaN where ONNX Runtime's holds numbers: fp16 stores what passes 65504 as infinity; "
+            "use --precision fp32"
+        )
+    advice = "; --precision fp32 rounds less" if precision == "fp16" else ""
+    return (
+        f"the answer differs from ONNX Runtime's by {verification.relative_error:.2g} of the output's range; "
+        f"{TOLERANCE[precision]:g} is allowed{advice}"
+    )
+
+
 def _errors(answer: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
     """Max abs error, and the same over the range of `expected` (over its magnitude where it is constant)."""
     if answer.shape != expected.shape:

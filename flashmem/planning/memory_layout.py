@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.device import TransferMode
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout
+from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.planning.texture_slots import colour_slots
 from flashmem.program import SLICE_ALIGNMENT, Slice
 
@@ -211,18 +211,18 @@ class _Pools:
         return PoolLayout(pool_bytes=total, offsets=offsets)
 
     def dma(self, loader_threads: int) -> PoolLayout:
-        """Slices are written from z_w on, through a ring of one part for each loader thread."""
-        largest = max((_round_up(s.file_bytes, SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
+        """Slices are written from z_w on, through a ring of one part for each loader thread, in pieces if they are large."""
+        largest = max((_round_up(passing_bytes(s), SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
         return self._targets(lambda w: w.load_layer, loader_threads * largest, {})
 
     def interleave(self) -> PoolLayout:
         """Slices wait in staging from z_w to their last move; kernels move them from the first move on.
 
         Preloaded slices pass through staging one after the other before layer 1, when the loads of layer 1 may already be
-        under way, so together they take one place, as large as the largest of them.
+        under way, so together they take one place, as large as what passes of the largest of them.
         """
         streamed = [Interval(w.name, s.file_bytes, w.load_layer, w.moves[-1][0]) for s, w in self.planned if not w.preload]
-        preloaded = [s.file_bytes for s, w in self.planned if w.preload]
+        preloaded = [passing_bytes(s) for s, w in self.planned if w.preload]
         entrance = [Interval("", max(preloaded), 0, 1)] if preloaded else []
         staging, total = lay_out([*entrance, *streamed], SLICE_ALIGNMENT)
         at = staging.pop("", 0)

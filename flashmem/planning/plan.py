@@ -69,6 +69,15 @@ class TextureSlot:
     nbytes: int
 
 
+PASSING_BYTES = 4 << 20
+"""Bytes of a slice that wait in staging at once on their way to where kernels read them: large reads keep a disk busy."""
+
+
+def passing_bytes(part: Slice) -> int:
+    """Bytes of staging that `part` passes through: all of it, or several of its pieces, of an image a row at least."""
+    return min(part.file_bytes, max(PASSING_BYTES, part.row_pitch))
+
+
 @dataclass(frozen=True)
 class PoolLayout:
     """Where streamed and preloaded slices live in one transfer mode, decided before the first layer runs.
@@ -76,8 +85,9 @@ class PoolLayout:
     `offsets`: slices placed in the one pool buffer of `pool_bytes` (buffer path; texture views in mode `alias`).
     `slots` and `slot_of`: textures, for modes that move into them (`dma`, `interleave` on the texture path).
     `staging`: place of each slice in the staging buffer of `staging_bytes` (`interleave`); in mode `dma` staging is a ring
-    of equal parts, one for each loader thread, and `staging` is empty. In mode `map` nothing is allocated:
-    `mapped_peak_bytes` is the most that is resident at once.
+    of equal parts, one for each loader thread, and `staging` is empty. What is larger than `passing_bytes` passes through a
+    part in pieces, as W does through its place in `interleave`. In mode `map` nothing is allocated: `mapped_peak_bytes` is the
+    most that is resident at once.
     """
 
     pool_bytes: int = 0
@@ -296,8 +306,9 @@ def _check_layout(
             raise PlanViolation("layout", f"{mode}: slice {w.name} must be in the pool or in a texture slot")
         if mode == "interleave" and w.name not in layout.staging:
             raise PlanViolation("layout", f"{mode}: slice {w.name} has no place in staging")
-    if mode == "dma" and layout.staging_bytes < max((w.nbytes for w in weights), default=0):
-        raise PlanViolation("layout", "dma: the largest slice does not fit the staging ring")
+    passing = {w.name: passing_bytes(dims[w.name]) if w.name in dims else min(w.nbytes, PASSING_BYTES) for w in weights}
+    if mode == "dma" and layout.staging_bytes < max(passing.values(), default=0):
+        raise PlanViolation("layout", "dma: a piece of the largest slice does not fit the staging ring")
 
     pool = [_Placed(w.name, layout.offsets[w.name], layout.offsets[w.name] + w.nbytes, *lives(w))
             for w in weights if w.name in layout.offsets]  # fmt: skip
@@ -313,7 +324,7 @@ def _check_layout(
         at_start = [p for p in streamed if p.first <= 1]
         for w in weights:
             if w.preload:
-                place = _Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, 0, 1)
+                place = _Placed(w.name, layout.staging[w.name], layout.staging[w.name] + passing[w.name], 0, 1)
                 _check_disjoint(f"{mode} staging", [place], layout.staging_bytes)
                 clash = next((p for p in at_start if p.offset < place.end and place.offset < p.end), None)
                 if clash is not None:

@@ -40,6 +40,8 @@ class Device:
     unified_memory: bool
     compute_units: int
     handle: Any = field(repr=False, compare=False)
+    local_memory_bytes: int = 0  # of a work-group; 0: not known
+    max_group_items: int = 0  # of a work-group; 0: not known
 
     @property
     def key(self) -> str:

@@ -94,8 +94,9 @@ class Engine:
             for tensor in program.tensors
             if tensor.name in ports
         }
-        self._all_loads = planned_loads(plan, slices, preload=True)
-        self._loads = planned_loads(plan, slices, preload=False)
+        banded = mode if digests is None else None  # a digest is of a whole slice
+        self._all_loads = planned_loads(plan, slices, preload=True, mode=banded)
+        self._loads = planned_loads(plan, slices, preload=False, mode=banded)
         self._w_loads = [load for load in self._all_loads if load.preload]
         self._frees = planned_frees(plan, slices)
         self._w_is_resident = not self._w_loads

@@ -1,6 +1,8 @@
 """The executor: layers in order on one queue, each as soon as its slices are there, a bounded number of them ahead.
 
-Everything is set up when the session is made: one kernel object a launch with its arguments set. A run only waits and launches.
+Everything is set up when the session is made: one kernel object a launch with its arguments set, one prepared call. A run only
+waits and launches. Layers have events only where something waits for them: gates of loads, slices to be freed, a trace, and a
+few so that a run can be stopped before it has enqueued all that it has.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move
 from flashmem.runtime.loader import LoaderRun, Span
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, wait
 
-LAYERS_AHEAD = 8
-"""Layers enqueued and not known to be done: enough to keep the device busy, few enough that gates open in time."""
+LAYERS_APART = (4, 64)
+"""Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
+not known to be done: enough to keep the device busy."""
+
+SECONDS_APART = 0.01
+"""How long the layers between two such events take, about: an interrupted run ends once what is enqueued is done."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,8 @@ class Executor:
     def __init__(self, queue: Queue, steps: Sequence[Step]) -> None:
         self._queue = queue
         self._steps = steps
+        self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
+        self._apart = LAYERS_APART[0]
 
     def run(self, loader: LoaderRun | None, trace: list[Span] | None = None, check: Callable[[], None] | None = None) -> None:
         """Run all layers; `loader` brings in what they need (None: everything is resident); `check` is called before each.
@@ -147,36 +155,59 @@ class Executor:
         Returns when the last layer is done. Raises RunError when a load or a launch fails, and what `check` raises; layers may
         then still be running.
         """
-        launch = self._queue.launch
-        flying: deque[tuple[int, Event]] = deque()
+        queue = self._queue
+        waking = loader.wakes if loader is not None else frozenset()
+        flying: deque[tuple[int, Event]] = deque()  # layers with events, not known to be done
         traced: list[tuple[str, Event, Event]] = []
+        done, since = 0, perf_counter()  # the last layer known to be done, and from when
+        launched, last = 0, len(self._steps)  # the last layer with an event; the last of all
 
         def retire() -> None:
+            nonlocal done, since
             layer, event = flying.popleft()
             wait(event)
+            now = perf_counter()
+            self._space(layer - done, now - since)
+            done, since = layer, now
             if loader is not None:
                 loader.layer_done(layer)
 
-        for layer, step in enumerate(self._steps, start=1):
+        for layer, (step, launches) in enumerate(zip(self._steps, self._launches, strict=True), start=1):
             if check is not None:
                 check()
             if loader is not None and step.needs:
                 loaded = loader.loaded
                 for name in step.needs:
                     if not loaded.get(name, True):
+                        if launched < layer - 1:
+                            queue.flush()
                         while flying:  # what the load waits for may be the end of a layer
                             retire()
                         loader.wait(name)
-            events = [launch(c.kernel, c.global_size, c.local_size) for c in step.commands]
             if trace is not None:
+                events = [queue.launch(each) for each in launches]
                 traced.append((step.name, events[0], events[-1]))
-            flying.append((layer, events[-1]))
-            if len(flying) > LAYERS_AHEAD:
+                flying.append((layer, events[-1]))
+            elif layer in waking or layer >= launched + self._apart or layer == last:
+                queue.launch_all(launches[:-1])
+                flying.append((layer, queue.launch(launches[-1])))
+                queue.flush()
+                launched = layer
+            else:
+                queue.launch_all(launches)
+                if layer == 1:
+                    queue.flush()
+            while flying and layer - flying[0][0] >= self._apart:
                 retire()
         while flying:
             retire()
         if trace is not None:
             trace.extend(self._spans(traced))
+
+    def _space(self, layers: int, seconds: float) -> None:
+        """Set the events of later layers apart as `layers` that took `seconds` ask for."""
+        least, most = LAYERS_APART
+        self._apart = max(least, min(most, int(layers * SECONDS_APART / max(seconds, 1e-9))))
 
     def _spans(self, traced: Sequence[tuple[str, Event, Event]]) -> list[Span]:
         """Device times on the host's clock: a marker that completes now tells how far the two clocks are apart."""

@@ -61,7 +61,7 @@ def _built(context: Any, job: dict[str, Any], pocl: Path) -> bytes:
         whole, group = trial["size"]
         arguments = [_argument(context, *arg) for arg in trial["args"]]  # a kernel does not keep them alive
         kernel = program.kernel(job["name"], arguments)
-        queue.launch(kernel, tuple(whole), None if group is None else tuple(group))
+        queue.launch(queue.prepare(kernel, tuple(whole), None if group is None else tuple(group)))
         queue.finish()
     if job["trials"]:
         _stand_in_for_the_general_one(pocl, job["name"])

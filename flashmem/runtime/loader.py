@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-from flashmem.device import Rates
+from flashmem.device import Rates, TransferMode
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Slice
-from flashmem.runtime.transfer import Transfer
+from flashmem.runtime.transfer import Band, Transfer, bands, whole
 
 
 @dataclass(frozen=True)
 class Load:
-    """One slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
+    """A band of a slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
 
     part: Slice
+    band: Band
     gate: int = 0
     preload: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Offset and bytes in the weight file."""
+        return self.part.offset + self.band.first, self.band.nbytes
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,20 @@ class Span:
     end: float
 
 
-def planned_loads(plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bool) -> tuple[Load, ...]:
-    """The loads of a run in the order of (z_w, i_w), W among them (as from layer 1 on) if `preload`."""
+def planned_loads(
+    plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bool, mode: TransferMode | None = None
+) -> tuple[Load, ...]:
+    """The loads of a run in the order of (z_w, i_w), W among them (as from layer 1 on) if `preload`.
+
+    In bands, as slices are loaded in `mode`; None: each as a whole.
+    """
     chosen = [w for w in plan.weights if preload or not w.preload]
     chosen.sort(key=lambda w: (max(w.load_layer, 1), w.first_use))
-    return tuple(Load(slices[w.name], max(w.load_layer, 1) - 1, w.preload) for w in chosen)
+    loads: list[Load] = []
+    for w in chosen:
+        part, gate = slices[w.name], max(w.load_layer, 1) - 1
+        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if mode else (whole(part),))]
+    return tuple(loads)
 
 
 def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) -> tuple[Load, ...]:
@@ -53,7 +69,7 @@ def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) ->
     first = tuple(takewhile(lambda load: load.gate == 0, loads))
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
-    read = accumulate(load.part.nbytes for load in first)
+    read = accumulate(load.band.nbytes for load in first)
     return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= opening * rates.disk_bandwidth)
 
 
@@ -78,11 +94,12 @@ class LoaderRun:
         threads: int,
     ) -> None:
         self.loaded = {load.part.name: False for load in loads}
+        self._missing = Counter(load.part.name for load in loads)  # bands, by slice
         self.spans: list[Span] = []
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
-        self._wakes = {load.gate for load in loads} | set(self._frees)
+        self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # layers whose end is waited for
         self._changed = threading.Condition()
         self._next = 0
         self._expected = 0
@@ -101,7 +118,7 @@ class LoaderRun:
 
     def layer_done(self, layer: int) -> None:
         """Layer `layer` and all before it are done: frees what it used last, and opens the gates behind it."""
-        if layer not in self._wakes:
+        if layer not in self.wakes:
             return
         with self._changed:
             self._done = layer
@@ -137,14 +154,16 @@ class LoaderRun:
             while (load := self._take()) is not None:
                 start = time.perf_counter()
                 if load.preload:
-                    self._transfer.preload(load.part, thread)
+                    self._transfer.preload(load.part, load.band, thread)
                 else:
-                    self._transfer.load(load.part, thread)
+                    self._transfer.load(load.part, load.band, thread)
                 span = Span(load.part.name, start, time.perf_counter())
                 with self._changed:
                     self.spans.append(span)
-                    self.loaded[load.part.name] = True
-                    self._changed.notify_all()
+                    self._missing[load.part.name] -= 1
+                    if not self._missing[load.part.name]:
+                        self.loaded[load.part.name] = True
+                        self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
@@ -167,8 +186,8 @@ class LoaderRun:
                     self._next += 1
                     ahead = self._announce()
             if load is not None:
-                for part in ahead:
-                    self._transfer.expect(part)
+                for each in ahead:
+                    self._transfer.expect(each.part, each.band)
                 return load
             try:
                 for part in frees:
@@ -182,14 +201,14 @@ class LoaderRun:
         """Whether a load may start: its gate is open, and nothing is just being freed."""
         return index < len(self._loads) and not self._freeing and self._loads[index].gate <= self._done
 
-    def _announce(self) -> list[Slice]:
+    def _announce(self) -> Sequence[Load]:
         """The loads up to a few ahead of the one just taken, so that the disk reads on; only behind open gates."""
         first = max(self._expected, self._next - 1)
         last = first
         while last < min(self._next + self._ahead, len(self._loads)) and self._loads[last].gate <= self._done:
             last += 1
         self._expected = last
-        return [load.part for load in self._loads[first:last]]
+        return self._loads[first:last]
 
 
 def _as_run_error(error: BaseException) -> BaseException:

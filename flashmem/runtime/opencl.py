@@ -14,7 +14,7 @@ import sqlite3
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ def _explained(what: str) -> Iterator[None]:
 
 def _run_error(what: str, error: Exception) -> RunError:
     code = getattr(error, "code", None)
-    name = cl.status_code.to_string(code) if isinstance(code, int) else type(error).__name__
+    name = cl.status_code.to_string(code, "code %d") if isinstance(code, int) else type(error).__name__
     return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
 
 
@@ -133,6 +133,8 @@ def _describe(platform: Any, device: Any) -> Device:
         unified_memory=bool(device.host_unified_memory),
         compute_units=device.max_compute_units,
         handle=device,
+        local_memory_bytes=device.local_mem_size,
+        max_group_items=device.max_work_group_size,
     )
 
 
@@ -146,6 +148,26 @@ def _raw_info(device: Any, parameter: int) -> int:
     return 0 if failed else value.value
 
 
+class Launch:
+    """One launch of a kernel on a queue: its sizes, and the call that makes it as C takes it, converted once."""
+
+    def __init__(self, queue: Any, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> None:
+        sizes = ctypes.c_size_t * len(global_size)
+        self.kernel, self.global_size, self.local_size = kernel, global_size, local_size
+        self.arguments = (
+            ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(len(global_size)), None,
+            sizes(*global_size), sizes(*local_size) if local_size else None, ctypes.c_uint(0), None, None,
+        )  # fmt: skip
+
+
+@functools.cache
+def _enqueue() -> Callable[..., int]:
+    """clEnqueueNDRangeKernel, called with the interpreter's lock held: it is over before a thread could be woken for it."""
+    library = ctypes.PyDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
+    enqueue: Callable[..., int] = library.clEnqueueNDRangeKernel
+    return enqueue
+
+
 class Queue:
     """An in-order command queue."""
 
@@ -153,12 +175,28 @@ class Queue:
         properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
         self.handle = cl.CommandQueue(context, device, properties)
 
-    def launch(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> Event:
-        """Enqueue one kernel; its arguments must be set."""
+    def prepare(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> Launch:
+        """A launch of `kernel`, whose arguments must be set, to be made on this queue again and again."""
+        return Launch(self.handle, kernel, global_size, local_size)
+
+    def launch(self, launch: Launch) -> Event:
+        """Enqueue one kernel; the event completes when it has."""
         try:
-            return cl.enqueue_nd_range_kernel(self.handle, kernel, global_size, local_size)
+            return cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
         except cl.Error as error:
-            raise _run_error(f"launch {kernel.function_name}", error) from error
+            raise _run_error(f"launch {launch.kernel.function_name}", error) from error
+
+    def launch_all(self, launches: Iterable[Launch]) -> None:
+        """Enqueue kernels that nobody waits for: without events, which cost a driver more than the launch."""
+        enqueue = _enqueue()
+        for launch in launches:
+            if enqueue(*launch.arguments):
+                self.launch(launch)  # pyopencl frees what nobody holds any more and tries again, or says what is wrong
+
+    def flush(self) -> None:
+        """Have the device start what was enqueued, without waiting for it."""
+        with _explained("flush"):
+            self.handle.flush()
 
     def marker(self) -> Event:
         """An event that completes when everything enqueued so far has."""

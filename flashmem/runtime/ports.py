@@ -1,7 +1,8 @@
 """Inputs and outputs as the user sees them: checked, converted for the device, and back.
 
-On the device integers and booleans are what they are, and all floats are float32. No cast is silent: an input must have the
-dtype its port names. bfloat16 is numpy's by way of the package ml_dtypes, which onnx brings.
+On the device integers and booleans are what they are, and all floats are float32, or float16 where the model's are and the
+program stores them so. No cast is silent: an input must have the dtype its port names.
+bfloat16 is numpy's by way of the package ml_dtypes, which onnx brings.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from flashmem.program import Port, RowGather, panel_bytes, port_dtype
+from flashmem.program import Port, RowGather, StoredType, Tensor, panel_bytes
 from flashmem.runtime.weight_file import Reader
 
 Array = NDArray[Any]
@@ -53,19 +54,19 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
             raise ValueError(f"input {port.name!r} has shape {array.shape}; the model was compiled for {port.shape}")
 
 
-def to_device(port: Port, array: Array) -> Array:
-    """`array` as the device holds it: contiguous, floats as float32; the same memory where it already is."""
-    return np.ascontiguousarray(array, np.dtype(port_dtype(port)))
+def to_device(tensor: Tensor, array: Array) -> Array:
+    """`array` as the device holds it: contiguous, in the type of `tensor`; the same memory where it already is."""
+    return np.ascontiguousarray(array, np.dtype(tensor.dtype))
 
 
 def from_device(port: Port, array: Array) -> Array:
-    """`array`, in the port's dtype on the device, in the port's dtype; the same memory where it is the same."""
+    """`array`, as the device holds it, in the port's dtype; the same memory where it is the same."""
     with np.errstate(over="ignore"):  # of float16: what is too large is infinite
         return array.astype(numpy_dtype(port.dtype), copy=False)
 
 
-def gather_rows(file: Reader, gather: RowGather, indices: Array) -> Array:
-    """Rows of a table in the weight file, read from disk: shape `indices.shape` + (columns,), float32, int8 or uint8.
+def gather_rows(file: Reader, gather: RowGather, indices: Array, stored: StoredType) -> Array:
+    """Rows of a table in the weight file, read from disk, as elements of `stored`: shape `indices.shape` + (columns,).
 
     Each row (each panel, where the table is packed in panels) is read once however often it is asked for. Negative indices
     count from the end, as in ONNX.
@@ -81,7 +82,7 @@ def gather_rows(file: Reader, gather: RowGather, indices: Array) -> Array:
         raise ValueError(f"input {gather.indices!r} holds index {outside[0]}; its table has {gather.rows} rows")
     nibbles = gather.dtype.endswith("int4")
     dtype = np.dtype(gather.dtype.replace("int4", "int8"))
-    result = np.empty((wrapped.size, gather.columns), np.float32 if dtype.kind == "f" else dtype)
+    result = np.empty((wrapped.size, gather.columns), np.dtype(stored))
     span = panel_bytes(gather)
     panels, group = np.unique(wrapped // gather.panel, return_inverse=True)
     for panel in panels:

@@ -7,14 +7,11 @@ from typing import Literal
 
 from flashmem.device import TransferMode
 from flashmem.errors import UserError
-from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot
+from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Program
 
 Strategy = PlannedStrategy | Literal["preload"]
-
-_STAGING_PART = 8 << 20
-"""Bytes of staging a loader thread has while everything is preloaded: large reads keep a disk busy."""
 
 
 def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
@@ -53,11 +50,10 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
             offsets[part.name] = end
             end += sizes[part.name]
     layout = PoolLayout(pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of)
-    largest = max(sizes.values(), default=0)
+    largest = max((passing_bytes(part) for part in program.slices), default=0)
+    piece = -(-largest // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
     if mode == "dma":
-        pitch = max((part.row_pitch for part in program.slices), default=0)
-        part_bytes = max(min(largest, _STAGING_PART), -(-pitch // SLICE_ALIGNMENT) * SLICE_ALIGNMENT)
-        return replace(layout, staging_bytes=threads * part_bytes)
+        return replace(layout, staging_bytes=threads * piece)
     if mode == "interleave":  # one entrance that slices pass through
-        return replace(layout, staging_bytes=largest, staging=dict.fromkeys(sizes, 0))
+        return replace(layout, staging_bytes=piece, staging=dict.fromkeys(sizes, 0))
     return layout

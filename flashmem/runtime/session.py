@@ -18,12 +18,12 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import table_blocks
 from flashmem.errors import RunError, UserError
-from flashmem.program import Port, fixed_bytes, port_dtype
+from flashmem.program import Port, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
 from flashmem.runtime.loader import planned_loads, read_while_opening
-from flashmem.runtime.ports import check_inputs, from_device, gather_rows, to_device
+from flashmem.runtime.ports import check_inputs, from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
@@ -101,16 +101,17 @@ class Session:
         self._busy = False  # seen by the thread that holds the lock
         self._closed: str | None = None  # why
         self._file = WeightFile(self.bundle.weights_path, program.weights_bytes)
+        self._tensors = {tensor.name: tensor for tensor in program.tensors}
         stored = zip(program.row_gathers, self.bundle.digests.tables, strict=True)
         self._tables: list[Reader] = [
             CheckedTable(self._file, table_blocks(gather), values) if verify_weights else self._file
             for gather, values in stored
         ]
         # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
-        loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True)
+        loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True, mode=self.mode)
         first = read_while_opening(loads, program, self.bundle.descriptor.rates)
         constants = (program.constants_offset, program.constants_bytes)
-        self._file.announce([constants, *((load.part.offset, load.part.nbytes) for load in first)])
+        self._file.announce([constants, *(load.place for load in first)])
         try:
             self._engine = Engine(
                 self.bundle, self._file, self.device, self.mode, plan, layout, self.budget,
@@ -180,14 +181,14 @@ class Session:
                 self._busy = False
 
     def _write_inputs(self, inputs: Mapping[str, Array]) -> None:
-        program = self.bundle.program
+        program, tensors = self.bundle.program, self._tensors
         for port in program.inputs:
             if port.tensor is not None:
-                self._engine.write(port.tensor, to_device(port, inputs[port.name]))
+                self._engine.write(port.tensor, to_device(tensors[port.tensor], inputs[port.name]))
         if program.status is not None:
             self._engine.write(program.status, np.zeros(1, np.int32))
         for gather, table in zip(program.row_gathers, self._tables, strict=True):
-            self._engine.write(gather.tensor, gather_rows(table, gather, inputs[gather.indices]))
+            self._engine.write(gather.tensor, gather_rows(table, gather, inputs[gather.indices], tensors[gather.tensor].dtype))
 
     def _check_status(self) -> None:
         """Raise ValueError if a layer read an index that is out of range. The session stays usable."""
@@ -202,9 +203,10 @@ class Session:
                 )
 
     def _read_output(self, port: Port) -> Array:
-        data = np.empty(port.shape, np.dtype(port_dtype(port)))
-        if port.tensor is not None:
-            self._engine.read(data, port.tensor)
+        if port.tensor is None:  # it has no elements
+            return np.empty(port.shape, numpy_dtype(port.dtype))
+        data = np.empty(port.shape, np.dtype(self._tensors[port.tensor].dtype))
+        self._engine.read(data, port.tensor)
         return from_device(port, data)
 
     @contextmanager

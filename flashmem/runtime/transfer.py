@@ -9,12 +9,14 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
-from flashmem.planning.plan import PoolLayout
+from flashmem.planning.plan import PoolLayout, passing_bytes
 from flashmem.program import Slice
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
@@ -23,6 +25,9 @@ from flashmem.runtime.weight_file import WeightFile
 WORD = 16
 """Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
 
+BAND_BYTES = 4 << 20
+"""About what a thread loads at a time: threads share a large slice, and the disk has a little of it announced, not all."""
+
 _HOST_PIECE_BYTES = 1 << 20
 """Of a load on its way to staging that the host cannot see; small, because the ledger does not count it."""
 
@@ -30,6 +35,28 @@ _HOST_PIECE_BYTES = 1 << 20
 def whole_words(nbytes: int) -> int:
     """`nbytes` rounded up to words."""
     return -(-nbytes // WORD) * WORD
+
+
+@dataclass(frozen=True)
+class Band:
+    """A part of a slice that one thread brings in: `nbytes` bytes from its byte `first` on."""
+
+    first: int
+    nbytes: int
+
+
+def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
+    """The slice as threads share it: about `BAND_BYTES` each, an image in whole rows; where pages are mapped, whole pages."""
+    unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
+    units = -(-part.file_bytes // unit)
+    count = max(1, min(units, round(part.file_bytes / BAND_BYTES)))
+    ends = [min(units * i // count * unit, part.file_bytes) for i in range(count + 1)]
+    return tuple(Band(first, end - first) for first, end in pairwise(ends))
+
+
+def whole(part: Slice) -> Band:
+    """All of a slice."""
+    return Band(0, part.file_bytes)
 
 
 class Transfer(ABC):
@@ -42,19 +69,19 @@ class Transfer(ABC):
     """Whether kernels read the mapped file."""
 
     digests: Mapping[str, Digest] | None = None
-    """What each slice must have when it comes in; None: that is not checked."""
+    """What each slice must have when it comes in, as a whole then; None: that is not checked."""
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
         self.memories: dict[str, Memory] = {}  # what kernels take as the slice
 
     @abstractmethod
-    def load(self, part: Slice, thread: int) -> None:
-        """Bring a streamed slice in, from the disk to where the plan's next step takes it from."""
+    def load(self, part: Slice, band: Band, thread: int) -> None:
+        """Bring a band of a streamed slice in, from the disk to where the plan's next step takes it from."""
 
-    def preload(self, part: Slice, thread: int) -> None:
-        """Bring a slice of W in, all the way."""
-        self.load(part, thread)
+    def preload(self, part: Slice, band: Band, thread: int) -> None:
+        """Bring a band of a slice of W in, all the way."""
+        self.load(part, band, thread)
 
     def free(self, part: Slice) -> None:  # noqa: B027 - most modes reuse a fixed place and have nothing to do
         """Let a streamed slice go, after its last use."""
@@ -64,25 +91,25 @@ class Transfer(ABC):
         """Whether `free` does anything."""
         return type(self).free is not Transfer.free
 
-    def expect(self, part: Slice) -> None:
-        """`part` will be loaded soon."""
-        self.file.expect(part.offset, part.file_bytes)
+    def expect(self, part: Slice, band: Band) -> None:
+        """A band of `part` will be loaded soon."""
+        self.file.expect(part.offset + band.first, band.nbytes)
 
-    def _read(self, part: Slice, place: Bytes) -> None:
-        """Read the slice into `place`. Raises RunError where it is damaged, or cannot be read."""
-        self.file.read_into(place, part.offset)
+    def _read(self, part: Slice, band: Band, place: Bytes) -> None:
+        """Read the band into `place`. Raises RunError where the slice is damaged, or cannot be read."""
+        self.file.read_into(place, part.offset + band.first)
         self._check(part, place)
 
     def _check(self, part: Slice, place: Bytes) -> None:
         if self.digests is not None:
             self.file.check_digest(f"slice {part.name!r}", digest(place.data), self.digests[part.name])
 
-    def _pieces(self, part: Slice, ring: Bytes) -> Iterator[tuple[Bytes, int]]:
-        """The slice, read into `ring` a piece after the other, each with its first byte in it. Images come in whole rows."""
+    def _pieces(self, part: Slice, band: Band, ring: Bytes) -> Iterator[tuple[Bytes, int]]:
+        """The band, read into `ring` a piece after the other, each with its first byte in the slice; images in whole rows."""
         step = ring.nbytes // part.row_pitch * part.row_pitch if part.is_image else ring.nbytes
-        total, value = part.file_bytes, digest(b"")
-        for first in range(0, total, step):
-            piece = ring[: min(step, total - first)]
+        end, value = band.first + band.nbytes, digest(b"")
+        for first in range(band.first, end, step):
+            piece = ring[: min(step, end - first)]
             self.file.read_into(piece, part.offset + first)
             if self.digests is not None:
                 value = digest(piece.data, value)
@@ -107,16 +134,17 @@ class MapTransfer(Transfer):
             buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
             self.memories[part.name] = _view(context, buffer, part)
 
-    def load(self, part: Slice, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int) -> None:
         """Bring the pages in."""
-        self._ledger.reserve("weights", _pages(part), f"slice {part.name}")
-        self.file.populate(part.offset, part.file_bytes)
-        self._check(part, self.file.mapped[part.offset : part.offset + part.file_bytes])
+        start = part.offset + band.first
+        self._ledger.reserve("weights", _pages(band.nbytes), f"slice {part.name}")
+        self.file.populate(start, band.nbytes)
+        self._check(part, self.file.mapped[start : start + band.nbytes])
 
     def free(self, part: Slice) -> None:
         """Drop the pages."""
         self.file.drop(part.offset, part.file_bytes)
-        self._ledger.release("weights", _pages(part))
+        self._ledger.release("weights", _pages(part.file_bytes))
 
 
 class AliasTransfer(Transfer):
@@ -135,11 +163,11 @@ class AliasTransfer(Transfer):
             place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
             self.memories[part.name] = _view(context, place, part)
 
-    def load(self, part: Slice, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int) -> None:
         """Read straight into the pool."""
-        start = self._offsets[part.name]
+        start = self._offsets[part.name] + band.first
         assert self._pool is not None
-        self._read(part, self._pool[start : start + part.file_bytes])
+        self._read(part, band, self._pool[start : start + band.nbytes])
 
     def close(self) -> None:
         """Unmap the pool."""
@@ -202,11 +230,11 @@ class DmaTransfer(Transfer):
             staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=True)
             self._staging = self._queues[0].map(staging, layout.staging_bytes)
 
-    def load(self, part: Slice, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int) -> None:
         """Read and copy, a staging part at a time."""
         assert self._staging is not None
         start = thread * self._part_bytes
-        for piece, first in self._pieces(part, self._staging[start : start + self._part_bytes]):
+        for piece, first in self._pieces(part, band, self._staging[start : start + self._part_bytes]):
             self._homes.write(self._queues[thread], part, piece, first)
 
     def close(self) -> None:
@@ -248,33 +276,34 @@ class InterleaveTransfer(Transfer):
         if layout.staging_bytes:
             self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=self._shared)
             for part in slices:
-                place = context.sub_buffer(self._staging, layout.staging[part.name], whole_words(part.file_bytes))
-                self.staged[part.name] = place
+                start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
+                if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
+                    self.staged[part.name] = context.sub_buffer(self._staging, start, nbytes)
             if self._shared:
                 self._mapped = self._queues[0].map(self._staging, layout.staging_bytes)
             else:
                 piece = max(_HOST_PIECE_BYTES, *(part.row_pitch for part in slices))
                 self._host = np.empty((threads, piece), np.uint8)
 
-    def load(self, part: Slice, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int) -> None:
         """Read into staging."""
         if self._mapped is not None:
-            self._read(part, self._place(part))
+            self._read(part, band, self._place(part, band.first, band.nbytes))
             return
-        for piece, first in self._pieces(part, self._host[thread]):
+        for piece, first in self._pieces(part, band, self._host[thread]):
             self._queues[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
 
-    def preload(self, part: Slice, thread: int) -> None:
+    def preload(self, part: Slice, band: Band, thread: int) -> None:
         """Read, and copy home."""
-        ring = self._host[thread] if self._mapped is None else self._place(part)
-        for piece, first in self._pieces(part, ring):
+        ring = self._host[thread] if self._mapped is None else self._place(part, 0, passing_bytes(part))
+        for piece, first in self._pieces(part, band, ring):
             self._homes.write(self._queues[thread], part, piece, first)
 
-    def _place(self, part: Slice) -> Bytes:
-        """Where the slice is staged, as the host sees it."""
+    def _place(self, part: Slice, first: int, nbytes: int) -> Bytes:
+        """Where bytes of the slice are staged, as the host sees them."""
         assert self._mapped is not None
-        start = self._offsets[part.name]
-        return self._mapped[start : start + part.file_bytes]
+        start = self._offsets[part.name] + first
+        return self._mapped[start : start + nbytes]
 
     def close(self) -> None:
         """Unmap staging."""
@@ -314,5 +343,5 @@ def _view(context: Context, buffer: Memory, part: Slice) -> Memory:
     return context.image_view(buffer, part.width, part.height, part.row_pitch, part.channel)
 
 
-def _pages(part: Slice) -> int:
-    return -(-part.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -20,20 +20,20 @@ from flashmem.program import (
     ITEMSIZE,
     SLICE_ALIGNMENT,
     TEXEL_BYTES,
+    Port,
     Program,
     Slice,
     lane_kind,
     output_bytes,
     panel_bytes,
-    port_dtype,
     scratch_bytes,
 )
 from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
-from flashmem.runtime.loader import planned_frees, planned_loads, read_while_opening
+from flashmem.runtime.loader import Load, planned_frees, planned_loads, read_while_opening
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
-from flashmem.runtime.transfer import WORD
+from flashmem.runtime.transfer import WORD, Band
 
 Disk = Literal["cold", "cached"]
 Piece = tuple[Literal["read", "copy"], int]
@@ -60,7 +60,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """A slice to bring in once layer `gate` is done. `held` bytes are counted from its start until it is freed (mode `map`)."""
+    """A band of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
+
+    `held` bytes are counted from its start until the slice is freed (mode `map`).
+    """
 
     name: str
     nbytes: int
@@ -68,6 +71,7 @@ class SimulatedLoad:
     gate: int = 0
     preload: bool = False
     held: int = 0
+    first: int = 0
 
     @property
     def last_of_file(self) -> int:
@@ -166,7 +170,7 @@ def describe(
     moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
     needs = needed_slices(plan, moves)
     delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
-    loads = planned_loads(plan, slices, preload=True)
+    loads = planned_loads(plan, slices, preload=True, mode=mode)
     travel = _Travel(descriptor, mode, layout)
     return Scenario(
         Machine(
@@ -184,11 +188,12 @@ def describe(
         loads=tuple(
             SimulatedLoad(
                 load.part.name,
-                load.part.file_bytes,
-                travel.pieces(load.part, preload=load.preload),
+                load.band.nbytes,
+                travel.pieces(load),
                 load.gate,
                 load.preload,
-                travel.held(load.part),
+                travel.held(load.band),
+                load.band.first,
             )
             for load in loads
         ),
@@ -199,11 +204,17 @@ def describe(
         kernel_seconds=rates.kernel_seconds * _kernel_count(program, moves) + rates.layer_seconds * len(program.launches),
         constants_bytes=program.constants_bytes,
         gathered_bytes=_gathered_bytes(program),
-        input_bytes=sum(ITEMSIZE[port_dtype(port)] * prod(port.shape) for port in program.inputs if port.tensor is not None),
-        output_bytes=sum(ITEMSIZE[port_dtype(port)] * prod(port.shape) for port in program.outputs),
+        input_bytes=_port_bytes(program, program.inputs),
+        output_bytes=_port_bytes(program, program.outputs),
         w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
         resident_first=strategy == "preload",
     )
+
+
+def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
+    """What moves between the host and the tensors of `ports`."""
+    sizes = {tensor.name: ITEMSIZE[tensor.dtype] for tensor in program.tensors}
+    return sum(sizes[port.tensor] * prod(port.shape) for port in ports if port.tensor is not None)
 
 
 @dataclass(frozen=True)
@@ -214,23 +225,23 @@ class _Travel:
     mode: TransferMode
     layout: PoolLayout
 
-    def pieces(self, part: Slice, *, preload: bool) -> tuple[Piece, ...]:
-        total = part.file_bytes
+    def pieces(self, load: Load) -> tuple[Piece, ...]:
+        part, total = load.part, load.band.nbytes
         if self.mode == "map":
             return (("copy", total),)
         if self.mode == "alias":
             return (("read", total),)
         if self.mode == "interleave":
             copy: Piece = ("copy", total)
-            return (("read", total), *[copy] * (preload + (not self._shares_memory)))
+            return (("read", total), *[copy] * (load.preload + (not self._shares_memory)))
         ring = self.layout.staging_bytes // LOADER_THREADS // SLICE_ALIGNMENT * SLICE_ALIGNMENT
         step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
         ends = [*range(0, total, step), total]
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
 
-    def held(self, part: Slice) -> int:
+    def held(self, band: Band) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
-        return -(-part.file_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
+        return -(-band.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
 
     @property
     def _shares_memory(self) -> bool:

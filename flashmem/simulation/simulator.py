@@ -12,7 +12,7 @@ What runs at the same time, and what waits for what, is as in runtime/{session,e
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -114,8 +114,8 @@ class _Player:
         self.disk: list[Span] = []
         self._disk_queue: deque[SimulatedLoad] = deque()
         self._backlog = 0  # bytes announced and not read yet
-        self._announced: set[str] = set()
-        self._in_cache: set[str] = set()
+        self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the band
+        self._in_cache: set[tuple[str, int]] = set()
 
     def play(self) -> float:
         """Seconds until the outputs are in host memory."""
@@ -167,7 +167,7 @@ class _Player:
     def _bring_in(self, loads: Sequence[SimulatedLoad], threads: int) -> Process:
         """Loads before the first layer, waited for."""
         loader = _Loader(self, loads, {}, threads)
-        yield lambda: len(loader.loaded) == len(loads)
+        yield lambda: not loader.is_missing_any
         loader.stop()
 
     def _execute(self, loader: _Loader) -> Process:
@@ -196,13 +196,13 @@ class _Player:
             yield Work("disk", load.nbytes)
             self.disk.append(Span(load.name, start, self.events.now))
             self._backlog -= load.nbytes
-            self._in_cache.add(load.name)
+            self._in_cache.add((load.name, load.first))
 
     def announce(self, load: SimulatedLoad) -> Process:
         """Tell the disk to read it; waits while the disk has too much before it to take more."""
-        if self.machine.disk_bandwidth is None or load.name in self._announced:
+        if self.machine.disk_bandwidth is None or (load.name, load.first) in self._announced:
             return
-        self._announced.add(load.name)
+        self._announced.add((load.name, load.first))
         yield lambda: not self._backlog or self._backlog + load.nbytes <= self.machine.disk_queue_bytes
         self._disk_queue.append(load)
         self._backlog += load.nbytes
@@ -213,7 +213,7 @@ class _Player:
         for index, (resource, nbytes) in enumerate(load.pieces):
             yield Work(resource, nbytes)
             if index == load.last_of_file and self.machine.disk_bandwidth is not None:
-                yield lambda: load.name in self._in_cache
+                yield lambda: (load.name, load.first) in self._in_cache
 
 
 class _Loader:
@@ -222,12 +222,13 @@ class _Loader:
     def __init__(
         self, player: _Player, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
     ) -> None:
-        self.loaded: set[str] = set()
-        self._missing = {load.name for load in loads}
+        self._missing = Counter(load.name for load in loads)  # bands, by slice
         self._player = player
         self._loads = loads
         self._frees = frees
-        self._held = {load.name: load.held for load in player.scenario.loads}
+        self._held = Counter[str]()
+        for load in player.scenario.loads:
+            self._held[load.name] += load.held
         self._ahead = threads
         self._next = self._expected = self._done = 0
         self._to_free: list[str] = []
@@ -236,8 +237,13 @@ class _Loader:
             player.events.start(self._work(number))
 
     def lacks(self, name: str) -> bool:
-        """Whether `name` is still to come."""
+        """Whether a part of `name` is still to come."""
         return name in self._missing
+
+    @property
+    def is_missing_any(self) -> bool:
+        """Whether anything is still to come."""
+        return bool(self._missing)
 
     def layer_done(self, layer: int) -> None:
         """The host heard that `layer` is done."""
@@ -267,8 +273,9 @@ class _Loader:
                 player.memory.change(start, "weights", load.held)
             yield from player.transfer(load)
             player.loads.append((Span(load.name, start, events.now), thread))
-            self.loaded.add(load.name)
-            self._missing.discard(load.name)
+            self._missing[load.name] -= 1
+            if not self._missing[load.name]:
+                del self._missing[load.name]
 
     def _free(self) -> None:
         for name in self._to_free:

@@ -12,8 +12,7 @@ from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
 from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
 from flashmem.errors import NoDeviceError, UserError
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.graph.passes import prepare
 from flashmem.graph.portable import portable
 from flashmem.planning.limits import Limits
 from flashmem.request import Options, choose_mode, device_here, find_descriptor
@@ -62,7 +61,7 @@ def subject_of(point: Point) -> Subject:
         return Subject(descriptor, mode, None, target.bundle.program, target.bundle.path)
     name = architecture(point.model)
     if name is not None:
-        graph = assign_layouts(normalize(zoo_graph(name)))
+        graph = prepare(zoo_graph(name))
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
     path, precision = Path(point.model), cast(Literal["fp32", "fp16"], point.precision)
     shapes = dict(parse_shape(text) for text in point.shape.split())

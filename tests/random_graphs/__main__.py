@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="as of flashmem run; several are taken in turn: pocl,intel-cpu")
     parser.add_argument("--path", default="buffer", help="buffer or texture; several are taken in turn: buffer,texture")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16"), help="as of flashmem run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")
     parser.add_argument("--findings", type=Path, default=Path("random-graphs"), help="folder for what is not well")
     arguments = parser.parse_args()
@@ -31,7 +32,7 @@ def main() -> int:
     folder = str(arguments.findings)
     places = [(device, path) for path in paths for device in devices]
     tasks = (
-        Task(arguments.seed, index, *places[index % len(places)], folder)
+        Task(arguments.seed, index, *places[index % len(places)], folder, arguments.precision)
         for index in range(arguments.first, arguments.first + arguments.count)
     )
     kinds: Counter[str] = Counter()

@@ -51,12 +51,12 @@ class Drawn:
 
 
 def draw(rng: random.Random, nodes: int, listed: Callable[[str], bool] = lambda op: True) -> Drawn:
-    """A graph of at most `nodes` nodes, of operators for which `listed` holds; fewer nodes are a part of the same graph."""
+    """A graph of about `nodes` nodes, of operators for which `listed` holds; fewer nodes are a part of the same graph."""
     drawing = Drawing(rng, rng.choice(OPSETS))
     families = [(weight, how, known) for weight, how, ops in FAMILIES if (known := _known(ops, drawing.opset, listed))]
     weights = [weight for weight, *_ in families]
     for _ in range(_ATTEMPTS * nodes):
-        if len(drawing.nodes) == nodes:
+        if len(drawing.nodes) >= nodes:
             break
         _, how, ops = rng.choices(families, weights)[0]
         op = rng.choice(ops)

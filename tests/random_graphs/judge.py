@@ -21,6 +21,7 @@ from .graph import Drawn
 from .values import FLOATS, Value
 
 Array = NDArray[Any]
+Precision = Literal["fp32", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,21 @@ class Verdict:
     culprit: str = ""  # the smallest part that shows it: a node's operator and types, or "fused"
 
 
-def judge(drawn: Drawn, device: str, path: str) -> Verdict:
+def judge(drawn: Drawn, device: str, path: str, precision: Precision = "fp32") -> Verdict:
     """Compile, run and compare `drawn`; where that is not well, look for a single node that shows it too."""
-    verdict = _try(drawn, device, path)
+    verdict = _try(drawn, device, path, precision)
     if verdict.kind not in ("wrong", "traceback"):
         return verdict
     for node in drawn.model.graph.node:
-        alone = _try(drawn.only(node), device, path)
+        alone = _try(drawn.only(node), device, path, precision)
         if alone.kind in ("wrong", "traceback"):
             return Verdict(verdict.kind, (*verdict.reasons, *alone.reasons), _described(node, drawn))
     return Verdict(verdict.kind, verdict.reasons, "several nodes")
 
 
-def _try(drawn: Drawn, device: str, path: str) -> Verdict:
+def _try(drawn: Drawn, device: str, path: str, precision: Precision) -> Verdict:
     try:
-        answers = _answers(drawn, device, path)
+        answers = _answers(drawn, device, path, precision)
     except UnsupportedModelError as error:
         return Verdict("refused", tuple(dict.fromkeys(reason for _, reason in error.nodes)) or (str(error),))
     except UserError as error:
@@ -60,13 +61,13 @@ def _try(drawn: Drawn, device: str, path: str) -> Verdict:
     return Verdict("wrong", tuple(wrong)) if wrong else Verdict("agreed")
 
 
-def _answers(drawn: Drawn, device: str, path: str) -> list[Array]:
+def _answers(drawn: Drawn, device: str, path: str, precision: Precision) -> list[Array]:
     with tempfile.TemporaryDirectory(prefix="flashmem-") as folder:
         file = Path(folder) / "model.onnx"
         file.write_bytes(drawn.model.SerializeToString())
         place: Any = {"device": device, "memory_path": path}
         # Processes of their own build PoCL's kernels in less time, as nothing is compiled when their binaries are fetched.
-        bundle = flashmem.compile(file, file.with_suffix(".flashmem"), build=device == "pocl", **place)
+        bundle = flashmem.compile(file, file.with_suffix(".flashmem"), precision=precision, build=device == "pocl", **place)
         with flashmem.Session(bundle, device=device) as session:
             return session.run(None, drawn.feeds)
 

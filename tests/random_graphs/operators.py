@@ -196,6 +196,53 @@ def _matmul(d: Drawing, op: str) -> None:
     d.emit(op, [x, d.pick((x.dtype,), (1, 4), fits, shape, fresh=0.6)])
 
 
+def _attention(d: Drawing, op: str) -> None:
+    """Queries, keys and values wherever they lie, what models do to scores, softmax, the answer; each step is a node."""
+    kind = d.rng.choice(d.types_of(op))
+    sizes = [size for size in d.sizes if size]
+    batch = tuple(d.rng.choice(sizes) for _ in range(d.rng.choice((0, 1, 2, 2))))
+    rows, keys, depth, columns = (d.rng.choice([*sizes, 1, 19, 70]) for _ in range(4))
+    if np.prod(batch) * rows * keys > 20000:
+        raise RejectedNodeError("too large")
+    queries, values = _matrices(d, kind, batch, rows, depth), _matrices(d, kind, batch, keys, columns)
+    turned = _matrices(d, kind, batch, keys, depth)
+    perm = [*range(len(batch)), len(batch) + 1, len(batch)]
+    turned = d.emit("Transpose", [turned], perm=perm)[0] if d.maybe(0.8) else _matrices(d, kind, batch, depth, keys)
+    if d.maybe(0.4):
+        queries = d.emit("Mul", [queries, d.constant(0.5, kind)])[0]
+    scores = d.emit("MatMul", [queries, turned])[0]
+    for step in d.rng.sample(("Mul", "Div", "Add", "Where", "Tanh"), d.rng.randint(0, 3)):
+        if step == "Tanh":
+            scores = d.emit(step, [scores])[0]
+        elif step == "Where":
+            mask = d.leaf("bool", tuple(1 if d.maybe(0.3) else size for size in scores.shape))
+            scores = d.emit(step, [mask, scores, d.constant(d.rng.choice((-np.inf, -65504.0, 0.0)), kind)])[0]
+        else:
+            shape = () if step == "Div" else tuple(1 if d.maybe(0.4) else size for size in scores.shape)
+            scores = d.emit(step, [scores, d.constant(2.0, kind) if step == "Div" else d.leaf(kind, shape)])[0]
+    answer = d.emit("MatMul", [d.emit(op, [scores], axis=-1)[0], values])[0]
+    if len(batch) > 1 and d.maybe(0.7):
+        d.emit("Transpose", [answer], perm=[0, 2, 1, 3])
+
+
+def _matrices(d: Drawing, kind: str, batch: Shape, rows: int, columns: int) -> Value:
+    """Run-time data of shape (*batch, rows, columns), moved there in one of the ways that models have."""
+    shape = (*batch, rows, columns)
+    way = d.rng.choice(("plain", "turned", "repeated", "part"))
+    if way == "turned":
+        perm = d.rng.sample(range(len(shape)), len(shape))
+        given = d.leaf(kind, tuple(shape[perm.index(axis)] for axis in range(len(shape))), "input")
+        return d.emit("Transpose", [given], perm=perm)[0]
+    if way == "repeated" and batch:
+        return d.emit("Expand", [d.leaf(kind, (1, *shape[1:]), "input"), d.constant(shape)])[0]
+    if way == "part":
+        axis = d.rng.randrange(len(shape))
+        given = d.leaf(kind, tuple(size + 3 * (at == axis) for at, size in enumerate(shape)), "input")
+        first = d.rng.randint(0, 3)
+        return d.emit("Slice", [given, d.constant([first]), d.constant([first + shape[axis]]), d.constant([axis])])[0]
+    return d.leaf(kind, shape, "input")
+
+
 def _is_moderate(x: Value) -> bool:
     """Whether there are elements, all of which ONNX Runtime converts to integers as ONNX says."""
     return x.own.size > 0 and bool(np.all(np.abs(x.own.astype(np.float64)) < 1e6))
@@ -734,6 +781,7 @@ FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
     (0.5, _instance_normalization, ("InstanceNormalization", "GroupNormalization")),
     (0.2, _lp_normalization, ("LpNormalization",)),
     (1.5, _matmul, ("MatMul",)),
+    (0.8, _attention, ("Softmax",)),
     (1.0, _gemm, ("Gemm",)),
     (1.0, _einsum, ("Einsum",)),
     (0.5, _recurrent, ("GRU", "LSTM", "RNN")),

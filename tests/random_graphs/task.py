@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import graph, values
-from .judge import judge, save
+from .judge import Precision, judge, save
 from .listed import listed
 
 
@@ -22,11 +22,12 @@ class Task:
     device: str
     path: str
     folder: str
+    precision: Precision = "fp32"
 
     @property
     def name(self) -> str:
         """What its finding is called."""
-        return f"{self.seed}-{self.index}-{self.device}-{self.path}"
+        return f"{self.seed}-{self.index}-{self.device}-{self.path}-{self.precision}"
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,15 @@ def work(task: Task) -> Result:
     """Draw and judge one graph, in a worker."""
     begun = time.monotonic()
     values.disagreements.clear()
+    values.set_precision(task.precision)
     rng = random.Random(f"{task.seed} {task.index}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy's, of what a graph is asked to compute
         drawn = graph.draw(rng, rng.randint(5, 20), listed)
         seconds = time.monotonic() - begun
-        verdict = judge(drawn, task.device, task.path)
+        verdict = judge(drawn, task.device, task.path, task.precision)
     if verdict.kind in ("wrong", "traceback"):
-        save(drawn, verdict, Path(task.folder) / task.name, f"seed {task.seed} graph {task.index} {task.device} {task.path}")
+        about = f"seed {task.seed} graph {task.index} {task.device} {task.path} {task.precision}"
+        save(drawn, verdict, Path(task.folder) / task.name, about)
     doubts = tuple(values.disagreements.items())
     return Result(verdict.kind, verdict.reasons, verdict.culprit, len(drawn.model.graph.node), doubts, seconds)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,12 +38,47 @@ LARGEST = 6000
 """Elements of a value."""
 
 _SAMPLES = 3
-_EPS32 = 2.0**-22  # four units in the last place, as OpenCL allows its functions
-_EPS = {"float32": _EPS32, "float64": _EPS32, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_ILL = {"float32": 1e-3, "float64": 1e-3, "float16": 0.1, "bfloat16": 0.3}
-"""Spread, relative to the largest element, from which a result is mostly rounding error."""
-_TOP = {"float32": 1e15, "float64": 1e15, "bfloat16": 1e15, "float16": 3e4}
 _BOTTOM = 1e-30
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding does to floats of each type. `eps`: two units in the last place of what it is stored in, four of float32,
+    as OpenCL allows its functions. `ill`: the spread, relative to the largest element, from which a result is mostly rounding
+    error. `top`: the largest number. `least`: the distance between the smallest ones. `exact`: whether there are operators that
+    do no rounding.
+    """
+
+    eps: Mapping[str, float]
+    ill: Mapping[str, float]
+    top: Mapping[str, float]
+    least: Mapping[str, float]
+    exact: bool = True
+
+
+_FP32 = Rounding(
+    {"float32": 2.0**-22, "float64": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7},
+    {"float32": 1e-3, "float64": 1e-3, "float16": 0.1, "bfloat16": 0.3},
+    {"float32": 1e15, "float64": 1e15, "float16": 3e4, "bfloat16": 1e15},
+    {"float32": _BOTTOM, "float64": _BOTTOM, "float16": 2.0**-23, "bfloat16": _BOTTOM},
+)
+_FP16 = Rounding(
+    {**dict.fromkeys(FLOATS, 2.0**-10), "bfloat16": 2.0**-7},
+    {**dict.fromkeys(FLOATS, 0.1), "bfloat16": 0.3},
+    dict.fromkeys(FLOATS, 3e4),
+    dict.fromkeys(FLOATS, 2.0**-23),
+    exact=False,
+)
+"""Weights, and whatever an operator leaves in memory, are stored in half: all floats are rounded as float16 is."""
+
+_rounding = _FP32
+
+
+def set_precision(precision: Literal["fp32", "fp16"]) -> None:
+    """What graphs are drawn and judged for from now on, in this process."""
+    global _rounding
+    _rounding = _FP16 if precision == "fp16" else _FP32
+
 
 EXACT = frozenset({
     "Abs", "ArgMax", "ArgMin", "Ceil", "Clip", "Compress", "Concat", "DepthToSpace", "Equal", "Expand", "EyeLike",
@@ -109,10 +144,10 @@ class Value:
         if not self.is_float:
             return np.zeros(self.shape)
         known = self.own.astype(np.float64)
-        relative = 1e-5 if self.dtype in ("float32", "float64") else 2 * _EPS[self.dtype]
+        relative = _relative(self.dtype)
         spread = _spread(self.exact, (*self.noisy, known))
         magnitude = np.where(np.isfinite(known), np.abs(known), 0)
-        return relative * magnitude + 6 * spread + (2.0**-23 if self.dtype == "float16" else _BOTTOM)
+        return relative * magnitude + 6 * spread + _rounding.least[self.dtype]
 
 
 def leaf(name: str, data: Array, kind: Literal["input", "constant"]) -> Value:
@@ -137,13 +172,17 @@ def evaluate(node: onnx.NodeProto, operands: Sequence[Value | None], opset: int,
         exact = reference([value.exact for value in inputs])
         noisy = [exact] * _SAMPLES
         rounds = node.op_type not in EXACT and not (node.op_type == "Cast" and not _is_narrowing(node))
+        rounds |= not _rounding.exact
         if any(value.is_float for value in inputs) and (rounds or any(v.noisy[0] is not v.exact for v in inputs)):
             random = np.random.default_rng(seed)
             noisy = []
             for sample in range(_SAMPLES):
                 arrays = [value.noisy[sample] for value in inputs]
                 if rounds:
-                    arrays = [_shaken(x, _EPS32, random) if v.is_float else x for x, v in zip(arrays, inputs, strict=True)]
+                    arrays = [
+                        _shaken(x, _rounding.eps["float32"], random) if v.is_float else x
+                        for x, v in zip(arrays, inputs, strict=True)
+                    ]
                 noisy.append(reference(arrays))
         if own is None:
             _require_trusted(node, inputs)
@@ -153,7 +192,7 @@ def evaluate(node: onnx.NodeProto, operands: Sequence[Value | None], opset: int,
             results = [sample[index] for sample in noisy]
             if rounds and own[index].dtype.name in FLOATS:
                 random = np.random.default_rng(seed + 1 + index)
-                results = [_shaken(x, _EPS[own[index].dtype.name], random) for x in results]
+                results = [_shaken(x, _rounding.eps[own[index].dtype.name], random) for x in results]
             made.append(_certain(name, node, own[index], exact[index], results, inputs))
         return made
 
@@ -185,9 +224,9 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
 
     if op == "Shrink" and inputs[0].dtype != "float32":
         raise RejectedNodeError("fractions in narrower types: ONNX's definition rounds them, ONNX Runtime the result")
-    if op in ("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual") and inputs[0].dtype in ("float16", "bfloat16"):
+    if op in ("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual") and _rounding.eps.get(inputs[0].dtype, 0) > 1e-5:
         one, other = (value.own.astype(np.float64) for value in (inputs[0], inputs[-1]))
-        near = np.abs(one - other) <= 4 * _EPS[inputs[0].dtype] * np.maximum(np.abs(one), np.abs(other))
+        near = np.abs(one - other) <= 4 * _rounding.eps[inputs[0].dtype] * np.maximum(np.abs(one), np.abs(other))
         if near.any() and not all(value.leaf for value in inputs):
             raise RejectedNodeError("rounding decides, and float32 keeps more of it")
     if op in ("MaxPool", "GlobalMaxPool") and inputs[0].is_float and np.isnan(inputs[0].own.astype(np.float64)).any():
@@ -349,19 +388,23 @@ def _certain(
             disagreements[f"{label} nan/inf"] += 1
         raise RejectedNodeError("the evaluators disagree")
     magnitude = np.abs(np.concatenate([exact[special == 0], known[special == 0]]))
-    if ((magnitude > _TOP[dtype]) | (magnitude < _BOTTOM) & (magnitude > 0)).any():
+    if ((magnitude > _rounding.top[dtype]) | (magnitude < _BOTTOM) & (magnitude > 0)).any():
         raise RejectedNodeError("out of the range of float32")
     spread = _spread(exact, noisy)
-    if spread > _ILL[dtype] * max(magnitude.max(initial=0), _BOTTOM):
+    if spread > _rounding.ill[dtype] * max(magnitude.max(initial=0), _BOTTOM):
         raise RejectedNodeError("noise decides")
     exact = exact.astype(np.float64)
     made = Value(name, own, exact, (exact,) * _SAMPLES if spread == 0 else tuple(x.astype(np.float64) for x in noisy))
     apart = np.abs(np.where(special == 0, known, 0) - np.where(special == 0, exact, 0))
-    relative = 1e-5 if dtype in ("float32", "float64") else 2 * _EPS[dtype]
+    relative = _relative(dtype)
     if (apart > relative * np.where(special == 0, np.abs(exact), 0) + 6 * spread + 1e-7 * (dtype == "float16")).any():
         disagreements[label] += 1
         raise RejectedNodeError("the evaluators disagree")
     return made
+
+
+def _relative(dtype: str) -> float:
+    return max(1e-5, 2 * _rounding.eps[dtype])
 
 
 def _special(array: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitters.attention import emit_attention
 from flashmem.codegen.emitters.contraction import emit_convolution, emit_deform_convolution, emit_matmul
 from flashmem.codegen.emitters.elementwise import emit_elementwise
 from flashmem.codegen.emitters.indexing import emit_gather_at, emit_place, emit_scatter
@@ -27,6 +28,7 @@ from flashmem.graph.fusion import Layer
 from flashmem.graph.operators import REGISTRY
 
 EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
+    "attention": emit_attention,
     "concat": emit_concat,
     "convolution": emit_convolution,
     "deform_convolution": emit_deform_convolution,

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.codegen.scaling import Kept, read_both, read_weights
 from flashmem.codegen.tile import Tile
-from flashmem.codegen.variants import Product, choose
+from flashmem.codegen.variants import Product
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
-from flashmem.graph.operators.vector import REGISTER, STORED, scalar_literal
+from flashmem.graph.operators.vector import REGISTER, scalar_literal
 from flashmem.graph.placement import broadcast_strides
 from flashmem.program import ITEMSIZE, Arg, KernelShape, Slice
 
@@ -34,9 +34,13 @@ def _tile(
 ) -> Tile:
     """The variant for `product`, or the plain one, cut to the matrix: a number of rows that wastes few, panels no wider."""
     node = layer.main
-    types = (REGISTER[node.outputs[0].dtype], STORED[node.input(0).dtype])
-    floats = types == ("float", "float") and weights in ("float32", "float16")
-    variant = emitter.descriptor.variants_of(product.family)[0] if plain or not floats else choose(emitter.descriptor, product)
+    types = (REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0)))
+    floats = types in (("float", "float"), ("float", "half")) and weights in ("float32", "float16")
+    if plain or not floats:
+        variant = emitter.descriptor.plain(product.family)
+    else:
+        widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
+        variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
     texture = packed and emitter.memory_path == "texture"
     rows, columns, vector = variant.rows, variant.columns, variant.vector
     if not variant.stage:
@@ -47,7 +51,7 @@ def _tile(
         rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
         vector = min(vector, columns)
     return Tile(
-        rows, columns, vector, texture, variant.local_size, weights, *types, STORED[layer.output.dtype],
+        rows, columns, vector, texture, variant.local_size, weights, *types, emitter.stored(layer.output),
         stage=variant.stage, double=variant.double, split=variant.split,
         aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
         whole=bool(variant.stage) and run % variant.stage == 0,
@@ -146,7 +150,10 @@ def _emit_packed(
     node = layer.main
     depth, columns = weight_matrix(node)
     kept = read_weights(emitter, node)
-    product = Product(template, emitter.memory_path, rows, depth, columns // groups, groups)
+    product = Product(
+        template, emitter.memory_path, rows, depth, columns // groups, groups, kept.storage,
+        taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
+    )  # fmt: skip
     plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
     tile = _with(_tile(emitter, layer, product, run, kept.storage, packed=kept.codes is not None, plain=plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
@@ -174,7 +181,7 @@ def _emit_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
-        parts = packing.slices(emitter.slice_bytes)
+        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [
@@ -190,15 +197,11 @@ def _emit_packed(
             [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds],
             tile.launched(rows, part.panels),
             tile.group,
-            KernelShape(
-                rows=rows,
-                columns=min(part.panels * tile.panel, columns),
-                depth=depth,
-                run=run,
-                vector=tile.vector,
+            tile.described(
+                KernelShape(rows=rows, columns=min(part.panels * tile.panel, columns), depth=depth, run=run),
             ),
             macs=rows * depth * min(part.panels * tile.panel, columns),
-            nbytes=nbytes_of(node.input(0)) + ITEMSIZE[layer.output.dtype] * rows * part.panels * tile.panel,
+            nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
 
@@ -262,10 +265,10 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     rows = batch * out_height * out_width
     vector = emitter.vector_for(columns)
     kept = read_weights(emitter, node, blocks=False)
-    stored, accumulator = STORED[layer.output.dtype], REGISTER[y.dtype]
+    stored, accumulator = emitter.stored(layer.output), REGISTER[y.dtype]
     storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
     tile = Tile(
-        1, vector, vector, False, (1, 1), storage, accumulator, STORED[x.dtype], stored,
+        1, vector, vector, False, (1, 1), storage, accumulator, emitter.stored(x), stored,
         kept.zero, kept.scale, kept.weight_zero, kept.weight_scale,
     )  # fmt: skip
     tail = emitter.tail(layer, vector)
@@ -297,7 +300,7 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     transposed = bool(layer.main.attributes["transposed"])
     right, kept = read_both(emitter, layer.main)
     product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches)
-    floats = kept.storage == "float32" and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
+    floats = kept.storage in ("float32", "float16") and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
     tile = _with(_tile(emitter, layer, product, depth, kept.storage, packed=False, plain=not floats), kept)
     tail = emitter.tail(layer, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
@@ -316,8 +319,8 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
         [*args, batches, rows, depth, columns, *(number for level in levels for number in level)],
         (*tile.launched(rows, -(-columns // tile.panel)), batches),
         (*tile.group, 1),
-        KernelShape(
-            rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1, vector=tile.vector
+        tile.described(
+            KernelShape(rows=batches * rows, columns=columns, depth=depth, run=depth, stride=depth if transposed else 1)
         ),
         macs=batches * rows * columns * depth,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.vector import STORED, Vector
@@ -18,19 +18,18 @@ def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
     split = best_split(domain, values)
     rows, columns = matrix_of(domain, split)
     vector = emitter.vector_for(columns)
-    expression = Expression(layer.nodes, None, domain, split, vector)
+    expression = Expression(layer.nodes, None, domain, split, vector, emitter.storage)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
-    stored = STORED[layer.output.dtype]
     kernel = emitter.kernels.kernel(
         "elementwise",
         attributes=emitter.attributes(local),
-        scalar=stored,
+        stored=emitter.stored(layer.output),
         vector=vector,
-        vec=Vector(vector).named(stored),
+        vec=Vector(vector).named(STORED[layer.output.dtype]),
         **emitter.tail_context(expression),
     )
     args: list[Arg | int] = [emitter.tensor(layer.output), *emitter.operand_args(expression), rows, columns]
     shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)
-    nbytes = nbytes_of(layer.output) + sum(map(nbytes_of, values))
+    nbytes = emitter.nbytes(layer.output) + sum(map(emitter.nbytes, values))
     emitter.launch(layer, kernel, args, items, local, shape, nbytes=nbytes)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node
@@ -30,10 +30,12 @@ def emit_gather_at(emitter: Emitter, layer: Layer) -> None:
     items = (run, count)
     local = emitter.work_group(items)
     parts = _parts(node)
+    stored, made = emitter.copied(x, layer.output)
     kernel = emitter.kernels.kernel(
         "gather_at",
         attributes=emitter.attributes(local),
-        scalar=STORED[x.dtype],
+        stored=stored,
+        made=made,
         index=STORED[indices.dtype],
         base=affine(positions, node.attributes["base"], "position"),
         at=affine(positions, node.attributes["index"], "position"),
@@ -42,7 +44,7 @@ def emit_gather_at(emitter: Emitter, layer: Layer) -> None:
     )
     args = [emitter.operand(x), emitter.operand(indices), emitter.tensor(layer.output), emitter.status()]
     shape = KernelShape(rows=count, columns=run, run=run, stride=run)
-    nbytes = 2 * nbytes_of(layer.output) + nbytes_of(indices)
+    nbytes = 2 * emitter.nbytes(layer.output) + emitter.nbytes(indices)
     emitter.launch(layer, kernel, [*args, count, run, len(emitter.launches) + 1], items, local, shape, nbytes=nbytes)
 
 
@@ -96,11 +98,13 @@ def emit_scatter(emitter: Emitter, layer: Layer) -> None:
     def at(strides: Sequence[int]) -> str:
         return affine(given["items"], strides, "item")
 
+    stored, made = emitter.copied(updates, y)
     context: dict[str, Any] = {name: given[name] for name in ("index_step", "update_step", "stride", "places")}
     kernel = emitter.kernels.kernel(
         "scatter",
         attributes=emitter.attributes(local),
-        scalar=STORED[y.dtype],
+        stored=stored,
+        made=made,
         kind=REGISTER[y.dtype],
         index=STORED[indices.dtype],
         index_at=at(given["index"]),
@@ -114,5 +118,5 @@ def emit_scatter(emitter: Emitter, layer: Layer) -> None:
     args = [emitter.operand(updates), emitter.operand(indices), emitter.tensor(y), emitter.status()]
     numbers = [count, steps, *([spans] if is_ordered else []), len(emitter.launches) + 1]
     shape = KernelShape(rows=steps, columns=count, depth=steps if is_ordered else 1, stride=given["stride"])
-    nbytes = 2 * nbytes_of(updates) + nbytes_of(indices)
+    nbytes = 2 * emitter.nbytes(updates) + emitter.nbytes(indices)
     emitter.launch(layer, kernel, [*args, *numbers], items, local, shape, nbytes=nbytes, part="[scatter]")

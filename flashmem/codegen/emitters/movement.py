@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.vector import STORED, scalar_literal
@@ -72,10 +72,12 @@ def move(
     (columns, _, _), (rows, _, _), *outer = grid
     items = (columns, rows, math.prod(size for size, _, _ in outer))
     local = emitter.work_group(items)
+    stored, made = emitter.copied(source, target) if source is not None else ("", emitter.stored(target))
     kernel = emitter.kernels.kernel(
         "movement",
         attributes=emitter.attributes(local),
-        scalar=STORED[target.dtype],
+        stored=stored,
+        made=made,
         vector=vector,
         block=block,
         scatters=scatters,
@@ -94,7 +96,7 @@ def move(
         items,
         local,
         KernelShape(columns=math.prod(region), run=longest, stride=_jump(region, source_strides), vector=vector),
-        nbytes=2 * ITEMSIZE[target.dtype] * math.prod(region),
+        nbytes=2 * ITEMSIZE[emitter.storage(target)] * math.prod(region),
         part=part,
     )
 
@@ -214,10 +216,11 @@ def emit_gather(emitter: Emitter, layer: Layer) -> None:
     outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
     items = (inner, outer * count)
     local = emitter.work_group(items)
+    stored, made = emitter.copied(data, layer.output)
     kernel = emitter.kernels.kernel(
-        "gather", attributes=emitter.attributes(local), scalar=STORED[data.dtype], index=STORED[indices.dtype]
+        "gather", attributes=emitter.attributes(local), stored=stored, made=made, index=STORED[indices.dtype]
     )
     args = [emitter.operand(data), emitter.operand(indices), emitter.tensor(layer.output), emitter.status()]
     dims = [outer * count, count, data.shape[axis], inner, len(emitter.launches) + 1]
     shape = KernelShape(rows=outer * count, columns=inner, run=inner, stride=inner)
-    emitter.launch(layer, kernel, [*args, *dims], items, local, shape, nbytes=2 * nbytes_of(layer.output))
+    emitter.launch(layer, kernel, [*args, *dims], items, local, shape, nbytes=2 * emitter.nbytes(layer.output))

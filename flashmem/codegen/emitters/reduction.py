@@ -9,7 +9,7 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.reduction import whole_rows
-from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
+from flashmem.graph.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.program import Arg, DType, KernelShape
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
@@ -32,8 +32,9 @@ _SUMMED: dict[DType, DType] = {"int32": "int64", "uint32": "uint64"}
 """The type in which a mean of integers sums, so that it does not overflow on the way."""
 
 
-def _context(op: str, dtype: DType, epsilon: float) -> dict[str, Any]:
+def _context(emitter: Emitter, layer: Layer) -> dict[str, Any]:
     """The pieces of the template that depend on the reduction and on the element type."""
+    op, dtype, epsilon = layer.main.op, layer.main.input(0).dtype, layer.main.attributes.get("epsilon", 0.0)
     computed = _SUMMED.get(dtype, dtype) if op == "ReduceMean" else dtype
     kind = REGISTER[computed]
     neutral, each, join, final = _JOINED.get(op, (0, "", "", ""))
@@ -43,7 +44,9 @@ def _context(op: str, dtype: DType, epsilon: float) -> dict[str, Any]:
     return {
         "op": op,
         "kind": kind,
-        "stored": STORED[dtype],
+        "stored": emitter.stored(layer.main.input(0)),
+        "made": emitter.stored(layer.output),
+        "storage": emitter.storage(layer.main.input(0)),
         "computed": computed,
         "neutral": scalar_literal(computed, neutral),
         "each": each,
@@ -63,7 +66,7 @@ def _typed(context: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]
         "vector": vector,
         "vec": kinds.of(computed),
         "mask": kinds.named("long" if REGISTER[computed] in ("long", "ulong") else "int"),
-        "load_vector": kinds.convert(dtype, computed, kinds.load(dtype, "x", "AT")),
+        "load_vector": kinds.convert(dtype, computed, kinds.load(context["storage"], "x", "AT")),
         "stored_value": Vector(1).to_stored(dtype, Vector(1).convert(computed, dtype, "VALUE")),
         "stored_vector": kinds.to_stored(dtype, kinds.convert(computed, dtype, "VALUE")),
     }
@@ -74,7 +77,7 @@ def emit_reduction(emitter: Emitter, layer: Layer) -> None:
     node = layer.main
     x, axes = node.input(0), node.attributes["axes"]
     outer, depth = math.prod(x.shape[: axes[0]]), math.prod(x.shape[axes[0] : axes[-1] + 1])
-    context = _context(node.op, x.dtype, node.attributes.get("epsilon", 0.0))
+    context = _context(emitter, layer)
     pointers = [emitter.operand(x), emitter.tensor(layer.output)]
     if whole_rows(node):
         _emit_rows(emitter, layer, context, pointers, outer, depth)
@@ -137,6 +140,8 @@ def emit_lrn(emitter: Emitter, layer: Layer) -> None:
         alpha=scalar_literal("float32", node.attributes["alpha"] / size),
         beta=scalar_literal("float32", node.attributes["beta"]),
         bias=scalar_literal("float32", node.attributes["bias"]),
+        stored=emitter.stored(x),
+        made=emitter.stored(layer.output),
         **emitter.vectors(vector),
     )
     reach = [min((size - 1) // 2, channels), min(size // 2, channels)]

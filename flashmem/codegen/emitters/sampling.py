@@ -27,6 +27,8 @@ def emit_grid_sample(emitter: Emitter, layer: Layer) -> None:
         taps=taps,
         padding=node.attributes["padding"],
         align=node.attributes["align"],
+        stored=emitter.stored(x),
+        made=emitter.stored(layer.output),
         **emitter.vectors(vector),
     )
     pointers = [emitter.operand(x), emitter.operand(grid), emitter.tensor(y)]
@@ -54,6 +56,8 @@ def emit_roi_align(emitter: Emitter, layer: Layer) -> None:
         offset_is_half=half,
         samples=samples,
         largest=node.attributes["mode"] == "max",
+        stored=emitter.stored(x),
+        made=emitter.stored(layer.output),
         **emitter.vectors(vector),
     )
     pointers = [emitter.operand(x), emitter.operand(rois), emitter.operand(batch), emitter.tensor(y), emitter.status()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flashmem.codegen.emitter import Emitter, nbytes_of
+from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector
@@ -37,7 +37,7 @@ def emit_extreme(emitter: Emitter, layer: Layer) -> None:
         "extreme",
         attributes=emitter.attributes(local),
         lanes=lanes,
-        stored=STORED[x.dtype],
+        stored=emitter.stored(x),
         kind=REGISTER[x.dtype],
         symbol=">" if node.op == "ArgMax" else "<",
         last=node.attributes["last"],
@@ -52,7 +52,7 @@ def emit_top(emitter: Emitter, layer: Layer) -> None:
     x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
     columns = outer * inner
     context = {
-        "scalar": STORED[x.dtype],
+        "stored": emitter.stored(x),
         "kind": REGISTER[x.dtype],
         "symbol": ">" if node.attributes["largest"] else "<",
     }
@@ -72,7 +72,7 @@ def emit_top(emitter: Emitter, layer: Layer) -> None:
     )
     args: list[Arg | int] = [emitter.operand(x), emitter.tensor(target), columns, depth, inner, kept, stored]
     shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
-    emitter.launch(layer, kernel, args, items, local, shape, nbytes=nbytes_of(x) + nbytes_of(target), part="[runs]")
+    emitter.launch(layer, kernel, args, items, local, shape, nbytes=emitter.nbytes(x) + emitter.nbytes(target), part="[runs]")
     while runs > 1:
         source, left = target, stored - (runs - 1) // 2 * 2 * kept  # what the last pair of runs holds, or the last one alone
         runs, before, had = -(-runs // 2), kept, stored
@@ -86,7 +86,7 @@ def emit_top(emitter: Emitter, layer: Layer) -> None:
         )
         pointers = [emitter.operand(x), emitter.tensor(source), emitter.tensor(target)]
         shape = KernelShape(rows=outer * had, columns=inner, depth=before.bit_length(), stride=inner)
-        nbytes = nbytes_of(source) + nbytes_of(target)
+        nbytes = emitter.nbytes(source) + emitter.nbytes(target)
         numbers = [columns, depth, inner, before, had, kept, stored]
         emitter.launch(layer, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
 
@@ -111,7 +111,11 @@ def emit_scan(emitter: Emitter, layer: Layer) -> None:
         kernel = emitter.kernels.kernel(
             "scan",
             attributes=emitter.attributes(local),
-            scalar=Vector(vector).named(STORED[x.dtype]),
+            stored=emitter.stored(x),
+            made=emitter.stored(layer.output),
+            summed=STORED[x.dtype],
+            vector=vector,
+            vec=Vector(vector).named(STORED[x.dtype]),
             symbol="+" if node.op == "CumSum" else "*",
             neutral=0 if node.op == "CumSum" else 1,
             exclusive=node.attributes["exclusive"],

@@ -11,7 +11,7 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.resize_taps import Axis, Rule, resize_taps
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.vector import STORED, Vector, scalar_literal
+from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.placement import affine
 from flashmem.program import Arg, KernelShape
 
@@ -25,12 +25,12 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
     lifted = [1] * (3 - len(sizes))
     rows = y.size // columns
     vector = emitter.vector_for(columns)
-    stored, kinds = STORED[x.dtype], Vector(vector)
+    kinds = Vector(vector)
     places = node.op == "MaxPoolAt"
     # A maximum needs no wider registers than its elements; beside places, which are 32 bits wide, it takes those.
-    vec, load = kinds.named(stored), "at[0]" if vector == 1 else f"vload{vector}(0, at)"
-    if places:
-        vec, load = kinds.of(x.dtype), kinds.load(x.dtype, "at", "0")
+    vec, load = kinds.named(STORED[x.dtype]), "at[0]" if vector == 1 else f"vload{vector}(0, at)"
+    if places or emitter.storage(x) == "float16":
+        vec, load = kinds.of(x.dtype), kinds.load(emitter.storage(x), "at", "0")
     neutral = "0.0f"
     if node.op.startswith("MaxPool"):
         neutral = "-INFINITY" if x.dtype == "float32" else str(np.iinfo(x.dtype).min)
@@ -44,8 +44,9 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
         p=node.attributes.get("p", 0),
         neutral=neutral,
         maximum="fm_max" if x.dtype == "float32" else "max",
-        stored=stored,
-        made=STORED[y.dtype],
+        stored=emitter.stored(x),
+        made=emitter.stored(layer.output),
+        kind=REGISTER[x.dtype],
         result="found" if places else "total",
         load=load,
         attributes=emitter.attributes(local),
@@ -74,8 +75,14 @@ def emit_unpool(emitter: Emitter, layer: Layer) -> None:
     strides = [math.prod(y.shape[axis + 1 :]) for axis in range(len(y.shape))]
     move(emitter, layer, None, y, y.shape, strides, strides, fill=scalar_literal(y.dtype, 0), part="[zeros]")
     local = emitter.work_group((x.size,))
+    stored, made = emitter.copied(x, y)
     kernel = emitter.kernels.kernel(
-        "unpool", attributes=emitter.attributes(local), index=STORED[indices.dtype], target=affine(unpooled, strides, "at")
+        "unpool",
+        attributes=emitter.attributes(local),
+        stored=stored,
+        made=made,
+        index=STORED[indices.dtype],
+        target=affine(unpooled, strides, "at"),
     )
     args: list[Arg | int] = [emitter.operand(x), emitter.operand(indices), emitter.tensor(y), emitter.status()]
     args += [x.size, math.prod(unpooled), len(emitter.launches) + 1]
@@ -106,7 +113,8 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
         outside=scalar_literal(x.dtype, node.attributes["extrapolation_value"]),
         attributes=emitter.attributes(local),
         vector=vector,
-        stored=STORED[x.dtype],
+        stored=emitter.stored(x),
+        made=emitter.stored(layer.output),
         vec=Vector(vector).named(STORED[x.dtype]),
     )
     args: list[Arg | int] = [emitter.operand(x), emitter.tensor(y), *tables, rows, height, width, columns, *y.shape[1:3]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashmem.graph.operators import (
     activation,
     arithmetic,
+    attention,
     casting,
     contraction,
     determinant,
@@ -37,6 +38,7 @@ FAMILIES = (
     recurrent,
     reduction,
     normalization,
+    attention,
     pooling,
     resize,
     sampling,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashmem.graph.ir import Node
-from flashmem.graph.operators.registry import FLOAT, Operator, register
+from flashmem.graph.operators.registry import FLOAT, Operator, all_whole, register
 
 
 def _check_det(node: Node) -> str | None:
@@ -13,4 +13,7 @@ def _check_det(node: Node) -> str | None:
     return None
 
 
-register(__name__, Operator("Det", (FLOAT,), check=_check_det, kernel="determinant", operator_class="hierarchical"))
+register(
+    __name__,
+    Operator("Det", (FLOAT,), check=_check_det, kernel="determinant", whole=all_whole, operator_class="hierarchical"),
+)

@@ -379,6 +379,12 @@ _SCATTERED = {
     "rewrite": _rewrite_scatter_elements,
 }
 
+
+def _summed(node: Node) -> Sequence[Value]:
+    """What updates are added to, one after the other."""
+    return [] if node.attributes["reduction"] == "none" else node.outputs
+
+
 register(
     __name__,
     Operator(
@@ -395,5 +401,5 @@ register(
     Operator("TensorScatter", (ANY, ANY, _INT64), check=_check_tensor_scatter, rewrite=_rewrite_tensor_scatter),
     Operator("GatherAt", (ANY, INDEX), kernel="gather_at", onnx=False),
     Operator("Place", (ANY, ANY), kernel="place", onnx=False),
-    Operator("ScatterAt", (ANY, INDEX, ANY), kernel="scatter", onnx=False),
+    Operator("ScatterAt", (ANY, INDEX, ANY), kernel="scatter", whole=_summed, onnx=False),
 )  # fmt: skip

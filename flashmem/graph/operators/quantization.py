@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flashmem.graph.builder import DerivedConstant, Rewriter, constant, derived
 from flashmem.graph.ir import ArrayConstant, Constant, Node, Value
 from flashmem.graph.operators.lowering import from_front, reshaped
-from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, Types, elementwise, register
+from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, Types, all_whole, elementwise, register
 from flashmem.graph.operators.vector import Vector
 from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program import DType
@@ -288,6 +288,6 @@ register(
     elementwise("Dequantize", CODES, _dequantize, onnx=False),
     elementwise("Quantize", (FLOAT, CODES), _quantize, onnx=False),
     elementwise("Quotient", FLOAT, lambda node, x, v: f"fm_quotient({x[0]}, {x[1]})", special=True, onnx=False),
-    elementwise("RangeScale", FLOAT, _range_scale, onnx=False),
-    elementwise("RangeZero", FLOAT, _range_zero, onnx=False),
+    elementwise("RangeScale", FLOAT, _range_scale, whole=all_whole, onnx=False),
+    elementwise("RangeZero", FLOAT, _range_zero, whole=all_whole, onnx=False),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.lowering import reshaped
-from flashmem.graph.operators.registry import FLOAT, Types, each, register
+from flashmem.graph.operators.registry import FLOAT, Types, all_whole, each, register
 from flashmem.program import DType
 
 INPUTS = ("projected", "recurrence", "candidate", "lengths", "hidden", "cell", "peepholes", "bias")
@@ -216,6 +216,6 @@ register(
     __name__,
     *each(
         ("GRU", "LSTM", "RNN"), inputs=_TYPES, check=_check_recurrent, rewrite=_rewrite_recurrent, kernel="recurrent",
-        operator_class="reusable",
+        whole=all_whole, operator_class="reusable",
     ),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from flashmem.graph.operators.registry import (
     constant_inputs,
     each,
     register,
+    whole_outputs,
 )
 
 _OF_NOTHING = {
@@ -101,7 +102,7 @@ def _check_global_pool(node: Node) -> str | None:
 def _reduction(name: str, types: Types) -> Operator:
     return Operator(
         name, (types, INDEX), check=all_of(constant_inputs(1), _check_reduce), rewrite=_rewrite_reduce, kernel="reduction",
-        layout="either", remap=axes_last, operator_class="hierarchical", empty=True,
+        layout="either", remap=axes_last, whole=whole_outputs, operator_class="hierarchical", empty=True,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flashmem.graph.builder import Rewriter
-from flashmem.graph.ir import Node
+from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import Vector
 from flashmem.program import DType, OperatorClass
 
@@ -50,6 +50,9 @@ Emit = Callable[[Node, Sequence[str], Vector], str]
 Remap = Callable[[Node], dict[str, Any]]
 """The attributes of a node, in its logical order of dimensions, that change when it runs channels-last."""
 
+Whole = Callable[[Node], Iterable[Value | None]]
+"""The operands and results of a node that keep their own type where `--precision fp16` stores activations in half."""
+
 Layout = Literal["logical", "channels_last", "either"]
 
 
@@ -69,6 +72,7 @@ class Operator:
         columns: for an operator whose kernel finishes with fused elementwise operators: the first dimension of its output
             that the kernel walks along (the others make rows). None: nothing may be fused after it.
         retypes: whether that kernel writes whatever element type those operators end in; if not, they are of float32 only.
+        whole: its tensors that are never stored in half: places, scales, statistics, and what it adds to in memory.
         special: whether an element costs a function call or more, rather than an instruction or two.
         operator_class: how much it may stream while it computes (FlashMem Table 5).
         empty: whether it can run on an input without elements when its output has some.
@@ -86,6 +90,7 @@ class Operator:
     remap: Remap = lambda node: {}
     columns: Callable[[Node], int] | None = None
     retypes: bool = False
+    whole: Whole = lambda node: ()
     special: bool = False
     operator_class: OperatorClass = "elemental"
     empty: bool = False
@@ -159,3 +164,18 @@ def constant_inputs(*indices: int) -> Check:
 def all_of(*checks: Check) -> Check:
     """A check: the first reason that any of `checks` gives."""
     return lambda node: next((reason for check in checks if (reason := check(node)) is not None), None)
+
+
+def whole_inputs(*indices: int) -> Whole:
+    """For `Operator.whole`: these inputs, where given."""
+    return lambda node: [node.optional(index) for index in indices]
+
+
+def whole_outputs(node: Node) -> Iterable[Value | None]:
+    """For `Operator.whole`: what the node gives."""
+    return node.outputs
+
+
+def all_whole(node: Node) -> Iterable[Value | None]:
+    """For `Operator.whole`: everything that the node reads and gives."""
+    return [*node.inputs, *node.outputs]

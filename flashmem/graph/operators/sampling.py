@@ -14,7 +14,7 @@ from flashmem.graph.builder import Rewriter, constant
 from flashmem.graph.ir import Node
 from flashmem.graph.operators.contraction import bad_window, window
 from flashmem.graph.operators.lowering import chain, constant_integers, reshaped
-from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register
+from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register, whole_inputs
 
 _TAPS = {"nearest": 1, "bilinear": 2, "linear": 2, "bicubic": 4, "cubic": 4}
 
@@ -143,14 +143,14 @@ register(
     Operator("AffineGrid", (FLOAT, INDEX), check=all_of(constant_inputs(1), _check_affine_grid), rewrite=_rewrite_affine_grid),
     Operator(
         "DeformConv", (FLOAT,), check=_check_deform_conv, rewrite=_rewrite_deform_conv, kernel="deform_convolution",
-        layout="channels_last", columns=lambda node: 3, operator_class="reusable",
+        layout="channels_last", columns=lambda node: 3, whole=whole_inputs(2, 3), operator_class="reusable",
     ),
     Operator(
         "GridSample", (FLOAT,), check=_check_grid_sample, rewrite=_rewrite_grid_sample, kernel="grid_sample",
-        layout="channels_last", operator_class="reusable",
+        layout="channels_last", whole=whole_inputs(1), operator_class="reusable",
     ),
     Operator(
         "RoiAlign", (FLOAT, FLOAT, INDEX), check=_check_roi_align, rewrite=_rewrite_roi_align, kernel="roi_align",
-        layout="channels_last", operator_class="reusable",
+        layout="channels_last", whole=whole_inputs(1), operator_class="reusable",
     ),
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """OpenCL types of vectors of elements, and the pieces of expressions that depend on them.
 
-A tensor is *stored* in the width of its element type. In *registers* there are five types: float, int, uint, long and ulong.
-Booleans and integers narrower than 32 bits are computed as int, and cut to their width after every operator (`wrap`), so that
-they overflow as their type does.
+A tensor is *stored* in the width of its element type; floats may be stored as half, rounded to the nearest, ties to even. In
+*registers* there are five types: float, int, uint, long and ulong. Booleans and integers narrower than 32 bits are computed as
+int, and cut to their width after every operator (`wrap`), so that they overflow as their type does.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.program import DType
+from flashmem.program import DType, StoredType
 
-STORED: dict[DType, str] = {
-    "bool": "uchar", "float32": "float", "int8": "char", "int16": "short", "int32": "int", "int64": "long",
+STORED: dict[StoredType, str] = {
+    "bool": "uchar", "float16": "half", "float32": "float", "int8": "char", "int16": "short", "int32": "int", "int64": "long",
     "uint8": "uchar", "uint16": "ushort", "uint32": "uint", "uint64": "ulong",
 }  # fmt: skip
 """OpenCL C's name of an element in memory."""
 
-REGISTER: dict[DType, str] = {
-    "bool": "int", "float32": "float", "int8": "int", "int16": "int", "int32": "int", "int64": "long",
+REGISTER: dict[StoredType, str] = {
+    "bool": "int", "float16": "float", "float32": "float", "int8": "int", "int16": "int", "int32": "int", "int64": "long",
     "uint8": "int", "uint16": "int", "uint32": "uint", "uint64": "ulong",
 }  # fmt: skip
 """OpenCL C's name of an element in a register."""
 
-_NARROW = {dtype for dtype in STORED if REGISTER[dtype] != STORED[dtype]}
+_NARROW = {dtype for dtype in STORED if REGISTER[dtype] not in (STORED[dtype], "float")}
 _SUFFIX = {"int": "", "uint": "u", "long": "L", "ulong": "UL"}
 
 
@@ -40,18 +40,24 @@ class Vector:
         """The vector type of an OpenCL scalar type."""
         return f"{scalar}{self.width}" if self.width > 1 else scalar
 
-    def of(self, dtype: DType) -> str:
+    def of(self, dtype: StoredType) -> str:
         """The type in registers of elements of `dtype`."""
         return self.named(REGISTER[dtype])
 
-    def load(self, dtype: DType, pointer: str, offset: str) -> str:
-        """The vector of `dtype` at `pointer + offset`, in registers."""
+    def load(self, dtype: StoredType, pointer: str, offset: str) -> str:
+        """The vector stored as `dtype` at `pointer + offset`, in registers. Every device loads halves as floats."""
+        if dtype == "float16":
+            return f"vload_half{self.width if self.width > 1 else ''}(0, {pointer} + {offset})"
         raw = f"{pointer}[{offset}]" if self.width == 1 else f"vload{self.width}(0, {pointer} + {offset})"
         return f"convert_{self.of(dtype)}({raw})" if dtype in _NARROW else raw
 
     def to_stored(self, dtype: DType, value: str) -> str:
-        """`value`, in registers, as it is stored."""
+        """`value`, in registers, as it is stored; a float as it is, which is rounded by the store."""
         return f"convert_{self.named(STORED[dtype])}({value})" if dtype in _NARROW else value
+
+    def rounded(self, value: str) -> str:
+        """A float `value` in registers, rounded as if it were stored as half and loaded again."""
+        return f"fm_to_float16({value}, {self.named('uint')}, {self.named('float')})"
 
     def literal(self, dtype: DType, value: float | int) -> str:
         """`value` in every element."""

@@ -1,0 +1,140 @@
+"""Which variant computes each contraction of one model, by what a first answer costs or by what every later one does.
+
+A model is generated once to learn what it asks for; where the choice of all together is another one, it is generated again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flashmem.codegen.variants import Product, seconds
+from flashmem.device import DeviceDescriptor, Variant
+from flashmem.program import Optimize
+
+BUILD_SECONDS = 0.1
+"""Compiling one kernel, which happens when a bundle is compiled: assumed of every device."""
+
+RUNS = 100
+"""First answers that a kernel once compiled is assumed to serve."""
+
+_ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
+
+
+@dataclass(frozen=True)
+class Use:
+    """A contraction as one layer has it: `ending` is what else tells kernels of one variant apart, its fused operators.
+
+    `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
+    """
+
+    product: Product
+    ending: tuple[str, ...] = ()
+    widest: int | None = None
+
+    @property
+    def kernel(self) -> tuple[object, ...]:
+        """What uses must share to be one kernel if they take one variant."""
+        p = self.product
+        return p.family, p.path, p.storage, p.taps > 1, self.ending
+
+
+class Choices:
+    """The choices for one model on one device."""
+
+    def __init__(self, descriptor: DeviceDescriptor, optimize: Optimize = "steady") -> None:
+        self._descriptor = descriptor
+        self._optimize = optimize
+        self._uses: Counter[Use] = Counter()
+        self._answers: dict[Use, Variant] = {}
+        self._settled = optimize == "steady"
+
+    def variant(self, product: Product, ending: Sequence[str] = (), widest: int | None = None) -> Variant:
+        """The variant for a layer's contraction, always one of the device's list; see `Use`.
+
+        Raises:
+            UserError: the tuned table that the descriptor names is missing or damaged.
+        """
+        use = Use(product, tuple(ending), widest)
+        self._uses[use] += 1
+        if use not in self._answers:
+            self._answers[use] = self._soonest(use)
+        return self._answers[use]
+
+    def settle(self) -> bool:
+        """Decide for everything asked so far together; whether any answer is another than was given. Done once."""
+        if self._settled:
+            return False
+        self._settled = True
+        before = dict(self._answers)
+        groups: dict[tuple[object, ...], list[Use]] = defaultdict(list)
+        for use in self._uses:
+            groups[use.kernel].append(use)
+        for uses in groups.values():
+            costs = [{v: self._uses[use] * cost for v, cost in self._costs(use).items()} for use in uses]
+            for use, variant in zip(uses, fewest(costs, self._build), strict=True):
+                self._answers[use] = variant
+        return before != self._answers
+
+    @property
+    def _build(self) -> float:
+        return self._descriptor.rates.kernel_seconds + BUILD_SECONDS / RUNS
+
+    def _costs(self, use: Use) -> dict[Variant, float]:
+        """Seconds of one layer by variant: running it and, where a first answer counts, loading what it reads."""
+        times = seconds(self._descriptor, use.product)
+        if use.widest is not None:
+            plain = self._descriptor.plain(use.product.family)
+            narrow = {v: time for v, time in times.items() if v == plain or v.block[1] <= use.widest}
+            times = narrow or {plain: 0.0}
+        if self._optimize == "steady":
+            return times
+        rate = self._descriptor.rates.disk_bandwidth
+        return {variant: time + packed_bytes(use.product, variant) / rate for variant, time in times.items()}
+
+    def _soonest(self, use: Use) -> Variant:
+        """The best for one use; a kernel that the model has already costs nothing to build."""
+        costs = self._costs(use)
+        if self._settled and self._optimize == "cold":
+            here = {self._answers[other] for other in self._answers if other.kernel == use.kernel}
+            costs = {variant: cost + (variant not in here) * self._build for variant, cost in costs.items()}
+        return min(costs, key=lambda variant: costs[variant])
+
+
+def fewest(costs: Sequence[Mapping[Variant, float]], build: float) -> list[Variant]:
+    """For each use the variant that takes it soonest, of a set that is worth its kernels: each costs `build` once.
+
+    From the set of all that are best for something, the one whose loss saves most is dropped until none does. That is the
+    greedy heuristic for choosing facilities; lists are short.
+    """
+
+    def assigned(chosen: Sequence[Variant]) -> tuple[float, list[Variant]]:
+        total, found = build * len(chosen), []
+        for row in costs:
+            best = min((variant for variant in chosen if variant in row), key=lambda variant: row[variant], default=None)
+            if best is None:
+                return math.inf, []
+            total += row[best]
+            found.append(best)
+        return total, found
+
+    chosen = list(dict.fromkeys(min(row, key=lambda variant: row[variant]) for row in costs))
+    total, found = assigned(chosen)
+    while len(chosen) > 1:
+        fewer = [[kept for kept in chosen if kept != dropped] for dropped in chosen]
+        cheaper, assignment, left = min(((*assigned(kept), kept) for kept in fewer), key=lambda each: each[0])
+        if cheaper >= total:
+            break
+        total, found, chosen = cheaper, assignment, left
+    return found
+
+
+def packed_bytes(product: Product, variant: Variant) -> float:
+    """Bytes of the packed weights, whose last panel is filled up; 0 for products of activations."""
+    if product.family not in ("matmul", "conv"):
+        return 0.0
+    panel = variant.block[1] if variant.stage else min(variant.columns, 1 << (product.columns - 1).bit_length())
+    columns = -(-product.columns // panel) * panel
+    return product.batches * product.depth * columns * _ITEMSIZE.get(product.storage, 1.0)

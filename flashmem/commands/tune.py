@@ -1,0 +1,36 @@
+"""`flashmem tune`: measures which variants of its kernels a device computes contractions with, and writes their table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashmem.commands.extras import offline_half
+from flashmem.console import progress, say
+from flashmem.errors import UserError
+
+FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention")
+
+
+def tune_device(device: str, output: Path | None, *, minutes: float, families: tuple[str, ...], resume: bool) -> Path:
+    """Tunes a device with a progress bar; returns the path of the descriptor that names the table.
+
+    Raises:
+        UserError: see `profiler.tuning.tune`; a family that is unknown.
+    """
+    with offline_half("tuning"):
+        from flashmem.profiler.tuning import Request, summary, tune
+    from flashmem.device import load_descriptor
+
+    unknown = [family for family in families if family not in FAMILIES]
+    if unknown:
+        raise UserError(f"--family {unknown[0]!r} is unknown; name one of: {', '.join(FAMILIES)}")
+    if output is not None and output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is not a folder; name one")
+    with progress("tuning") as report:
+        found = tune(Request(device, output, minutes, families, resume), report)
+    say(f"{found.measured} products measured; {found.path} has {summary(found.table, load_descriptor(str(found.descriptor)))}")
+    if found.left:
+        say(f"{found.left} products are left; call flashmem tune again to go on")
+    say(f"use it as --device {found.descriptor}")
+    descriptor: Path = found.descriptor
+    return descriptor

@@ -1,0 +1,91 @@
+"""How large slices may grow under a limit: tried from coarse to fine.
+
+Where nothing limits memory, slices are as large as the device likes (`codegen/slicing.py`). Under a limit, a slice is in flight
+as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that works. A program is
+planned with slices of any size, then with smaller ones while that answers sooner, or until one fits at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
+from flashmem.errors import BudgetError
+from flashmem.planning.limits import Limits
+from flashmem.program import Program
+from flashmem.unfusion import Attempt, Pipeline
+
+STEP = 4
+"""The next smaller size is this part of the one before."""
+
+WORTH = 0.01
+"""By what part smaller slices must make the objective better to be taken."""
+
+
+def first_attempt(
+    pipeline_for: Callable[[Slicing], Pipeline], limits: Limits, layer_seconds: float
+) -> tuple[Pipeline, Attempt]:
+    """The pipeline with the slices that are best under `limits`, and what it makes of a graph that nothing was split in.
+
+    `layer_seconds`: what a launch costs while a session opens.
+
+    Raises:
+        BudgetError: even the smallest slices do not fit; it names the smallest budget of all that were tried.
+    """
+    best: tuple[Pipeline, Attempt] | None = None
+    refused: BudgetError | None = None
+    before, largest = Slicing(most=None), 0
+    for slicing in _sizes(limits):
+        if largest and _is_same(slicing, before, largest):
+            continue
+        before = slicing
+        pipeline = pipeline_for(slicing)
+        generated = pipeline.generate(frozenset())
+        largest = _largest(generated.program)
+        try:
+            tried = pipeline.attempt(frozenset(), generated)
+        except BudgetError as error:
+            if refused is None or error.smallest_bytes < refused.smallest_bytes:
+                refused = error
+            continue
+        if best is not None and not _is_better(tried, best[1], layer_seconds):
+            break
+        best = pipeline, tried
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
+    """Whether `slicing` gives the program that `before` gave, whose largest slice has `largest` bytes."""
+    if largest <= slicing.least:
+        return True
+    return before.most is not None and slicing.most is not None and largest <= slicing.most
+
+
+def _sizes(limits: Limits) -> Iterator[Slicing]:
+    limit = limits.budget or limits.m_peak
+    if limit is None or limits.resolved_objective == "latency":
+        yield Slicing(most=None)
+    if limit is None:
+        return
+    most = limit if limits.resolved_objective == "latency" else limit // STEP  # what does not fit M_peak becomes part of W
+    while most > LEAST_BYTES:
+        yield Slicing(most=most)
+        most //= STEP
+    yield FINEST
+
+
+def _is_better(tried: Attempt, best: Attempt, layer_seconds: float) -> bool:
+    """Whether the plan of smaller slices is worth their launches: by seconds, or by the paper's objective."""
+    if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget the paper's may have given way to latency
+        return tried.plan.objective_kind == "paper"
+    per_layer = layer_seconds if tried.plan.objective_kind == "latency" else 0.0
+    old, new = (each.plan.objective + per_layer * len(each.problem.layers) for each in (best, tried))
+    return new < (1 - WORTH) * old
+
+
+def _largest(program: Program) -> int:
+    """Bytes of the largest slice that a smaller `Slicing` may cut."""
+    return max((part.nbytes for part in program.slices), default=0)

@@ -1,0 +1,315 @@
+"""Attention is found and becomes one operator: softmax(f(Q K^T)) V without scores in memory (`graph.operators.attention`).
+
+What is looked for is what all exporters write once a graph is in normal form: a product of two activations, elementwise
+operators on its result (a scale, masks, biases, a soft cap), Softmax over the last axis, and a product with a third. Nobody
+else may read a score. Queries, keys and values are read where they lie: transposes, parts of one packed projection, repeated
+heads and constant factors in front of the products disappear, as does the Transpose behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from flashmem.graph.builder import Rewriter
+from flashmem.graph.fusion import MAX_OPERANDS, MAX_TAIL
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.operators import is_elementwise
+from flashmem.graph.operators.attention import Access, Scores, Step
+from flashmem.graph.operators.lowering import reshaped
+from flashmem.graph.views import View, factor, merged, view_of, whole
+
+LARGEST_HEAD = 512
+"""Channels of a head up to which a kernel keeps what it sums up in registers."""
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor that steps on scores read, and the shape in which it broadcasts to all of them."""
+
+    value: Value
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One attention: where its parts lie, what happens to scores, and the node whose place it takes."""
+
+    query: View
+    key: View
+    value: View
+    output: View
+    scores: Scores
+    operands: list[_Operand]
+    last: Node
+    name: str
+
+
+class _Readers:
+    """Who reads each value; an output of the model has a reader outside."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._readers = graph.consumers()
+        self._outputs = {port.value for port in graph.outputs}
+
+    def of(self, value: Value) -> list[Node]:
+        return self._readers.get(value, [])
+
+    def only(self, value: Value, readers: Sequence[Node]) -> bool:
+        """Whether nobody but `readers` reads `value`."""
+        return value not in self._outputs and all(node in readers for node in self.of(value))
+
+    def single(self, value: Value) -> Node | None:
+        """The one reader of `value`, if there is one and it reads it once."""
+        nodes = self.of(value)
+        alone = len(nodes) == 1 and value not in self._outputs and nodes[0].inputs.count(value) == 1
+        return nodes[0] if alone else None
+
+
+def fuse_attention(graph: Graph) -> Graph:
+    """`graph` (in normal form, layouts assigned) with each attention as one operator."""
+    readers = _Readers(graph)
+    found = {each.last: each for node in graph.nodes if node.op == "Softmax" and (each := _attention(node, readers))}
+    if not found:
+        return graph
+    rewriter = Rewriter()
+    for node in graph.nodes:
+        if node in found:
+            _replace(rewriter, found[node])
+        else:
+            rewriter.nodes.append(node)
+    return rewriter.graph(graph)
+
+
+def _attention(softmax: Node, readers: _Readers) -> _Found | None:
+    """The attention around `softmax`, if it is one that a kernel can compute."""
+    keys = softmax.input(0).shape[-1]
+    if softmax.attributes["axes"] != (len(softmax.input(0).shape) - 1,) or not softmax.input(0).size:
+        return None
+    behind, before = _product_behind(softmax.outputs[0], readers), _chain(softmax, readers)
+    if behind is None or before is None:
+        return None
+    (second, guarded), (first, chain) = behind, before
+    product, made = first.outputs[0], second.outputs[0]
+    if made.shape[-2] != product.shape[-2] or made.size * keys != product.size * made.shape[-1] or not made.size:
+        return None
+    parts = (first.input(0), first.input(1), second.input(1))
+    if any(part.dtype != "float32" for part in parts) or any(part.constant is not None for part in parts[1:]):
+        return None
+    if not 0 < first.input(0).shape[-1] <= LARGEST_HEAD or made.shape[-1] > LARGEST_HEAD:
+        return None
+    score, chain, scale = _scaled(product, chain)
+    steps = _scores(score, softmax, chain, guarded=guarded)
+    if steps is None:
+        return None
+    query, key, value = (
+        _matrices(part, other.shape[:-2], swap=part is parts[1])
+        for part, other in zip(parts, (product, product, made), strict=True)
+    )
+    last, output = _target(second, readers)
+    return _Found(replace(query, scale=query.scale * scale), key, value, output, *steps, last, second.name)
+
+
+def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> View:
+    """`value` as a stack of matrices for `batch`, their rows and columns exchanged if `swap`; as it is itself in memory where a
+    view has no one stride for the channels.
+    """
+    rank = len(batch)
+    for view in (view_of(value), whole(value)):
+        stack = view.expanded((*batch, *value.shape[-2:]))
+        stack = stack.transposed([*range(rank), rank + 1, rank]) if swap else stack
+        if len(stack.dimensions[-1]) < 2:
+            return stack
+    raise AssertionError("a tensor has one stride for each dimension")
+
+
+def _product_behind(weights: Value, readers: _Readers) -> tuple[Node, bool] | None:
+    """The product of softmax's `weights` and whether weights that are no numbers become 0 before it."""
+    keys, guarded = weights.shape[-1], False
+    while True:
+        node = readers.single(weights)
+        if node is None:
+            guard = _guard(weights, readers)
+            if guarded or guard is None:
+                return None
+            weights, guarded = guard, True
+        elif node.op == "Reshape" and node.outputs[0].shape[-1:] == (keys,):
+            weights = node.outputs[0]
+        elif _is_product(node) and node.input(0) is weights:
+            return node, guarded
+        else:
+            return None
+
+
+def _guard(weights: Value, readers: _Readers) -> Value | None:
+    """Where(IsNaN(weights), 0, weights), if that is all there is."""
+    nodes = readers.of(weights)
+    tests = [node for node in nodes if node.op == "IsNaN"]
+    choices = [node for node in nodes if node.op == "Where"]
+    if len(nodes) != 2 or len(tests) != 1 or len(choices) != 1 or not readers.only(weights, nodes):
+        return None
+    (test,), (choice,) = tests, choices
+    condition, zero, other = (choice.input(i) for i in range(3))
+    is_zero = zero.constant is not None and zero.size == 1 and not zero.constant.array().any()
+    fits = condition is test.outputs[0] and other is weights and choice.outputs[0].shape == weights.shape
+    return choice.outputs[0] if is_zero and fits and readers.only(condition, [choice]) else None
+
+
+def _is_product(node: Node) -> bool:
+    """A MatMul of two activations as they are."""
+    return node.op == "MatMul" and len(node.inputs) == 2 and not node.attributes["transposed"]
+
+
+def _chain(softmax: Node, readers: _Readers) -> tuple[Node, tuple[Node, ...]] | None:
+    """The product whose result `softmax` reads, and the operators between them, in order."""
+    keys = softmax.input(0).shape[-1]
+    found: dict[Value, bool] = {}  # whether a value is made of the product
+    inside: list[Node] = []
+    products: list[Node] = []
+
+    def visit(value: Value | None, rows: int) -> bool:
+        """Whether `value`, scores of `rows` queries if it is made of the product, is so."""
+        node = None if value is None else value.producer
+        if value is None or node is None or value.constant is not None or value.size != rows * keys:
+            return False
+        if value.shape[-1:] != (keys,) or len(inside) > MAX_TAIL:
+            return False
+        if value in found:
+            return found[value]
+        found[value] = False
+        if _is_product(node) and (not products or node is products[0]):
+            products[:] = [node]
+            found[value] = True
+        elif node.op == "Reshape":
+            found[value] = visit(node.input(0), rows)
+        elif is_elementwise(node):
+            found[value] = any([visit(each, rows) for each in node.inputs])
+        if found[value] and not _is_product(node):
+            inside.append(node)
+        return found[value]
+
+    if not visit(softmax.input(0), softmax.input(0).size // keys) or len(inside) > MAX_TAIL:
+        return None
+    made = [value for value, of_product in found.items() if of_product]
+    return (products[0], tuple(inside)) if all(readers.only(value, [*inside, softmax]) for value in made) else None
+
+
+def _target(product: Node, readers: _Readers) -> tuple[Node, View]:
+    """The last move of the result that a kernel can make as it writes, and the result as a view of what that gives."""
+    node, moves, best = product, [product], 0
+    while (reader := readers.single(node.outputs[0])) is not None and reader.op in ("Reshape", "Transpose"):
+        node = reader
+        moves.append(node)
+        if node.op == "Transpose":
+            best = len(moves) - 1
+    for end in (best, 0):
+        view: View | None = whole(moves[end].outputs[0])
+        for move in reversed(moves[1 : end + 1]):
+            if view is not None and move.op == "Transpose":
+                view = view.untransposed(move.attributes["perm"])
+            elif view is not None:
+                view = view.reshaped(move.input(0).shape)
+        if view is not None and len(view.dimensions[-1]) < 2:
+            return moves[end], view
+    raise AssertionError("a tensor is a view of itself")
+
+
+def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, ...], float]:
+    """The score behind the constant factors with which `chain` begins, the rest of the chain, and their product."""
+    scale = 1.0
+    while chain and (multiplied := factor(chain[0])) is not None:
+        if multiplied[0] is not score or any(score in node.inputs for node in chain[1:]):
+            break
+        score, chain, scale = chain[0].outputs[0], chain[1:], scale * multiplied[1]
+    return score, chain, scale
+
+
+def _scores(product: Value, softmax: Node, chain: Sequence[Node], *, guarded: bool) -> tuple[Scores, list[_Operand]] | None:
+    """The operators between product and softmax as steps in registers; None if their shapes have nothing in common."""
+    shape = _refined([product.shape, softmax.input(0).shape, *(node.outputs[0].shape for node in chain)])
+    if shape is None:
+        return None
+    inside = {product, *(node.outputs[0] for node in chain)}
+    operands: dict[tuple[Value, tuple[int, ...]], _Operand] = {}
+    keys: dict[tuple[Node, Value], tuple[Value, tuple[int, ...]]] = {}
+    steps = [node for node in chain if node.op != "Reshape"]
+    for node in steps:
+        for value in node.inputs:
+            if value is not None and value not in inside:
+                operand = _operand(value, node.outputs[0].shape, shape)
+                keys[node, value] = key = operand.value, operand.shape
+                operands.setdefault(key, operand)
+    if len(operands) > MAX_OPERANDS:
+        return None
+    at = {key: i for i, key in enumerate(operands, start=1)}
+    registers: dict[Value, int] = {product: 0}
+    made: list[Step] = []
+    for node in chain:
+        if node.op == "Reshape":
+            registers[node.outputs[0]] = registers[node.input(0)]
+            continue
+        inputs = tuple(
+            None if value is None else registers[value] if value in inside else at[keys[node, value]] for value in node.inputs
+        )
+        registers[node.outputs[0]] = 1 + len(operands) + len(made)
+        made.append(Step(node.op, inputs, node.outputs[0].dtype, node.attributes))
+    return Scores(shape, tuple(made), guarded), list(operands.values())
+
+
+def _refined(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The coarsest shape of scores of which each of `shapes` merges neighbours; None if there is none."""
+    if len(set(shapes)) == 1:
+        return shapes[0]
+    ends = sorted({math.prod(shape[axis:-1]) for shape in shapes for axis in range(len(shape))}, reverse=True)
+    if any(large % small for large, small in pairwise(ends)):
+        return None
+    return (*(large // small for large, small in pairwise(ends)), shapes[0][-1])
+
+
+def _operand(value: Value, domain: tuple[int, ...], refined: tuple[int, ...]) -> _Operand:
+    """`value`, which broadcasts to `domain`, as it broadcasts to `refined`. What an Expand repeats is read where it lies."""
+    while value.constant is None and value.producer is not None and value.producer.op == "Expand":
+        value = value.producer.input(0)
+    if domain == refined or value.size == 1:
+        return _Operand(value, value.shape)
+    own = [1] * (len(domain) - len(value.shape)) + list(value.shape)
+    shape: list[int] = []
+    left = list(refined[:-1])
+    for size, there in zip(domain[:-1], own[:-1], strict=True):
+        while size > 1:
+            part = left.pop(0)
+            shape.append(part if there > 1 else 1)
+            size //= part
+    return _Operand(value, (*shape, own[-1]))
+
+
+def _replace(rewriter: Rewriter, found: _Found) -> None:
+    """Append the operator that computes what `found.last` did."""
+    operands = [reshaped(rewriter, operand.value, operand.shape) for operand in found.operands]
+    shape = found.query.shape
+    rewriter.add(
+        "FusedAttention",
+        [found.query.root, found.key.root, found.value.root, *operands],
+        found.last.outputs[0],
+        found.name,
+        query=_access(found.query),
+        key=_access(found.key),
+        value=_access(found.value),
+        answer=_access(found.output),
+        batches=math.prod(shape[:-2]),
+        rows=shape[-2],
+        keys=found.key.shape[-2],
+        scale=found.query.scale * found.key.scale,
+        value_scale=found.value.scale,
+        scores=found.scores,
+    )
+
+
+def _access(view: View) -> Access:
+    """`view`, a stack of matrices, by batch, row and channel."""
+    *outer, row, channel = view.dimensions
+    batch = merged([factor for dimension in outer for factor in dimension])
+    [(channels, stride)] = channel or ((1, 1),)
+    return Access(view.start, batch, row, stride, channels)

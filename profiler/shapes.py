@@ -1,0 +1,212 @@
+"""Contractions of models as single operators: what `flashmem tune` and `benchmarks.kernels` measure.
+
+Each says its graph, of one operator, what its product is, and its work; models' own come from the zoo's graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashmem.codegen.tuned import Product
+from flashmem.graph.ir import Graph, Node
+from flashmem.program import MemoryPath
+from flashmem.zoo.graphs import zoo_graph
+
+from .sketch import Sketch
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[rows, depth] x a weight [depth, columns]."""
+
+    rows: int
+    depth: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.depth}x{self.columns}"
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.rows * self.depth * self.columns
+
+    @property
+    def elements(self) -> int:
+        """Of both operands and the result, each once."""
+        return self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
+
+    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+        """What the compiler chooses a variant for."""
+        return Product("matmul", path, self.rows, self.depth, self.columns, storage=storage)
+
+    def graph(self) -> Graph:
+        """The operator alone."""
+        g = Sketch()
+        x = g.input(1, self.rows, self.depth)
+        return g.finish(g.node("MatMul", [x, g.weight(self.depth, self.columns)], (1, self.rows, self.columns)))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """[channels, height, width] to `columns` channels by a `kernel` (down, across), padded to keep the size if odd."""
+
+    channels: int
+    height: int
+    width: int
+    columns: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+
+    def __str__(self) -> str:
+        size, kernel = f"{self.channels}x{self.height}x{self.width}", f"{self.kernel[0]}x{self.kernel[1]}"
+        return f"{size}-{self.columns} {kernel}" + ("" if self.stride == (1, 1) else f" /{max(self.stride)}")
+
+    @property
+    def pads(self) -> tuple[int, int]:
+        """Rows above and below, columns left and right."""
+        down, across = (size // 2 if size % 2 else 0 for size in self.kernel)
+        return down, across
+
+    @property
+    def out(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        sizes = zip((self.height, self.width), self.kernel, self.stride, self.pads, strict=True)
+        down, across = ((size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in sizes)
+        return down, across
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * math.prod(self.out) * math.prod(self.kernel) * self.channels * self.columns
+
+    @property
+    def elements(self) -> int:
+        """Of both operands and the result, each once."""
+        image = self.channels * self.height * self.width
+        return image + math.prod(self.kernel) * self.channels * self.columns + math.prod(self.out) * self.columns
+
+    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+        """What the compiler chooses a variant for: a 1x1 convolution is a plain product."""
+        taps, stride = math.prod(self.kernel), max(self.stride)
+        family = "matmul" if taps == stride == 1 else "conv"
+        depth = taps * self.channels
+        return Product(family, path, math.prod(self.out), depth, self.columns, storage=storage, taps=taps, stride=stride)
+
+    def graph(self) -> Graph:
+        """The operator alone; the compiler adds changes of layout around it."""
+        g = Sketch()
+        x, weight = g.input(1, self.channels, self.height, self.width), g.weight(self.columns, self.channels, *self.kernel)
+        shape, pads = (1, self.columns, *self.out), [*self.pads, *self.pads]
+        attributes = {"kernel_shape": list(self.kernel), "strides": list(self.stride), "pads": pads}
+        return g.finish(g.node("Conv", [x, weight], shape, **attributes))
+
+
+@dataclass(frozen=True)
+class Batched:
+    """`batches` products of activations [rows, depth] and [depth, columns]."""
+
+    batches: int
+    rows: int
+    depth: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.batches} of {self.rows}x{self.depth}x{self.columns}"
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batches * self.rows * self.depth * self.columns
+
+    @property
+    def elements(self) -> int:
+        """Of both operands and the result, each once."""
+        return self.batches * (self.rows * self.depth + self.depth * self.columns + self.rows * self.columns)
+
+    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        return Product("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
+
+    def graph(self) -> Graph:
+        """The operator alone."""
+        g = Sketch()
+        a, b = g.input(1, self.batches, self.rows, self.depth), g.input(1, self.batches, self.depth, self.columns)
+        return g.finish(g.node("MatMul", [a, b], (1, self.batches, self.rows, self.columns)))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(Q x K transposed, scaled) x V, [heads, rows, width] each; K and V have `keys` rows (0: as many as Q)."""
+
+    heads: int
+    rows: int
+    width: int
+    keys: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.rows}x{self.width}" + (f" of {self.keys} keys" if self.keys else "")
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products."""
+        return 4 * self.heads * self.rows * (self.keys or self.rows) * self.width
+
+    @property
+    def elements(self) -> int:
+        """Of Q, K, V and the result, each once."""
+        return 2 * self.heads * self.width * (self.rows + (self.keys or self.rows))
+
+    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        return Product("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
+
+    def graph(self) -> Graph:
+        """As exports have it: scores, scaled, softmax, product."""
+        g = Sketch()
+        keys = self.keys or self.rows
+        q, k, v = (g.input(1, self.heads, n, self.width) for n in (self.rows, keys, keys))
+        turned = g.node("Transpose", [k], (1, self.heads, self.width, keys), perm=[0, 1, 3, 2])
+        scores = g.node("MatMul", [q, turned], (1, self.heads, self.rows, keys))
+        scaled = g.node("Mul", [scores, g.weight()], scores.shape)
+        weights = g.node("Softmax", [scaled], scores.shape, axis=-1)
+        return g.finish(g.node("MatMul", [weights, v], q.shape))
+
+
+Shape = Matmul | Convolution | Batched | Attention
+
+
+def zoo_shapes(name: str) -> Counter[Shape]:
+    """The products with weights and the convolutions of the zoo's architecture `name`, each with how often it is there."""
+    return Counter(shape for node in zoo_graph(name).nodes for shape in _shape_of(node))
+
+
+def _shape_of(node: Node) -> Iterable[Shape]:
+    if node.op in ("MatMul", "Gemm") and node.input(1).constant is not None:
+        out = node.outputs[0].shape
+        yield Matmul(math.prod(out[:-1]), node.input(0).shape[-1], out[-1])
+    elif node.op == "Conv" and int(node.attributes.get("group", 1)) == 1:
+        _, channels, *size = node.input(0).shape
+        columns, _, *kernel = node.input(1).shape
+        strides = [*node.attributes.get("strides", [1] * len(size))]
+        (height, width), (down, across), (below, beside) = ([1] * (2 - len(v)) + [*v] for v in (size, kernel, strides))
+        yield Convolution(channels, height, width, columns, (down, across), (below, beside))
+
+
+_UNET_LEVELS = ((4096, 320), (1024, 640), (256, 1280), (64, 1280))
+_UNET_CONVOLUTIONS = (
+    (320, 64, 320), (640, 64, 320), (960, 64, 320), (320, 32, 640), (640, 32, 640), (1280, 32, 640), (1920, 32, 640),
+    (640, 16, 1280), (1280, 16, 1280), (2560, 16, 1280), (1280, 8, 1280), (2560, 8, 1280),
+)  # fmt: skip
+
+
+def unet_shapes() -> list[Shape]:
+    """Stable Diffusion 1.5's UNet, 64 x 64 latents: products of its transformers, 77 words of text, and 3x3 convolutions."""
+    found: list[Shape] = []
+    for rows, width in _UNET_LEVELS:
+        found += [Matmul(rows, width, width), Matmul(rows, width, 8 * width), Matmul(rows, 4 * width, width)]
+    found += [Matmul(77, 768, width) for _, width in _UNET_LEVELS[:3]]
+    return found + [Convolution(channels, side, side, columns, (3, 3)) for channels, side, columns in _UNET_CONVOLUTIONS]

@@ -1,0 +1,43 @@
+"""Small graphs by hand, in ONNX's operators: what is measured around one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashmem.graph.builder import constant
+from flashmem.graph.ir import Graph, GraphPort, Node, Value
+
+
+@dataclass
+class Sketch:
+    """A graph under construction, in ONNX's operators."""
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[GraphPort] = field(default_factory=list)
+
+    def input(self, *shape: int) -> Value:
+        """Another activation that comes from outside."""
+        value = Value(f"x{len(self.inputs)}", shape, "float32")
+        self.inputs.append(GraphPort(value.name, "float32", value))
+        return value
+
+    def weight(self, *shape: int) -> Value:
+        """A weight; all its elements are alike."""
+        return constant(f"w{len(self.nodes)}.{len(shape)}", np.broadcast_to(np.float32(0.01), shape))
+
+    def node(self, op: str, inputs: Sequence[Value | None], shape: Sequence[int], **attributes: Any) -> Value:
+        """A node, and what it gives."""
+        name = f"{op}{len(self.nodes)}"
+        output = Value(f"{name}.out", tuple(shape), "float32")
+        node = Node(op, name, list(inputs), [output], attributes)
+        output.producer = node
+        self.nodes.append(node)
+        return output
+
+    def finish(self, output: Value) -> Graph:
+        """The graph with this output."""
+        return Graph("case", self.inputs, [GraphPort("y", "float32", output)], self.nodes)

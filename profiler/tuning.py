@@ -1,0 +1,386 @@
+"""`flashmem tune`: measure a device's variants of contractions, and write the table that the compiler chooses by.
+
+Products are measured in the order in which they are worth most, all variants of one before the next, and kept as they come: a
+call that was stopped, or whose time was short, leaves a table that is good for what is in it, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from datetime import date
+from math import exp, inf, log
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+from flashmem.codegen.program import Generated
+from flashmem.codegen.tuned import SUFFIX, VERSION, Product, Table, Timing, read_table
+from flashmem.codegen.variants import estimate
+from flashmem.device import DeviceDescriptor, Variant, load_descriptor
+from flashmem.errors import RunError, UserError
+from flashmem.files import written_whole
+from flashmem.program import MemoryPath
+from flashmem.request import device_here
+from flashmem.runtime.devices import Device, descriptor_for
+from flashmem.runtime.opencl import Program
+
+from .descriptor import name_table
+from .shapes import Attention, Batched, Convolution, Matmul, Shape
+from .timing import Stand, generated
+
+Progress = Callable[[str, float], None]
+Storage = Literal["float32", "float16"]
+
+_AHEAD = 12  # products whose kernels are built while others are measured, where that disturbs nothing
+_LONGEST = 0.1  # of the time, for one product, by what is known of the device
+_LAUNCHES = 6  # of each variant, at least
+_SLOW = 3.0  # times the best variant: not repeated
+_SECONDS = 0.025  # of device time for each variant
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure. `minutes` counts for this call; `families` limits it to these templates, empty for all."""
+
+    device: str
+    output: Path | None = None  # None: beside the descriptor in a file, else the current folder
+    minutes: float = 4.0
+    families: tuple[str, ...] = ()
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product to measure: an operator on a memory path, its weights stored as `storage`."""
+
+    shape: Shape
+    path: MemoryPath
+    storage: Storage = "float32"
+
+    @property
+    def product(self) -> Product:
+        """What the compiler chooses for."""
+        return self.shape.product(self.path, self.storage)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call left: the table, the descriptor that names it, products in all and measured by this call, and cases left."""
+
+    table: Table
+    path: Path
+    descriptor: Path
+    measured: int
+    left: int
+
+
+def shapes() -> tuple[Shape, ...]:
+    """What is measured, the most useful first: sizes of transformers, convolutional networks and UNets at their own rows."""
+    return (
+        Matmul(128, 768, 768), Matmul(128, 768, 3072), Matmul(1, 768, 3072), Matmul(1024, 1024, 4096),
+        Matmul(197, 768, 3072), Matmul(128, 2048, 8192), Convolution(64, 56, 56, 64, (3, 3)), Attention(12, 128, 64),
+        Batched(12, 128, 64, 128), Matmul(128, 3072, 768), Matmul(197, 3072, 768), Matmul(197, 768, 768),
+        Convolution(256, 14, 14, 256, (3, 3)), Matmul(128, 8192, 2048), Matmul(128, 2048, 2048), Matmul(1, 3072, 768),
+        Convolution(128, 28, 28, 128, (3, 3)), Matmul(4096, 320, 320), Matmul(1024, 640, 640), Matmul(256, 1280, 1280),
+        Convolution(512, 7, 7, 512, (3, 3)), Attention(12, 197, 64), Batched(12, 197, 64, 197), Batched(12, 197, 197, 64),
+        Matmul(1500, 1024, 1024), Matmul(1500, 1024, 4096), Matmul(1500, 4096, 1024), Matmul(4096, 320, 2560),
+        Matmul(4096, 1280, 320), Matmul(1024, 640, 5120), Matmul(1024, 2560, 640), Matmul(256, 1280, 10240),
+        Matmul(256, 5120, 1280), Matmul(64, 1280, 1280), Matmul(64, 1280, 10240), Matmul(64, 5120, 1280),
+        Convolution(256, 56, 56, 64, (1, 1)), Convolution(64, 56, 56, 256, (1, 1)), Convolution(512, 28, 28, 128, (1, 1)),
+        Convolution(128, 28, 28, 512, (1, 1)), Convolution(1024, 14, 14, 256, (1, 1)), Convolution(256, 14, 14, 1024, (1, 1)),
+        Convolution(2048, 7, 7, 512, (1, 1)), Convolution(512, 7, 7, 2048, (1, 1)),
+        Convolution(3, 224, 224, 64, (7, 7), (2, 2)), Convolution(256, 28, 28, 256, (3, 3), (2, 2)),
+        Convolution(512, 28, 28, 1024, (1, 1), (2, 2)), Convolution(256, 56, 56, 512, (1, 1), (2, 2)),
+        Convolution(320, 64, 64, 320, (3, 3)), Convolution(640, 32, 32, 640, (3, 3)), Convolution(1280, 16, 16, 1280, (3, 3)),
+        Convolution(1280, 8, 8, 1280, (3, 3)), Matmul(4096, 4096, 4096), Matmul(128, 768, 50257), Matmul(1, 768, 768),
+        Matmul(1, 2048, 8192), Matmul(1, 8192, 2048), Matmul(1, 768, 50257), Matmul(32, 768, 3072), Matmul(32, 2048, 8192),
+        Matmul(32, 768, 768), Matmul(77, 768, 640), Attention(8, 4096, 40), Attention(20, 1500, 64), Attention(8, 1024, 80),
+        Attention(8, 4096, 40, 77), Batched(8, 4096, 40, 4096), Batched(8, 4096, 4096, 40), Batched(20, 1500, 64, 1500),
+        Batched(20, 1500, 1500, 64), Batched(12, 128, 128, 64), Convolution(128, 56, 56, 128, (3, 3), (2, 2)),
+        Convolution(512, 14, 14, 512, (3, 3), (2, 2)), Convolution(960, 64, 64, 320, (3, 3)),
+        Convolution(80, 1, 3000, 1024, (1, 3)), Convolution(1024, 1, 3000, 1024, (1, 3), (1, 2)),
+        Convolution(3, 224, 224, 768, (16, 16), (16, 16)),
+    )  # fmt: skip
+
+
+_HALVES = (Matmul(128, 768, 3072), Matmul(1024, 1024, 4096), Matmul(1, 768, 3072), Convolution(256, 14, 14, 256, (3, 3)))
+
+
+def cases(paths: Sequence[MemoryPath]) -> list[Case]:
+    """Everything on the device's default path, then what has weights on the other paths, then float16 weights."""
+    first, *others = paths
+    listed = [Case(shape, first) for shape in shapes()]
+    listed += [Case(shape, path) for path in others for shape in shapes() if isinstance(shape, Matmul | Convolution)]
+    return listed + [Case(shape, first, "float16") for shape in _HALVES]
+
+
+@dataclass
+class _Work:
+    """One case with the variants that are missing, and their kernels under way. `refused`: why a variant cannot run."""
+
+    case: Case
+    product: Product
+    variants: list[Variant]
+    refused: dict[str, str] = field(default_factory=dict)  # by the variant's name
+    made: dict[str, Generated] = field(default_factory=dict)
+    building: dict[str, Future[Program]] = field(default_factory=dict)
+
+
+def tune(request: Request, progress: Progress, every: Iterable[Case] | None = None) -> Result:
+    """Measure what the table lacks until the time is spent; write NAME.tuned.csv after each product, and name it in NAME.toml.
+
+    `every`: the cases, in their order; None for `cases`. `progress(stage, fraction)` is called as it goes on.
+
+    Raises:
+        NoDeviceError: no such device.
+        UserError: a table of another device is in the way, or there is nothing to choose: the device lists no variants.
+        RunError: the device is lost; what was measured is in the table.
+    """
+    begun = perf_counter()
+    device = device_here(request.device)
+    descriptor, folder = _described(request, device)
+    name = descriptor.name
+    about = {"device": device.name, "platform": device.platform, "driver": device.driver_version, "version": VERSION}
+    table = _Growing(folder / f"{name}{SUFFIX}", about, resume=request.resume)
+    listed = [case for case in (cases(descriptor.memory_paths) if every is None else every)]
+    wanted = [
+        case
+        for case in listed
+        if len(descriptor.variants_of(case.product.family)) > 1
+        and (not request.families or case.product.family in request.families)
+    ]
+    if not wanted:
+        families = " or ".join(request.families) or "anything"
+        raise UserError(f"device {name} lists no variants of {families}, so there is nothing to choose; add [[variants]]")
+    tuner = _Tuner(device, descriptor, table, begun, 60 * request.minutes)
+    try:
+        measured = tuner.run(wanted, progress)
+    finally:
+        tuner.close()
+    left = sum(bool(table.missing(case.product, descriptor)) for case in wanted)
+    path = name_table(folder, descriptor, name)
+    return Result(table.table, table.path, path, measured, left)
+
+
+def _described(request: Request, device: Device) -> tuple[DeviceDescriptor, Path]:
+    """The descriptor to tune, and where its files go: one that lies there already is the one."""
+    own = Path(request.device) if request.device.endswith(".toml") else None
+    folder = request.output or (own.parent if own else Path())
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = load_descriptor(str(own)) if own else descriptor_for(device)
+    there = folder / f"{descriptor.name}.toml"
+    if own is None and there.is_file():
+        descriptor = load_descriptor(str(there))
+    return descriptor, folder
+
+
+class _Growing:
+    """The table under way."""
+
+    def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
+        """Begin a table, or go on with the one that is there.
+
+        Raises:
+            UserError: it is of another device, or not a table.
+        """
+        self.path = path
+        self._mark = path.with_name(f".{path.name}.now")
+        self.table = Table({**about, "date": date.today().isoformat()}, [])
+        if resume and path.is_file():
+            old = read_table(path.read_text(encoding="utf-8"), str(path))
+            if any(old.about.get(key) != value for key, value in about.items()):
+                raise UserError(f"{path} was measured on another device or driver; finish it there, or use --fresh")
+            self.table = replace(self.table, timings=old.timings)
+        if not resume:
+            self._mark.unlink(missing_ok=True)
+
+    def missing(self, product: Product, descriptor: DeviceDescriptor) -> list[Variant]:
+        """The variants not measured on `product`."""
+        known = self.table.products.get(product.kind, {}).get(product, {})
+        return [variant for variant in descriptor.variants_of(product.family) if variant.code not in known]
+
+    def add(self, timings: Sequence[Timing]) -> None:
+        """All that was missing of one product."""
+        self.table = replace(self.table, timings=[*self.table.timings, *timings])
+        with written_whole(self.path) as file:
+            file.write(self.table.text().encode())
+
+    def under_way(self, product: Product, variant: Variant) -> str:
+        """Note what is about to run, and return it."""
+        text = f"{product} {variant.code}"
+        self._mark.write_text(text, encoding="utf-8")
+        return text
+
+    def crashed(self, product: Product, variant: Variant) -> bool:
+        """Whether an earlier process ended in the midst of this."""
+        try:
+            return self._mark.read_text(encoding="utf-8") == f"{product} {variant.code}"
+        except OSError:
+            return False
+
+    def done(self) -> None:
+        """Nothing is under way."""
+        self._mark.unlink(missing_ok=True)
+
+
+class _Tuner:
+    """Measures cases on a device until the time is spent."""
+
+    def __init__(self, device: Device, descriptor: DeviceDescriptor, table: _Growing, begun: float, budget: float) -> None:
+        self._device, self._descriptor, self._table = device, descriptor, table
+        self._begun, self._budget = begun, budget
+        self._stand = Stand(device)
+        self._rates: dict[tuple[str, str], float] = {}  # the best seen, FLOP per second, by kind of product
+        # Compiling beside a measurement takes time from a CPU that is measured, and none from a GPU.
+        self._ahead = _AHEAD if device.kind == "gpu" else 1
+        self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build")
+
+    def close(self) -> None:
+        """Stop building, and give everything back."""
+        self._builders.shutdown(cancel_futures=True)
+        self._stand.close()
+
+    @property
+    def _left(self) -> float:
+        return self._budget - (perf_counter() - self._begun)
+
+    def run(self, wanted: Sequence[Case], progress: Progress) -> int:
+        """The number of products measured."""
+        waiting: deque[_Work] = deque()
+        coming = self._works(wanted)
+        done = 0
+        while True:
+            while len(waiting) < self._ahead and (work := next(coming, None)) is not None:
+                waiting.append(work)
+            if not waiting or self._left <= 0:
+                return done
+            work = waiting.popleft()
+            progress(f"{work.product.family} {work.case.shape}, {work.case.path}", 1 - max(0.0, self._left / self._budget))
+            timings = self._measured(work)
+            if timings is None:
+                return done
+            self._table.add(timings)
+            done += 1
+
+    def _works(self, wanted: Sequence[Case]) -> Iterator[_Work]:
+        for case in wanted:
+            product = case.product
+            missing = self._table.missing(product, self._descriptor)
+            rate = self._rates.get(product.kind, inf)
+            longest = _LAUNCHES * len(missing) * case.shape.flops / rate
+            if missing and longest <= _LONGEST * self._budget:
+                missing.sort(key=lambda variant: estimate(self._descriptor, product, variant))  # good ones rule out slow ones
+                yield self._begin(_Work(case, product, missing))
+
+    def _begin(self, work: _Work) -> _Work:
+        """Generate and begin to build every variant that the device can hold."""
+        precision: Literal["fp32", "fp16"] = "fp16" if work.case.storage == "float16" else "fp32"
+        here = self._descriptor.on_path(work.case.path)
+        for variant in work.variants:
+            why = self._too_large(variant)
+            if not why and self._table.crashed(work.product, variant):
+                why = "the process ended while it was measured"
+            if not why:
+                try:
+                    made = generated(work.case.shape.graph(), replace(here, only=variant.name), precision)
+                    if work.product.family not in {launch.shape.family for launch in made.program.launches}:
+                        why = f"no kernel of the family {work.product.family}"
+                except Exception as error:  # whatever is wrong with one variant, the others are measured
+                    why = _sentence(error)
+            if why:
+                work.refused[variant.name] = why
+                continue
+            work.made[variant.name] = made
+            work.building[variant.name] = self._builders.submit(self._stand.build, made)
+        return work
+
+    def _too_large(self, variant: Variant) -> str:
+        device = self._device
+        if 0 < device.max_group_items < variant.group_items:
+            return f"work-groups of {variant.group_items}; the device has {device.max_group_items}"
+        if 0 < device.local_memory_bytes < variant.local_bytes:
+            return f"{variant.local_bytes} bytes of local memory; the device has {device.local_memory_bytes}"
+        return ""
+
+    def _measured(self, work: _Work) -> list[Timing] | None:
+        """Timings of all variants of one case; None if the time was spent in its midst."""
+        timings: list[Timing] = []
+        best, known = inf, dict[object, float]()
+        # All of them are built before the first one is timed.
+        if wait(work.building.values(), timeout=max(0.0, self._left)).not_done:
+            return None
+        for variant in work.variants:
+            if self._left <= 0 and work.building:
+                return None
+            why, seconds = work.refused.get(variant.name, ""), None
+            if not why:
+                kernel = _kernel(work.made[variant.name])
+                try:
+                    if kernel not in known:
+                        self._table.under_way(work.product, variant)
+                        known[kernel] = self._seconds(work, variant, best)
+                    seconds = known[kernel]
+                    best = min(best, seconds)
+                except Exception as error:
+                    why = _sentence(error)
+                    self._recover()
+            timings.append(Timing(work.product, variant.name, variant.code, seconds, why))
+        self._table.done()
+        if best < inf:
+            rate = work.case.shape.flops / best
+            self._rates[work.product.kind] = max(rate, self._rates.get(work.product.kind, 0.0))
+        return timings
+
+    def _seconds(self, work: _Work, variant: Variant, best: float) -> float:
+        made = work.made[variant.name]
+        work.building[variant.name].result()
+        commands = self._stand.commands(made, self._stand.build(made))
+        return max(1e-9, self._stand.time(commands, _SECONDS, _SLOW * best).seconds)
+
+    def _recover(self) -> None:
+        """A device that failed may refuse everything from then on: a new context then.
+
+        Raises:
+            RunError: that one is refused everything, too; the next process will not try what it failed with.
+        """
+        if not self._stand.works():
+            self._stand.close()
+            self._stand = Stand(self._device)
+            if not self._stand.works():
+                raise RunError("the device refuses everything since a variant failed; call flashmem tune again to go on")
+
+
+def _kernel(made: Generated) -> object:
+    """What tells kernels apart: variants cut to a small matrix, or to one they cannot compute, may be the same one."""
+    return made.source.plain, tuple((launch.kernel, launch.global_size, launch.local_size) for launch in made.program.launches)
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return " ".join((text[0] if text else type(error).__name__).split())[:200]
+
+
+def summary(table: Table, descriptor: DeviceDescriptor) -> str:
+    """How often each variant is the soonest, and what the choice gains over the plain tile, as one line."""
+    wins: Counter[str] = Counter()
+    gains = []
+    for products in table.products.values():
+        for product, timings in products.items():
+            here = {variant.code: variant.name for variant in descriptor.variants_of(product.family)}
+            ran = {code: timing.seconds for code, timing in timings.items() if code in here and timing.seconds is not None}
+            if not ran:
+                continue
+            soonest = min(ran, key=lambda code: ran[code])
+            wins[here[soonest]] += 1
+            plain = ran.get(next(iter(here)))
+            if plain:
+                gains.append(log(plain / ran[soonest]))
+    if not wins:
+        return "nothing ran"
+    listed = ", ".join(f"{name} {count}" for name, count in wins.most_common())
+    gain = f"; {exp(sum(gains) / len(gains)):.2f} times as fast as the plain tile" if gains else ""
+    return f"{sum(wins.values())} products, soonest with {listed}{gain}"

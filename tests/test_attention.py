@@ -1,0 +1,107 @@
+"""Fused attention against ONNX Runtime: every form on every device, and that scores are never in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from attention_cases import FORMS, Model, plain, read_elsewhere
+from compared import DEVICES, by_runtime
+
+import flashmem
+from flashmem.codegen.program import generate
+from flashmem.device import load_descriptor
+from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph
+from flashmem.graph.onnx_import import import_model
+from flashmem.graph.operators import why_unsupported
+from flashmem.graph.passes import prepare
+
+DATA = Path(__file__).parent / "data"
+SOME = ("one query", "three queries", "197 queries", "257 of one channel", "heads of 160", "guarded", "causal", "strided")
+"""What differs between devices."""
+
+
+def graph_of(model: Model, folder: Path) -> Graph:
+    onnx.save(model.proto(), folder / "graph.onnx")
+    return prepare(import_model(folder / "graph.onnx", {}, why_unsupported))
+
+
+def operators(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_one_operator_that_reads_its_parts_where_they_lie(name: str, tmp_path: Path) -> None:
+    model = Model()
+    FORMS[name](model)
+    found = operators(graph_of(model, tmp_path))
+    assert found.count("FusedAttention") == 1
+    assert set(found) - {"FusedAttention", "Reshape"} <= ({"Conv", "Transpose"} if name == "images" else set())
+
+
+@pytest.mark.parametrize(("name", "model"), list(read_elsewhere()))
+def test_scores_that_others_read_stay(name: str, model: Model, tmp_path: Path) -> None:
+    assert "FusedAttention" not in operators(graph_of(model, tmp_path))
+    device, path = DEVICES[0]
+    _compare(model, device, device, path, tmp_path)
+
+
+def _compare(model: Model, compiled_for: str, device: str, path: str, folder: Path) -> None:
+    onnx.save(model.proto(), folder / "model.onnx")
+    bundle = flashmem.compile(folder / "model.onnx", folder / "b.flashmem", device=compiled_for, memory_path=path)  # type: ignore[arg-type]
+    with flashmem.Session(bundle, device=device) as session:
+        answers = session.run(None, model.feeds)
+    for name, answer, wanted in zip(model.answers, answers, by_runtime(model.proto(), model.feeds), strict=True):
+        largest = float(np.nanmax(np.abs(wanted)))
+        np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-5 * largest, err_msg=name)
+
+
+def _all_of(names: Iterable[str]) -> Model:
+    model = Model()
+    for name in names:
+        FORMS[name](model)
+    return model
+
+
+@pytest.mark.parametrize(("device", "path"), DEVICES)
+def test_answers_are_those_of_onnx_runtime(device: str, path: str, tmp_path: Path) -> None:
+    _compare(_all_of(FORMS if device == DEVICES[0][0] else SOME), device, device, path, tmp_path)
+
+
+@pytest.mark.parametrize(("device", "path"), DEVICES)
+def test_kernels_of_a_gpu_give_the_same_answers(device: str, path: str, tmp_path: Path) -> None:
+    # PoCL takes a minute to build blocks of work-items with barriers between them, and builds the other form at once.
+    _compare(_all_of(SOME[:2] if device == "pocl" else SOME), "nvidia", device, path, tmp_path)
+
+
+@pytest.mark.parametrize("device", ["pocl", "nvidia", "mali-g715"])
+def test_memory_does_not_grow_with_the_scores(device: str, tmp_path: Path) -> None:
+    model = Model()
+    plain(model, 1, 4, 1024, 1024, 8)
+    graph = graph_of(model, tmp_path)
+    program = generate(graph, fuse(graph), load_descriptor(device)).program
+    assert [launch.operator_class for launch in program.launches] == ["hierarchical"]
+    assert program.launches[0].macs == 4 * 1024 * 1024 * (8 + 8)
+    assert program.launches[0].bytes == 4 * 4 * 1024 * 4 * 8  # queries, keys, values, answers: 4 heads of 8 floats
+    assert program.arena_bytes < 4 * 1024 * 4 * 8 * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("depthanything-tiny", 4), ("depthanything-tiny-legacy", 4), ("gptneo-tiny", 2), ("gptneo-tiny-legacy", 2),
+        ("sam2-narrow", 5), ("sam2-narrow-legacy", 5), ("sam2-narrow-decoder", 7), ("sam2-narrow-decoder-legacy", 7),
+        ("sd-tiny-unet", 8), ("sd-tiny-unet-legacy", 8), ("vit-tiny", 2), ("vit-tiny-legacy", 2), ("vit-tiny-opset23", 2),
+        ("whisper-tiny-decoder", 4), ("whisper-tiny-encoder", 2),
+    ],
+)  # fmt: skip
+def test_exports_keep_no_scores(name: str, count: int) -> None:
+    graph = prepare(import_model(DATA / f"{name}.onnx", {}, why_unsupported))
+    fused = [node for node in graph.nodes if node.op == "FusedAttention"]
+    assert len(fused) == count and not {"Softmax", "IsNaN"} & set(operators(graph))
+    program = generate(graph, fuse(graph), load_descriptor("pocl")).program
+    assert sum(launch.shape.family == "attention" for launch in program.launches) == count
