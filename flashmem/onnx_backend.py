@@ -132,6 +132,7 @@ class Representation(onnx.backend.base.BackendRep):
                     device=self._device.descriptor_name,
                     memory_path=self._memory_path,
                     mode=self._mode,
+                    build=False,  # this process runs it at once
                 )
             except UserError as error:
                 error.args = (str(error).replace(str(path), "the model"), *error.args[1:])  # the caller named no file
