@@ -64,6 +64,13 @@ def _integers(m: Model) -> None:
     small = m.input([[3, -7, 100], [-128, 127, 5]], "int32")
     big = m.input([2**20, 2**40 + 1, -(2**62), 5], "int64")
     m.node("sum of int32", "ReduceSum", small, m.constant([1], "int64"), dtype="int32")
+    m.node(
+        "mean over axes apart",
+        "ReduceMean",
+        m.input(np.arange(-40, 20).reshape(3, 4, 5), "int32"),
+        m.constant([0, 2], "int64"),
+        dtype="int32",
+    )
     m.node("largest int32 over columns", "ReduceMax", small, m.constant([0], "int64"), dtype="int32")
     m.node("product of int32", "MatMul", small, m.constant([[1, 2], [3, -4], [5, 6]], "int32"), dtype="int32")
     m.node("square of int64", "Mul", big, big, dtype="int64")

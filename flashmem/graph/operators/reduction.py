@@ -68,10 +68,18 @@ def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
     if not runs:  # of a number, or of no axes: each element is reduced alone
         value, runs = reshaped(rewriter, x, (*x.shape, 1)), [[len(x.shape)]]
     inner, outer = _SPLIT.get(node.op, (node.op, node.op))
+    divided = len(runs) > 1 and node.op == "ReduceMean" and x.dtype != "float32"  # a quotient is cut, once
+    if divided:
+        inner = outer = "ReduceSum"
+        value = rewriter.emit("Cast", [x], x.shape, "int64", f"{node.name}.wide", rounding=None)
     for i, run in enumerate(runs):
         shape = tuple(1 if a in run else size for a, size in enumerate(value.shape))
         op = node.op if len(runs) == 1 else inner if i == 0 else outer
-        value = rewriter.emit(op, [value], shape, x.dtype, f"{node.name}.{i}", axes=tuple(run))
+        value = rewriter.emit(op, [value], shape, value.dtype, f"{node.name}.{i}", axes=tuple(run))
+    if divided:
+        count = constant(f"{node.name}.count", np.array(x.size // value.size, np.int64))
+        value = rewriter.emit("Div", [value, count], value.shape, "int64", f"{node.name}.mean")
+        value = rewriter.emit("Cast", [value], value.shape, x.dtype, f"{node.name}.narrow", rounding=None)
     if len(runs) > 1 and node.op == "ReduceL2":
         value = rewriter.emit("Sqrt", [value], value.shape, x.dtype, f"{node.name}.root")
     rewriter.add("Reshape", [value], output)
