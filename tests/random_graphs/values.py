@@ -216,6 +216,11 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
         raise RejectedNodeError("a shift past the width")
     if op == "Cast" and inputs[0].is_float:
         target = np.dtype(helper.tensor_dtype_to_np_dtype(helper.get_node_attr_value(node, "to")))
+        rounded = inputs[0].noisy[0] is not inputs[0].exact
+        if target.kind == "b" and rounded and _is_finite(inputs[0]):
+            size = np.abs(inputs[0].exact)
+            if (size <= 4 * _rounding.eps[inputs[0].dtype] * size.max(initial=0)).any():
+                raise RejectedNodeError("rounding decides whether it is zero")
         if target.kind in "iu":
             limits = np.iinfo(target)
             x = inputs[0].exact
