@@ -43,6 +43,7 @@ Row = dict[str, Any]
 _AHEAD = 8
 _OPERATORS = 0.6  # of the time, where models are measured too
 _ROUNDS = 3  # on a CPU, ours and the peer's in turn
+_PAUSE = 0.15  # seconds between them: threads of OpenBLAS and of ONNX Runtime spin for a while when their work is done
 
 
 @dataclass
@@ -127,6 +128,7 @@ class Bench:
             for path in ready:
                 try:
                     if path not in work.failed:
+                        self._pause()
                         times.setdefault(path, []).append(self.stand.time(ready[path]).seconds)
                 except Exception as error:
                     self._failed(work, path, error)
@@ -142,6 +144,10 @@ class Bench:
             "seconds": {who: statistics.median(found) for who, found in times.items() if found and who not in work.failed},
             "kernels": {path: _kernels(made) for path, made in work.made.items()},
         }  # fmt: skip
+
+    def _pause(self) -> None:
+        if self.device.kind != "gpu":
+            time.sleep(_PAUSE)
 
     def _failed(self, work: _Work, path: str, error: Exception) -> None:
         work.failed[path] = _sentence(error)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flashmem import Session, paths
 from flashmem.errors import RunError, UserError
 from flashmem.graph.onnx_mapped import load_mapped
-from flashmem.runtime import icd, pocl_cache
+from flashmem.runtime import icd, pocl
 from flashmem.runtime.engine import Engine
 from flashmem.runtime.opencl import list_devices
 
@@ -107,10 +107,10 @@ def test_a_user_without_a_home_has_a_cache_that_cannot_be_written(monkeypatch: p
 
 def test_no_temporary_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(icd.VARIABLE, raising=False)
-    monkeypatch.setenv(pocl_cache.VARIABLE, "/dev/null/x")
+    monkeypatch.setenv(pocl.VARIABLE, "/dev/null/x")
     monkeypatch.setattr(icd, "pip_runtimes", lambda: (tmp_path / "libintelocl.so",))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    for context in (icd.vendors_folder, pocl_cache.writable_pocl_cache):
+    for context in (icd.vendors_folder, pocl.writable_pocl_cache):
         with pytest.raises(UserError, match=r"no temporary folder can be written .*; set TMPDIR"), context():
             pass
 

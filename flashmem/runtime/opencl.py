@@ -27,7 +27,7 @@ from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose
 from flashmem.runtime.devices import descriptor_for as descriptor_for
 from flashmem.runtime.devices import why_not as why_not
 from flashmem.runtime.icd import vendors_folder
-from flashmem.runtime.pocl_cache import writable_pocl_cache
+from flashmem.runtime.pocl import one_thread_a_core, writable_pocl_cache
 
 try:
     import pyopencl
@@ -84,6 +84,7 @@ def list_devices() -> tuple[Device, ...]:
     """
     global _started_in
     _started_in = os.getpid()
+    one_thread_a_core()
     with vendors_folder(), writable_pocl_cache():
         try:
             platforms = cl.get_platforms()

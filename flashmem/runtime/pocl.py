@@ -1,4 +1,7 @@
-"""PoCL's own cache. Where PoCL cannot write its folder it has no device; with POCL_CACHE_DIR empty it ends the process."""
+"""What PoCL takes from the environment as it starts: its own cache, and where its threads run.
+
+Where PoCL cannot write its cache's folder it has no device; with POCL_CACHE_DIR empty it ends the process.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from flashmem.paths import can_be_written, folder_until_exit
 
 VARIABLE = "POCL_CACHE_DIR"
+_AFFINITY = "POCL_AFFINITY"
 
 
 @contextmanager
@@ -31,6 +35,16 @@ def writable_pocl_cache() -> Iterator[Path | None]:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = given
+
+
+def one_thread_a_core() -> None:
+    """Have PoCL keep each of its threads on a core of its own, unless the user has said otherwise or bound the process to some.
+
+    A thread that is woken for a kernel may be put on the core of the one that woke it, where it waits until the kernel is over:
+    kernels of a few milliseconds then ran on one core of two (docs/opencl-notes.md). Threads read the variable when they start.
+    """
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count():
+        os.environ.setdefault(_AFFINITY, "1")
 
 
 def _pocl_folder(given: str | None) -> Path:
