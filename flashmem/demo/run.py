@@ -146,7 +146,6 @@ def _account(networks: dict[str, Counted], seconds: float) -> None:
         [_row(name, network) for name, network in networks.items() if network.reports],
     )
     out().print(f"{seconds:.2f} s in all. Memory is everything flashmem held on the device and in staging.")
-    out().print("The first run on a device builds the kernels, which are kept: a second run shows the latency without.")
 
 
 def _row(name: str, network: Counted) -> tuple[object, ...]:
