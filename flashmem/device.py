@@ -40,8 +40,8 @@ class Variant:
 
     A work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down, across) of them.
     With `stage` the group copies that many steps of depth of both operands into local memory at a time, twice as much memory
-    and one block ahead if `double`. `split` parts of the group each take every `split`-th step, or block, of the depth, and
-    their sums are added in a fixed order.
+    and one block ahead if `double`. `split` parts of the group each take a share of every stage, and their sums are added in a
+    fixed order.
     """
 
     name: str
