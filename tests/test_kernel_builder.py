@@ -126,7 +126,7 @@ def test_a_run_after_compile_builds_nothing(
         assert there > 0 and same and last == "True"
     # A network of other sizes has the same kernels.
     write_model(tmp_path / "n.onnx", 80, 64)
-    monkeypatch.setattr(kernel_builder, "_run", refuse_to_run)
+    monkeypatch.setattr(kernel_builder, "_start", refuse_to_run)
     flashmem.compile(tmp_path / "n.onnx", tmp_path / "n.flashmem", device=device, memory_path=path)
 
 
@@ -140,7 +140,8 @@ def test_only_the_lanes_that_the_plan_uses_are_built(device: str, cache: Path, t
     bundle = flashmem.compile(
         tmp_path / "m.onnx", tmp_path / "m.flashmem", device=device, mode="interleave", strategy="always-next"
     )
-    built = kernel_builder.build_kernels(bundle, device)
+    with kernel_builder.KernelBuilder(device) as kernels:
+        built = kernels.finish(bundle)
     assert built is not None and built.built == 0
     texts = kernel_texts(bundle.source.plain) | kernel_texts(bundle.source.lane)
     assert len(built.keys) < len(texts) + len(bundle.source.kernels)
@@ -152,7 +153,7 @@ def test_only_the_lanes_that_the_plan_uses_are_built(device: str, cache: Path, t
 def test_nothing_is_built_where_that_is_not_asked_for_or_the_device_is_elsewhere(
     empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_builder, "_run", refuse_to_run)
+    monkeypatch.setattr(kernel_builder, "_start", refuse_to_run)
     write_model(tmp_path / "m.onnx", 40, 32)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0], build=False)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device="adreno750")

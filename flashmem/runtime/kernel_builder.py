@@ -16,21 +16,23 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flashmem.bundle import Bundle, replace_binaries
+from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import FlashmemWarning, RunError, UserError
 from flashmem.interrupts import blocked
 from flashmem.paths import VARIABLE, can_be_written, no_temporary_folder
-from flashmem.program import Program, lane_kind
+from flashmem.planning.plan import OverlapPlan, Strategy
+from flashmem.program import Program, Source, lane_kind
 from flashmem.request import choose_mode, device_for
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.kernel_list import SMALL_GRID, Size, Use, Wanted, variant, wanted_kernels
-from flashmem.runtime.lanes import layer_moves
+from flashmem.runtime.lanes import LayerMoves, layer_moves
 from flashmem.runtime.program_cache import ProgramCache, kernel_key, packed_entries
 
 Report = Callable[[float], None]
@@ -45,49 +47,150 @@ class Built:
     built: int
 
 
-def build_kernels(bundle: Bundle, device: str = "auto", report: Report = lambda fraction: None) -> Built | None:
-    """Fill the program cache with the kernels of `bundle`, for a session as it is opened without options.
-
-    Args:
-        bundle: what was compiled.
-        device: what it was compiled for, as `flashmem.compile` takes it.
-        report: called with the fraction done.
-
-    Returns:
-        None where that device is not here: nothing is built then.
-
-    Raises:
-        RunError: the driver refuses a kernel, or ends the process that builds it.
+@dataclass(frozen=True)
+class Wish:
+    """A program whose kernels are wanted, as a session plays it that is opened without options. `planned`: the transfer mode
+    that it is planned for. `plan`: None as long as there is none; nothing is known then of kernels that stream.
     """
-    here = device_for(bundle.descriptor.name, device)
-    if here is None:
-        return None
-    program, plan = bundle.program, bundle.plan
-    slices = {part.name: part for part in program.slices}
-    try:
-        mode = choose_mode(
-            descriptor_for(here), path=program.memory_path, planned=bundle.meta.get("mode"), strategy=plan.strategy
-        )
-    except UserError:  # a descriptor of that name, but not of this device
-        return None
-    moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
-    plain, lane = wanted_kernels(program, bundle.source, moves)
-    cache, options = ProgramCache(), program.build_options
-    wanted = {kernel_key(here, each, options): each for each in (*plain, *lane)}
-    missing = [key for key in wanted if cache.read(key) is None]
-    if missing and not can_be_written(cache.folder):
-        warnings.warn(
-            f"the program cache {cache.folder} cannot be written, so kernels are built when they first run; set "
-            f"{VARIABLE} to a folder that can",
-            FlashmemWarning,
-            stacklevel=3,
-        )
-        return None
-    if missing:
-        report(0.0)
-        jobs = [_job(key, wanted[key], program, here) for key in missing]
-        _run(jobs, here, cache, report)
-    return Built(here, tuple(wanted), len(missing))
+
+    program: Program
+    source: Source
+    descriptor: DeviceDescriptor
+    strategy: Strategy
+    planned: TransferMode | None
+    plan: OverlapPlan | None = None
+
+
+class KernelBuilder:
+    """Fills the program cache while its owner goes on. Used in a `with`: to leave it ends the child processes."""
+
+    def __init__(self, device: str = "auto", report: Report = lambda fraction: None) -> None:
+        """Nothing starts yet.
+
+        Args:
+            device: what is compiled for, as `flashmem.compile` takes it.
+            report: called with the fraction done, in `begin`, `poll` and `finish`.
+        """
+        self._asked, self._report, self._cache = device, report, ProgramCache()
+        self._submitted = set[str]()
+        self._waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # why a kernel cannot be built, or None
+        self._finished = 0
+        self._failure: str | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._children: list[subprocess.Popen[str]] = []
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self, wish: Wish) -> None:
+        """Start to build what is missing of the kernels of a program; to ask again costs nothing.
+
+        Nothing is built if the device is not here, or the cache cannot be written.
+
+        Raises:
+            RunError: no process can be started.
+        """
+        self._begin(wish)
+
+    def poll(self) -> None:
+        """Report how far it is. Does not wait."""
+        while self._finished < len(self._submitted):
+            try:
+                self._note(self._done.get_nowait())
+            except queue.Empty:
+                return
+
+    def finish(self, bundle: Bundle) -> Built | None:
+        """Wait until all kernels of `bundle` are in the program cache.
+
+        Returns:
+            None where its device is not here, or the cache cannot be written, with a warning: nothing is built then.
+
+        Raises:
+            RunError: the driver refuses a kernel, or ends the process that builds it.
+        """
+        planned, plan = bundle.meta.get("mode"), bundle.plan
+        found = self._begin(Wish(bundle.program, bundle.source, bundle.descriptor, plan.strategy, planned, plan))
+        if found is None:
+            return None
+        device, keys, missing = found
+        if missing:
+            warnings.warn(
+                f"the program cache {self._cache.folder} cannot be written, so kernels are built when they first run; set "
+                f"{VARIABLE} to a folder that can",
+                FlashmemWarning,
+                stacklevel=3,
+            )
+            return None
+        while self._finished < len(self._submitted) and self._failure is None:
+            self._note(self._done.get())
+        if self._failure is not None:
+            raise RunError(f"{self._failure}; compile with --no-build to leave the kernels to the first run")
+        return Built(device, keys, len(self._submitted))
+
+    def _begin(self, wish: Wish) -> tuple[Device, tuple[str, ...], bool] | None:
+        """As `begin`: the device, the keys of all kernels, and whether some are missing that cannot be built."""
+        device = device_for(wish.descriptor.name, self._asked)
+        if device is None:
+            return None
+        program = wish.program
+        try:
+            mode = choose_mode(descriptor_for(device), path=program.memory_path, planned=wish.planned, strategy=wish.strategy)
+        except UserError:  # a descriptor of that name, but not of this device
+            return None
+        moves: Mapping[int, LayerMoves] = {}
+        if mode == "interleave":
+            if wish.plan is None:
+                return None
+            moves = layer_moves(wish.plan, {part.name: part for part in program.slices}, lane_kind(program))
+        plain, lane = wanted_kernels(program, wish.source, moves)
+        options = program.build_options
+        wanted = {kernel_key(device, each, options): each for each in (*plain, *lane)}
+        missing = [key for key in wanted if key not in self._submitted and self._cache.read(key) is None]
+        if missing and not can_be_written(self._cache.folder):
+            return device, tuple(wanted), True
+        if missing:
+            self._submit([_job(key, wanted[key], program, device) for key in missing], device)
+        return device, tuple(wanted), False
+
+    def _submit(self, jobs: list[dict[str, Any]], device: Device) -> None:
+        """The longest first; each goes to a child that is free."""
+        for job in sorted(jobs, key=lambda job: -len(job["text"]) * max(1, len(job["trials"]))):
+            self._submitted.add(job["key"])
+            self._waiting.put(job)
+        self._report(self._finished / len(self._submitted))
+        self._folder = self._folder or _folder()
+        while len(self._children) < min(len(self._submitted) - self._finished, _processors()):
+            with blocked():  # an interrupt now would leave a child that nobody knows of
+                child = _start(device, self._folder.name)
+                self._children.append(child)
+            thread = threading.Thread(target=_feed, args=(child, self._waiting, self._done, self._cache))
+            self._threads.append(thread)
+            thread.start()
+
+    def _note(self, failure: str | None) -> None:
+        """One job is done."""
+        self._finished += 1
+        self._failure = self._failure or failure
+        self._report(self._finished / len(self._submitted))
+
+    def __exit__(self, *exception: object) -> None:
+        for child in self._children:
+            child.kill()
+            self._waiting.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        for child in self._children:
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    with suppress(OSError):  # what is left of a line that a child did not take
+                        pipe.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def _job(key: str, wanted: Wanted, program: Program, device: Device) -> dict[str, Any]:
@@ -136,40 +239,6 @@ def _memory(part: Any) -> list[Any]:
     return ["image", part.width, part.height, part.channel] if part.is_image else ["buffer", part.file_bytes]
 
 
-def _run(jobs: list[dict[str, Any]], device: Device, cache: ProgramCache, report: Report) -> None:
-    """All jobs, each by a child that is free. Ends the children, whatever happens."""
-    waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    for job in sorted(jobs, key=lambda job: -len(job["text"]) * max(1, len(job["trials"]))):
-        waiting.put(job)
-    done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # why a kernel cannot be built, or None
-    children: list[subprocess.Popen[str]] = []
-    threads: list[threading.Thread] = []
-    with _folder() as folder:
-        try:
-            for _ in range(min(len(jobs), _processors())):
-                with blocked():  # an interrupt now would leave a child that nobody knows of
-                    children.append(_start(device, folder))
-                threads.append(threading.Thread(target=_feed, args=(children[-1], waiting, done, cache)))
-                threads[-1].start()
-            for number in range(1, len(jobs) + 1):
-                failure = done.get()
-                if failure is not None:
-                    raise RunError(f"{failure}; compile with --no-build to leave the kernels to the first run")
-                report(number / len(jobs))
-        finally:
-            for child in children:
-                child.kill()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            for child in children:
-                child.wait()
-                for pipe in (child.stdin, child.stdout):
-                    if pipe is not None:
-                        with suppress(OSError):  # what is left of a line that a child did not take
-                            pipe.close()
-
-
 def _folder() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="flashmem-build-", ignore_cleanup_errors=True)
@@ -201,17 +270,13 @@ def _start(device: Device, folder: str) -> subprocess.Popen[str]:
 
 def _feed(
     child: subprocess.Popen[str],
-    waiting: queue.SimpleQueue[dict[str, Any]],
+    waiting: queue.SimpleQueue[dict[str, Any] | None],
     done: queue.SimpleQueue[str | None],
     cache: ProgramCache,
 ) -> None:
-    """Give one child one job after the other, and put what it makes into the cache."""
+    """Give one child one job after the other, until there is none but None, and put what it makes into the cache."""
     assert child.stdin is not None and child.stdout is not None
-    while True:
-        try:
-            job = waiting.get_nowait()
-        except queue.Empty:
-            return
+    while (job := waiting.get()) is not None:
         try:
             child.stdin.write(json.dumps(job) + "\n")
             child.stdin.flush()
