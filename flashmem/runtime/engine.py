@@ -20,7 +20,8 @@ from flashmem.program import Port, array_bytes, lane_kind, output_bytes, scratch
 from flashmem.runtime.arena import Bytes, move_out, new_pages
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, make_steps
-from flashmem.runtime.kernel_list import wanted_kernels
+from flashmem.runtime.kernel_list import Wanted, wanted_kernels
+from flashmem.runtime.kernel_processes import build_apart as kernels_built_apart
 from flashmem.runtime.lanes import LayerMoves, layer_moves, needed_slices
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun, Span, planned_frees, planned_loads
@@ -60,8 +61,9 @@ class Engine:
         lanes: bool,
         trace: bool,
         verify_weights: bool,
+        build_apart: bool,
     ) -> None:
-        """Allocate, compile or load the kernels, set their arguments. Reads the constants, no weights.
+        """Allocate, load the kernels or have them built, set their arguments. Reads the constants, no weights.
 
         Raises:
             RunError: the device or the budget refuses.
@@ -71,16 +73,23 @@ class Engine:
         self._queue = self._context.queue(profiling=trace)
         self.ledger = Ledger(self._context, budget)
         try:
-            self._set_up(mode, layout, lanes, bundle.digests.slices if verify_weights else None)
+            self._set_up(mode, layout, lanes, bundle.digests.slices if verify_weights else None, build_apart)
         except BaseException:
             self.ledger.close()
             raise
 
-    def _set_up(self, mode: TransferMode, layout: PoolLayout, lanes: bool, digests: Mapping[str, Digest] | None) -> None:
+    def _set_up(
+        self,
+        mode: TransferMode,
+        layout: PoolLayout,
+        lanes: bool,
+        digests: Mapping[str, Digest] | None,
+        build_apart: bool,
+    ) -> None:
         program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
         moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
-        self._plain, self._lane = self._open_kernels(moves)
+        self._plain, self._lane = self._open_kernels(moves, build_apart)
         arena = self._make_arena()
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
@@ -108,13 +117,18 @@ class Engine:
         self._w_is_resident = not self._w_loads
         self._has_run = False
 
-    def _open_kernels(self, moves: Mapping[int, LayerMoves]) -> tuple[CachedKernels, CachedKernels]:
-        """The plain kernels, and those with a stream lane."""
-        cache, options, carried = ProgramCache(), self._bundle.program.build_options, self._bundle.binaries or b""
-        plain, lane = wanted_kernels(self._bundle.program, self._bundle.source, moves)
-        return CachedKernels(cache, self._context, options, plain, carried), CachedKernels(
-            cache, self._context, options, lane, carried
+    def _open_kernels(self, moves: Mapping[int, LayerMoves], apart: bool) -> tuple[CachedKernels, CachedKernels]:
+        """The plain kernels, and those with a stream lane; `apart`: what no cache has is built by child processes."""
+        program, context, cache = self._bundle.program, self._context, ProgramCache()
+
+        def build(missing: Mapping[str, Wanted]) -> Mapping[str, bytes]:
+            return kernels_built_apart(missing, program, context.device, cache)
+
+        plain, lane = (
+            CachedKernels(cache, context, program.build_options, wanted, self._bundle.binaries or b"", build if apart else None)
+            for wanted in wanted_kernels(program, self._bundle.source, moves)
         )
+        return plain, lane
 
     def _make_arena(self) -> Memory:
         """The arena; in `_host`, where it is host memory, as the host sees it."""

@@ -52,6 +52,7 @@ class Session:
         lanes: bool = True,
         trace: bool = False,
         verify_weights: bool = False,
+        build_apart: bool = True,
     ) -> None:
         """Make everything ready that is not weights (`strategy` "preload": weights too).
 
@@ -67,6 +68,8 @@ class Session:
             trace: record when each layer ran on the device.
             verify_weights: compare every slice and table row that is read with its digest; a damaged one fails the run.
                 Constants are compared always.
+            build_apart: kernels that no cache has are built in child processes, whose memory goes with them; if not, in this
+                one, which keeps a compiler's 200 to 400 MB. For those who open many sessions, or cannot start processes.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
@@ -119,7 +122,7 @@ class Session:
         try:
             self._engine = Engine(
                 replace(self.bundle, program=program), self._file, self.device, self.mode, plan, layout, self.budget,
-                lanes=lanes, trace=trace, verify_weights=verify_weights,
+                lanes=lanes, trace=trace, verify_weights=verify_weights, build_apart=build_apart,
             )  # fmt: skip
         except BaseException:
             self._file.close()
