@@ -27,6 +27,7 @@ from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun, Span, planned_frees, planned_loads
 from flashmem.runtime.opencl import Context, Event, Memory, wait
 from flashmem.runtime.program_cache import CachedKernels, ProgramCache
+from flashmem.runtime.report import process_rss
 from flashmem.runtime.transfer import InterleaveTransfer, make_transfer
 from flashmem.runtime.weight_file import WeightFile
 
@@ -71,6 +72,7 @@ class Engine:
         self._bundle, self._file, self._plan, self._trace = bundle, file, plan, trace
         self._context = Context(device)
         self._queue = self._context.queue(profiling=trace)
+        self.start_rss = process_rss()
         self.ledger = Ledger(self._context, budget)
         try:
             self._set_up(mode, layout, lanes, bundle.digests.slices if verify_weights else None, build_apart)

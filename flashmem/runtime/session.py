@@ -250,6 +250,7 @@ class Session:
                 dict(ledger.peak_by_category),
                 process_peak_rss(),
                 tuple(ledger.history),
+                self._engine.start_rss,
             ),
             played.loads,
             played.layers,
