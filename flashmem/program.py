@@ -7,6 +7,7 @@ or one for each slice of its weight); layers are numbered 1..N in execution orde
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -46,7 +47,7 @@ SLICE_ALIGNMENT = 4096
 """Slices start on pages of the weight file, so that each can be mapped, populated and dropped on its own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """An activation in the arena: `dtype` is what it is stored in. `nbytes` includes the slack that lets a vector load run past
     the last element.
@@ -59,7 +60,7 @@ class Tensor:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """The part of one weight that is one texture (or one buffer): the unit the plan streams.
 
@@ -88,7 +89,7 @@ class Slice:
         return self.row_pitch * self.height if self.is_image else self.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Arg:
     """One kernel argument: a tensor, a slice, a constant (byte `offset` in the constants region), or a number."""
 
@@ -97,7 +98,7 @@ class Arg:
     nbytes: int = 0  # of a constant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KernelShape:
     """What a kernel does, beyond its arithmetic and its bytes: what a measured predictor tells kernels apart by.
 
@@ -123,7 +124,7 @@ class KernelShape:
     split: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Layer ℓ: one kernel launch. `macs` and `bytes` (activations read and written) describe its cost to the planner.
 
@@ -143,7 +144,7 @@ class Launch:
     shape: KernelShape = KernelShape()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Port:
     """An input or output of the model, as the user sees it: ONNX name, shape and dtype; `tensor` is its device twin.
 
@@ -159,7 +160,7 @@ class Port:
     ready: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowGather:
     """Rows of a table picked on the host by the input `indices`: only the rows asked for are ever read.
 
@@ -222,8 +223,21 @@ class Program:
         def each(kind: type, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
 
+        made: dict[int, Any] = {}
+
+        def shared(kind: type, row: dict[str, Any]) -> Any:
+            """One object for one row: `parsed` gives equal ones once."""
+            if id(row) not in made:
+                made[id(row)] = kind(**row)
+            return made[id(row)]
+
         launches = [
-            {**row, "args": each(Arg, row["args"]), "shape": KernelShape(**row.get("shape", {}))} for row in data["launches"]
+            {
+                **row,
+                "args": tuple(shared(Arg, arg) for arg in row["args"]),
+                "shape": shared(KernelShape, row.get("shape", {})),
+            }
+            for row in data["launches"]
         ]
         return cls(
             **{
@@ -237,6 +251,23 @@ class Program:
                 "build_options": tuple(data["build_options"]),
             }
         )
+
+
+def parsed(text: str | bytes) -> Any:
+    """What JSON says, equal objects as one: a large model's launches have ten thousands of arguments, most of them equal.
+
+    Raises:
+        ValueError: not JSON.
+    """
+    seen: dict[Any, dict[str, Any]] = {}
+
+    def one(row: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return seen.setdefault((*row.items(), *map(type, row.values())), row)
+        except TypeError:  # it holds others
+            return row
+
+    return json.loads(text, object_hook=one)
 
 
 def lane_kind(program: Program) -> Channel | Literal["buffer"]:

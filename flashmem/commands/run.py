@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -82,8 +82,12 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     place = bundle_of(model, compiling, still_open=RUN_TIME, build=options.build)
     before = process_rss() or 0
     bundle = Bundle.open(place)
-    given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
-    inputs = complete_inputs(bundle.program, given, options.seed)
+
+    def make_inputs() -> dict[str, NDArray[Any]]:
+        given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
+        return complete_inputs(bundle.program, given, options.seed)
+
+    inputs = HandedOver(make_inputs)
     opened = (process_rss() or 0) - before
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
     outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None, opened=opened)
@@ -97,7 +101,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     verification = None
     if options.verify:
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
-        verification = compare(outcome.outputs, reference(original, inputs, names), bundle.program.precision)
+        verification = compare(outcome.outputs, reference(original, make_inputs(), names), bundle.program.precision)
     if options.json:
         emit_json(report_json(outcome, options, verification))
     else:
@@ -106,9 +110,30 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise RunError(complaint(verification, bundle.program.precision))
 
 
+class HandedOver(Mapping[str, NDArray[Any]]):
+    """Inputs of each run, which whoever asks for them gets for good: they are not held while layers run. Made again for the
+    next run, where there is one.
+    """
+
+    def __init__(self, make: Callable[[], dict[str, NDArray[Any]]]) -> None:
+        self._make, self._arrays = make, make()
+        self._names = tuple(self._arrays)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._arrays and name in self._names:
+            self._arrays |= self._make()
+        return self._arrays.pop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _run(
     bundle: Bundle,
-    inputs: dict[str, NDArray[Any]],
+    inputs: HandedOver,
     options: RunOptions,
     compiling: CompileOptions,
     *,

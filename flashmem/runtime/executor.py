@@ -34,7 +34,7 @@ SECONDS_APART = 0.01
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Command:
     """One kernel launch, ready to be enqueued. `arguments` are held because a kernel does not keep its memory alive."""
 
@@ -44,7 +44,7 @@ class Command:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One layer: wait for `needs` (slices), then enqueue `commands`."""
 

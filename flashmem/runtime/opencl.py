@@ -149,15 +149,25 @@ def _raw_info(device: Any, parameter: int) -> int:
     return 0 if failed else value.value
 
 
+_NO_EVENTS = ctypes.c_uint(0)
+
+
+@functools.lru_cache(4096)
+def _sizes(numbers: tuple[int, ...]) -> Any:
+    """As C takes them; launches of equal sizes share them."""
+    return (ctypes.c_size_t * len(numbers))(*numbers)
+
+
 class Launch:
     """One launch of a kernel on a queue: its sizes, and the call that makes it as C takes it, converted once."""
 
+    __slots__ = ("arguments", "global_size", "kernel", "local_size")
+
     def __init__(self, queue: Any, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> None:
-        sizes = ctypes.c_size_t * len(global_size)
         self.kernel, self.global_size, self.local_size = kernel, global_size, local_size
         self.arguments = (
             ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(len(global_size)), None,
-            sizes(*global_size), sizes(*local_size) if local_size else None, ctypes.c_uint(0), None, None,
+            _sizes(global_size), _sizes(local_size) if local_size else None, _NO_EVENTS, None, None,
         )  # fmt: skip
 
 

@@ -49,6 +49,10 @@ class ProgramCache:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = cache_folder("programs") if folder is None else folder
 
+    def holds(self, key: str) -> bool:
+        """Whether there is an entry for `key`, which may yet be found wrong as it is read."""
+        return self._path(key).is_file()
+
     def read(self, key: str) -> bytes | None:
         """The binary stored under `key`, or None."""
         path = self._path(key)
@@ -118,18 +122,18 @@ class CachedKernels:
         self._error: RunError | None = None
         self._refused: dict[str, Wanted] = {}  # what the driver does not take from the cache
         brought: dict[str, bytes] | None = None
-        found: list[tuple[str, Wanted, bytes]] = []
+        found: list[tuple[str, Wanted, bytes | None]] = []  # None: in the cache
         missing: dict[str, Wanted] = {}
         for each in wanted:
             key = kernel_key(context.device, each, options)
-            binary = cache.read(key)
-            if binary is None and carried:
-                brought = unpacked_entries(carried) if brought is None else brought
-                binary = brought.get(key)
-            if binary is None:
-                missing[key] = each
+            if cache.holds(key):
+                found.append((key, each, None))
+                continue
+            brought = unpacked_entries(carried) if brought is None else brought
+            if key in brought:
+                found.append((key, each, brought[key]))
             else:
-                found.append((key, each, binary))
+                missing[key] = each
         self._make(missing)
         self._loading: threading.Thread | None = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
         self._loading.start()
@@ -149,13 +153,16 @@ class CachedKernels:
         for key, each in missing.items():
             self._programs[each.name] = self._compiled[key] = self._context.build(each.text, self._options)
 
-    def _load(self, found: list[tuple[str, Wanted, bytes]]) -> None:
-        for key, each, binary in found:
+    def _load(self, found: list[tuple[str, Wanted, bytes | None]]) -> None:
+        for key, each, carried in found:
+            binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
             try:
-                self._programs[each.name] = self._context.load(binary, self._options)
+                if binary is not None:
+                    self._programs[each.name] = self._context.load(binary, self._options)
+                    continue
             except RunError:
                 self._cache.delete(key)
-                self._refused[key] = each
+            self._refused[key] = each
 
     def _wait(self) -> None:
         """All kernels are there. Raises RunError where the driver refuses one, each time."""

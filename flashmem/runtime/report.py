@@ -28,7 +28,7 @@ class MemoryUse:
     `peak_bytes` and `average_bytes` (over time) are of the run, for the first run since the session's creation; `by_category`
     is what made up the peak. `process_peak_rss_bytes` is the whole process since its start, drivers included, and
     `process_start_rss_bytes` what it held when the device's context was there and nothing else of the session; None where the
-    system does not say. `over_time`: (seconds, bytes from then on).
+    system does not say. `over_time`: (seconds, bytes from then on); `changes`: (seconds, category, its bytes from then on).
     """
 
     peak_bytes: int
@@ -38,6 +38,7 @@ class MemoryUse:
     process_peak_rss_bytes: int | None
     over_time: tuple[tuple[float, int], ...]
     process_start_rss_bytes: int | None = None
+    changes: tuple[tuple[float, Category, int], ...] = ()
 
 
 @dataclass(frozen=True)

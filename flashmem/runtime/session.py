@@ -165,6 +165,7 @@ class Session:
                 self._engine.ledger.restart_history()
             with self._closed_by_failure(but=ValueError):  # an index outside a table: nothing has started yet
                 self._write_inputs(inputs)
+            inputs.clear()  # of this run: who calls may have given them for good
             with self._closed_by_failure():
                 played = self._engine.run([outputs[name] for name in dict.fromkeys(chosen)])
             self._check_status()
@@ -251,6 +252,7 @@ class Session:
                 process_peak_rss(),
                 tuple(ledger.history),
                 self._engine.start_rss,
+                tuple(ledger.changes),
             ),
             played.loads,
             played.layers,
