@@ -148,13 +148,15 @@ class Port:
     """An input or output of the model, as the user sees it: ONNX name, shape and dtype; `tensor` is its device twin.
 
     `tensor` is None for an input that no kernel reads (it only selects table rows on the host, see `RowGather`), and for an
-    output without elements.
+    output without elements. `ready` is the layer after which an output is read, since its place in the arena may be another
+    tensor's from then on; None: after the last.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # numpy name of the ONNX type: float32, float16, int64, int32, bool ...
     tensor: str | None
+    ready: int | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ class Program:
     constants_offset: int  # in weights.bin, page aligned
     constants_bytes: int
     weights_bytes: int  # size of weights.bin
+    hands_over: bool = False  # the arena is host memory, and outputs stored as the user gets them become arrays where they lie
     status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
     build_options: tuple[str, ...] = ()
     live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
@@ -249,7 +252,7 @@ def lane_kind(program: Program) -> Channel | Literal["buffer"]:
 
 
 def fixed_bytes(program: Program) -> int:
-    """What a session holds whatever the plan: activations, constants, the arrays that it hands back, and host scratch."""
+    """What a session holds whatever the plan: activations, constants, arrays that outputs are copied to, and host scratch."""
     return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
 
 
@@ -276,9 +279,24 @@ def panel_bytes(gather: RowGather) -> int:
     return (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
 
 
+def copied_outputs(program: Program) -> tuple[Port, ...]:
+    """The outputs that a run copies, each to an array of its own: all that do not become arrays where they lie."""
+    stored = {tensor.name: tensor.dtype for tensor in program.tensors}
+    return tuple(
+        port
+        for port in program.outputs
+        if port.tensor is not None and not (program.hands_over and stored[port.tensor] == port.dtype)
+    )
+
+
 def output_bytes(program: Program) -> int:
-    """The arrays that a run hands back."""
-    return sum(math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)]) for port in program.outputs)
+    """The arrays that outputs are copied to."""
+    return sum(array_bytes(port) for port in copied_outputs(program))
+
+
+def array_bytes(port: Port) -> int:
+    """The array of a port, in its own type."""
+    return math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)])
 
 
 def scratch_bytes(program: Program) -> int:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from flashmem.errors import RunError
 from flashmem.program import TEXEL_BYTES, Channel
-from flashmem.runtime.opencl import Context, Memory, release
+from flashmem.runtime.opencl import Bytes, Context, Memory, release
 from flashmem.units import format_size
 
 Category = Literal["constants", "arena", "outputs", "staging", "weights"]
@@ -64,6 +64,10 @@ class Ledger:
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
         """A device buffer that lives as long as the session. Raises RunError past the budget or if the device refuses."""
         return self._allocate(category, nbytes, what, lambda: self._context.buffer(nbytes, host_visible=host_visible))
+
+    def wrapped(self, category: Category, data: Bytes, what: str) -> Memory:
+        """Host memory that kernels use where it is, for as long as the session lives. Raises RunError as `buffer` does."""
+        return self._allocate(category, data.nbytes, what, lambda: self._context.scratch(data))
 
     def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Memory:
         """A texture that lives as long as the session. Raises RunError past the budget or if the device refuses."""

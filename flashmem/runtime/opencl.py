@@ -214,6 +214,11 @@ class Queue:
         with _explained("read a buffer"):
             cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=True)
 
+    def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
+        """Copy a buffer into a contiguous host array behind what was enqueued so far; the event completes when it is there."""
+        with _explained("read a buffer"):
+            return cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=False)
+
     def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
         """Copy `rows` rows of `width` texels, `row_pitch` bytes apart in host memory, into an image, and wait."""
         with _explained("write to a texture"):
@@ -285,7 +290,7 @@ class Context:
             return cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
     def scratch(self, data: Bytes) -> Memory:
-        """A buffer that *is* the host memory `data`, which must outlive it; kernels read and write it. For CPUs."""
+        """A buffer that *is* the host memory `data`, which it keeps alive; kernels read and write it. For CPUs."""
         with _explained(f"use {data.nbytes} bytes in place"):
             return cl.Buffer(self.handle, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
