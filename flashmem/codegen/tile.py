@@ -18,6 +18,7 @@ class Tile:
     """A variant cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
     where zero points and scales are. `block`: steps of depth that share a zero point and a scale; 0 if all of them do.
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
+    `looped`: one copy of the fused tail finishes all sums, for compilers that take long and processors whose stack is near.
     `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
     """
 
@@ -42,6 +43,7 @@ class Tile:
     aligned_columns: bool = False
     whole: bool = False
     folded: bool = False
+    looped: bool = False
 
     @property
     def vectors(self) -> int:

@@ -55,6 +55,7 @@ def _tile(
         stage=variant.stage, double=variant.double, split=variant.split,
         aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
         whole=bool(variant.stage) and run % variant.stage == 0,
+        looped=emitter.descriptor.kind == "cpu" and not variant.stage and rows * columns > vector,
     )  # fmt: skip
 
 
