@@ -124,6 +124,8 @@ class KernelBuilder:
                 stacklevel=3,
             )
             return None
+        if self._finished < len(self._submitted):
+            self._start_children(device, _processors())
         while self._finished < len(self._submitted) and self._failure is None:
             self._note(self._done.get())
         if self._failure is not None:
@@ -161,8 +163,12 @@ class KernelBuilder:
             self._submitted.add(job["key"])
             self._waiting.put(job)
         self._report(self._finished / len(self._submitted))
+        self._start_children(device, max(1, _processors() - 1))  # one is busy with the weights
+
+    def _start_children(self, device: Device, most: int) -> None:
+        """As many children as jobs wait for, `most` of them in all."""
         self._folder = self._folder or _folder()
-        while len(self._children) < min(len(self._submitted) - self._finished, _processors()):
+        for _ in range(min(self._waiting.qsize(), most - len(self._children))):
             with blocked():  # an interrupt now would leave a child that nobody knows of
                 child = _start(device, self._folder.name)
                 self._children.append(child)
