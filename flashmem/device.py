@@ -42,12 +42,12 @@ class Variant:
     A work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down, across) of them.
     With `stage` the group copies that many steps of depth of both operands into local memory at a time, twice as much memory
     and one block ahead if `double`. `split` parts of the group each take a share of every stage, and their sums are added in a
-    fixed order. With `half` the products of that many steps of depth are summed in half, where operands are stored so, and their
-    sum is added in float; for devices with cl_khr_fp16.
+    fixed order. With `half` the products of that many steps of depth are summed in half, where operands are stored so, and
+    their sum is added in float; for devices with cl_khr_fp16.
 
-    Of attention `rows` are queries and `columns` keys. With `stage`, a group takes blocks of keys, a work-item `columns` of them,
-    and `stage` channels are in local memory at a time. Without, vectors lie along the queries, `columns` keys are summed side by
-    side, and `split` work-items share the keys of at most `rows` queries.
+    Of attention `rows` are queries and `columns` keys. With `stage`, a group takes blocks of keys, a work-item `columns` of
+    them, and `stage` channels are in local memory at a time. Without, vectors lie along the queries, `columns` keys are summed
+    side by side, and `split` work-items share the keys of at most `rows` queries.
     """
 
     name: str

@@ -152,7 +152,7 @@ def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
     bundle = flashmem.compile(
         tmp_path / "m.onnx", tmp_path / "b", device=HALF_PLACES[0][0], memory_path="buffer", precision="fp16", build=False
     )
-    with pytest.raises(UserError, match="compute in half .*; compile the model for this device"):
+    with pytest.raises(UserError, match=r"compute in half .*; compile the model for this device"):
         flashmem.Session(bundle, device=device)
 
 

@@ -116,8 +116,8 @@ class CachedKernels:
         for each in wanted:
             if HALF_ARITHMETIC in each.text and HALF_ARITHMETIC not in context.device.extensions:
                 raise UserError(
-                    f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; compile the "
-                    "model for this device"
+                    f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; "
+                    "compile the model for this device"
                 )
             key = kernel_key(context.device, each, options)
             binary = cache.read(key)

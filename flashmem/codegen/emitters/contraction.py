@@ -152,8 +152,8 @@ def _emit_packed(
         template, emitter.memory_path, rows, depth, columns // groups, groups, kept.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
-    plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
-    tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=plain), kept)
+    only_plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
+    tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
     fold_unit = step if template == "matmul" else run
