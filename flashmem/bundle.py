@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -257,17 +258,27 @@ class BundleWriter:
             UserError: the disk is full or fails; nothing of the bundle is kept.
         """
         with self._cleaned_up():
-            self._write(memoryview(bytes(-self._size % alignment)))
-            offset = self._size
-            flat = data if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-            self._write(memoryview(flat))
-            self._appended[offset, self._size - offset] = digest(flat)
+            padding = bytes(-self._size % alignment)
+            offset = self._size + len(padding)
+            flat = memoryview(data if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+            hashing = threading.Thread(target=self._hash, args=(padding, flat, offset))
+            hashing.start()
+            try:
+                self._write(memoryview(padding))
+                self._write(flat)
+            finally:
+                hashing.join()
             return offset
+
+    def _hash(self, padding: bytes, data: memoryview, offset: int) -> None:
+        """In a thread beside the writing: both take about as long, and none needs the interpreter."""
+        self._sha256.update(padding)
+        self._sha256.update(data)
+        self._appended[offset, len(data)] = digest(data)
 
     def _write(self, data: memoryview) -> None:
         while len(data):
             written = self._weights.write(data[:_READ_BYTES])
-            self._sha256.update(data[:written])
             self._size += written
             data = data[written:]
 

@@ -300,8 +300,8 @@ class _Tuner:
 
     def _too_large(self, variant: Variant) -> str:
         device = self._device
-        if 0 < device.max_group_items < variant.group_items:
-            return f"work-groups of {variant.group_items}; the device has {device.max_group_items}"
+        if 0 < device.max_group_items < variant.items:
+            return f"work-groups of {variant.items}; the device has {device.max_group_items}"
         if 0 < device.local_memory_bytes < variant.local_bytes:
             return f"{variant.local_bytes} bytes of local memory; the device has {device.local_memory_bytes}"
         return ""

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.codegen.variants import Product, seconds
+from flashmem.codegen.variants import Product, cut, panel, seconds
 from flashmem.device import DeviceDescriptor, Variant
 from flashmem.program import Optimize
 
@@ -135,6 +135,6 @@ def packed_bytes(product: Product, variant: Variant) -> float:
     """Bytes of the packed weights, whose last panel is filled up; 0 for products of activations."""
     if product.family not in ("matmul", "conv"):
         return 0.0
-    panel = variant.block[1] if variant.stage else min(variant.columns, 1 << (product.columns - 1).bit_length())
-    columns = -(-product.columns // panel) * panel
+    width = panel(cut(variant, product))
+    columns = -(-product.columns // width) * width
     return product.batches * product.depth * columns * _ITEMSIZE.get(product.storage, 1.0)

@@ -32,9 +32,7 @@ def read_early(emitter: Emitter, outputs: Sequence[Port], gathers: Sequence[RowG
     by_host = {gather.tensor for gather in gathers}
     return [
         replace(port, ready=lifetimes[port.tensor][1])
-        if port.tensor in lifetimes
-        and port.tensor not in by_host
-        and emitter.storage(emitter.tensors[port.tensor]) == port.dtype
+        if port.tensor in lifetimes and port.tensor not in by_host and emitter.tensors[port.tensor].dtype == port.dtype
         else port
         for port in outputs
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from flashmem.codegen.tuned import Product as Product
 from flashmem.codegen.tuned import tuned_table
@@ -15,6 +16,28 @@ def choose(descriptor: DeviceDescriptor, product: Product) -> Variant:
     return min(times, key=lambda variant: times[variant])
 
 
+def candidates(descriptor: DeviceDescriptor, product: Product) -> tuple[Variant, ...]:
+    """The device's variants that can compute `product`."""
+    return tuple(each for each in descriptor.variants_of(product.family) if not each.half or product.storage == "float16")
+
+
+def cut(variant: Variant, product: Product) -> Variant:
+    """`variant` cut to `product`: a number of rows that wastes few, panels no wider. Staged ones stay as they are."""
+    if variant.stage:
+        return variant
+    least = 8 if product.storage.endswith("int4") else 4
+    columns = max(least, min(variant.columns, 1 << (product.columns - 1).bit_length()))
+    most = min(variant.rows, product.rows)
+    whole = {height: -(-product.rows // height) * height for height in range(most, most // 2, -1)}
+    rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
+    return replace(variant, rows=rows, columns=columns, vector=min(variant.vector, columns))
+
+
+def panel(variant: Variant) -> int:
+    """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares what it reads."""
+    return variant.block[1] if variant.stage else variant.columns
+
+
 def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, float]:
     """What the device's variants take for `product`: as measured on the nearest product of the tuned table, else estimated.
 
@@ -23,7 +46,7 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
     Raises:
         UserError: the tuned table that the descriptor names is missing or damaged.
     """
-    variants = descriptor.variants_of(product.family)
+    variants = candidates(descriptor, product)
     if len(variants) > 1:
         table = tuned_table(descriptor)
         measured = table.seconds(product, variants) if table else {}
@@ -43,16 +66,23 @@ def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -
     down, across = variant.block
     outputs = variant.rows * variant.columns
     groups = product.batches * math.ceil(product.rows / down) * math.ceil(product.columns / across)
-    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * variant.group_items))
+    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * variant.items))
     reads: float = variant.rows + variant.columns
     if variant.stage:
-        reads = reads * _LOCAL + (down + across) * variant.split / variant.group_items
+        reads = reads * _LOCAL + (down + across) * variant.split / variant.items
+    multiplication = 0.5 + _FOLD / variant.half if variant.half else 1.0
     steps = math.ceil(groups / at_once) * math.ceil(product.depth / variant.split)
-    return steps * math.sqrt(outputs) * (1 + _READ * reads / outputs)
+    return steps * math.sqrt(outputs) * (multiplication + _READ * reads / outputs)
 
 
 _READ = 8.0
 """A read from global memory or a texture, in multiplications: assumed."""
+
+_FOLD = 2.0
+"""Adding a sum in half to one in float, in multiplications in float, two of which are four in half: assumed."""
+
+_IDLE_ROWS = 1.02
+"""The tallest tile is taken whose rows are no more than 2 % above the fewest: other heights are other kernels."""
 
 _LOCAL = 0.25
 """A read from local memory, in reads from global memory: assumed."""

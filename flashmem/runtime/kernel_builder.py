@@ -126,7 +126,7 @@ class KernelBuilder:
         if missing and not can_be_written(self._cache.folder):
             return device, tuple(wanted), True
         if missing:
-            self._builders.submit({key: wanted[key] for key in missing}, program, device)
+            self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # with the weights
             self._report(self._builders.fraction)
         return device, tuple(wanted), False
 

@@ -33,12 +33,13 @@ Keep = Callable[[str, bytes], None]
 
 
 class Builders:
-    """Child processes, as many as there are processors, that build what is submitted. `close` ends them."""
+    """Child processes that build what is submitted, as many as there are processors. `close` ends them."""
 
     def __init__(self, keep: Keep, advice: str) -> None:
         """Nothing starts yet. `keep` takes what is built; `advice` ends the sentence of what fails."""
         self._keep, self._advice = keep, advice
         self.submitted = set[str]()
+        self._device: Device | None = None
         self._finished = 0
         self._failure: str | None = None
         self._waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -52,8 +53,10 @@ class Builders:
         """How much of what was submitted is done."""
         return self._finished / max(1, len(self.submitted))
 
-    def submit(self, wanted: Mapping[str, Wanted], program: Program, device: Device) -> None:
+    def submit(self, wanted: Mapping[str, Wanted], program: Program, device: Device, *, busy: int = 0) -> None:
         """Build kernels of `program`, by key: the longest first, each by a child that is free.
+
+        `busy` processors have something else to do, until `step` waits.
 
         Raises:
             RunError: no process can be started.
@@ -62,10 +65,16 @@ class Builders:
         for job in sorted(jobs, key=lambda job: -len(job["text"]) * max(1, len(job["trials"]))):
             self.submitted.add(job["key"])
             self._waiting.put(job)
+        self._device = device
+        self._start_children(max(1, _processors() - busy))
+
+    def _start_children(self, most: int) -> None:
+        """As many children as jobs wait for, `most` of them in all."""
+        assert self._device is not None
         self._folder = self._folder or _folder()
-        while len(self._children) < min(len(self.submitted) - self._finished, _processors()):
+        for _ in range(min(self._waiting.qsize(), most - len(self._children))):
             with blocked():  # an interrupt now would leave a child that nobody knows of
-                child = _start(device, self._folder.name, self._advice)
+                child = _start(self._device, self._folder.name, self._advice)
                 self._children.append(child)
             thread = threading.Thread(target=_feed, args=(child, self._waiting, self._done, self._keep))
             self._threads.append(thread)
@@ -75,6 +84,8 @@ class Builders:
         """Take note of one kernel that is done. False where none is left, one has failed, or (not `wait`) none is done now."""
         if self._finished == len(self.submitted) or self._failure is not None:
             return False
+        if wait:
+            self._start_children(_processors())
         try:
             self._failure = self._done.get(block=wait)
         except queue.Empty:

@@ -27,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flashmem.errors import FlashmemWarning, RunError
+from flashmem.errors import FlashmemWarning, RunError, UserError
 from flashmem.paths import cache_folder
 from flashmem.program import kernel_texts
-from flashmem.runtime.devices import Device
+from flashmem.runtime.devices import HALF_ARITHMETIC, Device
 from flashmem.runtime.kernel_list import Wanted, variant
 from flashmem.runtime.opencl import Context, Kernel, Program
 
@@ -114,6 +114,7 @@ class CachedKernels:
         """Find or build, and begin to load. `carried`: entries that the bundle brings (`packed_entries`).
 
         Raises:
+            UserError: the kernels compute in half, and the device does not.
             RunError: the driver refuses the kernels.
         """
         self._cache, self._context, self._options, self._build = cache, context, options, build
@@ -125,6 +126,11 @@ class CachedKernels:
         found: list[tuple[str, Wanted, bytes | None]] = []  # None: in the cache
         missing: dict[str, Wanted] = {}
         for each in wanted:
+            if HALF_ARITHMETIC in each.text and HALF_ARITHMETIC not in context.device.extensions:
+                raise UserError(
+                    f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; "
+                    "compile the model for this device"
+                )
             key = kernel_key(context.device, each, options)
             if cache.holds(key):
                 found.append((key, each, None))
