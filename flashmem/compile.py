@@ -77,7 +77,7 @@ def compile(
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
         lambda_: the paper's weight of W against loading distance.
         chunk: S, the unit of transfer.
-        precision: what weights and activations are stored in; arithmetic is fp32.
+        precision: what weights and activations are stored in; sums are fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
@@ -186,6 +186,7 @@ def plan_graph(
     only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
 
     def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
+        slicing = replace(slicing, later=options.optimize == "steady")
         return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:

@@ -35,6 +35,10 @@ class Tile:
     lanes: int = 1
 
 
+JOINED = 16
+"""Channels of attention that the work-items which share its keys join at a time."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to compute a contraction or an attention: what a work-item computes, and how a work-group shares what it reads.
@@ -91,7 +95,7 @@ class Variant:
     def local_bytes(self) -> int:
         """Local memory of a work-group: its stages, or where the parts hand over their sums, if that is more."""
         if not self.stage:
-            return 0
+            return 4 * self.vector * self.split * JOINED if self.split > 1 else 0
         if "attention" in self.families:  # queries, weights, keys or values, and a number of each work-item for each query
             queries, keys = self.block
             return 4 * ((self.stage + keys) * (queries + 4) + self.stage * keys + queries * self.local_size[1])
@@ -185,14 +189,23 @@ class DeviceDescriptor:
         descriptor: DeviceDescriptor = build(cls, values)
         return descriptor
 
-    def plain(self, family: str) -> Variant:
-        """The tile as a variant, which computes what the others cannot."""
+    def plain(self, family: str) -> tuple[Variant, ...]:
+        """What computes contractions, or attention, that the listed variants cannot: the tile, and of attention on a GPU what
+        every GPU has local memory for, and work-items that share the keys of few queries.
+        """
         tile = self.tile
-        return Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
+        if family != "attention":
+            return (Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
+        if self.kind == "cpu":
+            return (Variant("tile", (family,), 2 * tile.vector, 8, tile.vector),)
+        return (
+            Variant("tile", (family,), 8, 2, 2, (8, 16), stage=32),
+            Variant("few", (family,), 4, 4, 4, split=64),
+        )
 
     def variants_of(self, family: str) -> tuple[Variant, ...]:
         """The ways to compute contractions of `family`; the first is the plain one."""
-        listed = (self.plain(family), *(each for each in self.variants if family in each.families))
+        listed = (*self.plain(family), *(each for each in self.variants if family in each.families))
         return tuple(each for each in listed if each.name == self.only) or listed
 
     def on_path(self, path: str) -> DeviceDescriptor:

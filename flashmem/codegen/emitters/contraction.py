@@ -36,7 +36,7 @@ def _tile(emitter: Emitter, layer: Layer, product: Product, run: int, *, packed:
     scalar, activation = REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
-        variant = emitter.descriptor.plain(product.family)
+        [variant] = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
         variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
