@@ -65,7 +65,8 @@ class Slice:
 
     `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of `SLICE_ALIGNMENT`. For the memory path `texture`
     it is an image of `height` rows of `width` RGBA texels of `channel` type, each row padded in the file to `row_pitch`
-    bytes; `width == 0` marks a plain buffer on either path.
+    bytes; `width == 0` marks a plain buffer on either path. `raw` of its bytes are the weight's own elements, the rest is
+    padding.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Slice:
     height: int = 0
     row_pitch: int = 0
     channel: Channel = "float"
+    raw: int = 0
 
     @property
     def is_image(self) -> bool:
@@ -273,6 +275,16 @@ def panel_bytes(gather: RowGather) -> int:
         return -(-gather.columns // 2)
     itemsize = {"float32": 4, "float16": 2}.get(gather.dtype, 1)
     return (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
+
+
+def raw_bytes(program: Program) -> int:
+    """What of the weight file is elements of the model's weights; the rest pads rows of images, panels, and slices to pages.
+
+    Resident constants count as they lie.
+    """
+    tables = [gather for gather in program.row_gathers if gather.panel == 1]  # the others lie in a weight's panels
+    rows = {(table.offset, table.rows * table.row_stride) for table in tables}
+    return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
 
 
 def output_bytes(program: Program) -> int:

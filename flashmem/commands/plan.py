@@ -16,7 +16,7 @@ from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
-from flashmem.program import Program
+from flashmem.program import Program, raw_bytes
 from flashmem.units import format_size
 from flashmem.zoo.names import architecture
 
@@ -151,6 +151,11 @@ def _launches(program: Program) -> dict[str, str]:
     return {"launches": f"{len(program.launches)}; more than one for {len(several)} weights: {named}"}
 
 
+def _file(program: Program) -> str:
+    raw, padded = raw_bytes(program), program.weights_bytes
+    return f"{format_size(padded)}, {format_size(raw)} without padding ({padded / raw - 1:.2%})"
+
+
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
     plan = shown.plan
     data = {
@@ -168,6 +173,8 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
             "slices": len(plan.weights),
             "in_several_launches": several_launches(shown.program),
             "weights_bytes": sum(w.nbytes for w in plan.weights),
+            "raw_bytes": raw_bytes(shown.program),
+            "padded_bytes": shown.program.weights_bytes,
             "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
         },
         "layout_bytes": {mode: layout.total_bytes for mode, layout in plan.layouts.items()},
@@ -199,6 +206,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
+        "weight file": _file(shown.program),
         **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
     }
