@@ -182,6 +182,23 @@ class RowGather:
 
 
 @dataclass(frozen=True)
+class LaunchOrder:
+    """How launches were ordered: the most bytes of activations alive at once in the order of the model and in the one taken,
+    and a bound that no order is below. Each fused group counts as one launch.
+    """
+
+    given_bytes: int
+    peak_bytes: int
+    bound_bytes: int
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """By what part the peak may be above the best one."""
+        return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
+
+
+@dataclass(frozen=True)
 class Program:
     """Everything the runtime needs to execute, save the weights and the plan."""
 
@@ -199,6 +216,7 @@ class Program:
     weights_bytes: int  # size of weights.bin
     status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
     build_options: tuple[str, ...] = ()
+    order: LaunchOrder | None = None
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""
@@ -234,6 +252,7 @@ class Program:
                 "launches": each(Launch, launches),
                 "row_gathers": each(RowGather, data["row_gathers"]),
                 "build_options": tuple(data["build_options"]),
+                "order": LaunchOrder(**data["order"]) if data.get("order") else None,
             }
         )
 

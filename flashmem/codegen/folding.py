@@ -1,9 +1,8 @@
 """The textures of a packed weight: which panels each holds, and how tall they are, so that aligned rows waste next to nothing.
 
 Devices that make an image of a buffer want its rows to start at multiples of an alignment, of 64 texels on phones. An image of
-a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*), and with as
-many folds as make its width a multiple of the alignment nothing is lost. Slices of whole multiples of some panels need fewer
-folds.
+a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*), and with
+as many folds as make its width a multiple of the alignment nothing is lost. Slices of multiples of some panels need fewer.
 """
 
 from __future__ import annotations

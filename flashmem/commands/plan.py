@@ -156,8 +156,17 @@ def _file(program: Program) -> str:
     return f"{format_size(padded)}, {format_size(raw)} without padding ({padded / raw - 1:.2%})"
 
 
+def _order(program: Program) -> dict[str, str]:
+    order = program.order
+    if order is None:
+        return {}
+    given, peak, bound = (format_size(nbytes) for nbytes in (order.given_bytes, order.peak_bytes, order.bound_bytes))
+    change = "the model's" if order.method == "as given" else f"by {order.method}, down from {given}"
+    return {"order": f"{change}: activations of {peak} at most, bound {bound}, gap {order.gap:.2%}"}
+
+
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
-    plan = shown.plan
+    plan, order = shown.plan, shown.program.order
     data = {
         "model": shown.title,
         "device": shown.device,
@@ -177,6 +186,7 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
             "padded_bytes": shown.program.weights_bytes,
             "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
         },
+        "order": {**asdict(order), "gap": order.gap} if order else None,
         "layout_bytes": {mode: layout.total_bytes for mode, layout in plan.layouts.items()},
         "why": [asdict(each) for each in because],
     }
@@ -207,6 +217,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
         "weight file": _file(shown.program),
+        **_order(shown.program),
         **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
     }
