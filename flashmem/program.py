@@ -217,6 +217,7 @@ class Program:
     status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
     build_options: tuple[str, ...] = ()
     order: LaunchOrder | None = None
+    live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""

@@ -12,7 +12,7 @@ smallest. That is NP-hard (register allocation, Sethi 1975), but networks leave 
 3. What a segment holds after some of its layers is known from their set alone, so the best order is a path of least maximum
    through sets, found best first (as Dijkstra finds shortest paths). A layer that can run without passing the maximum so far
    and leaves no more alive than before is run at once: in any order of the rest, it could be moved here. Where sets are too
-   many, small tensors are taken as free, more of them each time; what that proves is a bound all the same.
+   many, small tensors are taken as free, in one search after the other; what those prove is a bound all the same.
 4. CP-SAT takes the segments of up to `CP_LAYERS` layers that this leaves open (`planning/order_cp.py`).
 
 The given order is kept where it is as good, segment by segment, and followed as far as the peak allows elsewhere: weights are
@@ -42,7 +42,7 @@ _WIDTH = 24
 _WORTH = 0.005
 """A peak that is above its bound by no more than this part is good enough."""
 
-_FREE = (0, 1 << 12, 1 << 9, 1 << 7, 1 << 6)
+_FREE = (1 << 8, 0, 1 << 12, 1 << 10, 1 << 6)
 """Tensors of less than a part of the bound (its divisor; 0: none) are taken as free in one search after the other."""
 
 
@@ -279,11 +279,11 @@ def _solve(segment: _Segment, floor: int, sets: int, cp_seconds: float, worth: f
     best = _Found(range(segment.count), segment.given_peak, floor)
     finished = False
     for divisor in _FREE:
-        free = 0 if divisor == 0 else best.bound // divisor
+        free = best.bound // divisor if divisor else 0
         order, proven = _search(segment, best.bound, [size if size >= free else 0 for size in sizes], sets)
         best = _better(best, order, proven, segment, "search")
-        finished = order is not None
-        if finished or best.peak <= best.bound * (1 + worth):
+        finished |= order is not None
+        if best.peak <= best.bound * (1 + worth) or (order is not None and free == 0):
             break
     if not finished and best.peak > best.bound * (1 + worth):
         best = _better(best, _beam(segment, sizes), 0, segment, "beam")
