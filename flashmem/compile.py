@@ -27,12 +27,13 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
+from flashmem.ordering import in_lowest_order
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
 from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
-from flashmem.program import MemoryPath, Program
+from flashmem.program import LaunchOrder, MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
@@ -185,17 +186,18 @@ def plan_graph(
     choices = Choices(descriptor, options.optimize)
     only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
 
-    def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
+    def write(layers: Sequence[Layer], order: LaunchOrder, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
-        return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+        made = generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+        return replace(made, program=replace(made.program, order=order))
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
-            layers = fuse(graph, cuts)
+            layers, order = in_lowest_order(graph, fuse(graph, cuts), half=options.precision == "fp16")
         with watch("generate"):
-            made = write(layers, slicing)
+            made = write(layers, order, slicing)
             if choices.settle():
-                made = write(layers, slicing)
+                made = write(layers, order, slicing)
         if only_one:
             final(made)
         return made

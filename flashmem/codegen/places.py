@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from flashmem.codegen.arena import Use, alive, shapes
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.ranges import Ranges
-from flashmem.program import ITEMSIZE, TENSOR_ALIGNMENT, StoredType
+from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 
 Storage = Callable[[Value], StoredType]
 
@@ -77,6 +78,19 @@ def find_places(
         item.base: Place(root, item.at) for root, items in trees.members.items() for item in items if item.base is not root
     }
     return Places(ranges, storage, moved, trees.overwritten)
+
+
+def held_by(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
+
+    Arguments as in `find_places`. Layers count from 1; 0 stands for what is before them, one more than their number for what is
+    after. A piece is needed from the first of its layers to the last, in whatever order they run.
+    """
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    return list(trees.pieces())
 
 
 def where_needed(apart: Sequence[int], least: int) -> set[int]:
@@ -164,6 +178,23 @@ class _Trees:
             for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
         ]
         return alive(shapes(uses), self._layers)
+
+    def pieces(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Bytes that the same layers touch, and those layers; see `held_by`."""
+        for items in self.members.values():
+            spans = [
+                (item.at + low, item.at + high, item.first, layer)
+                for item in items
+                for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
+                if high > low
+            ]
+            end = max((high for _, high, *_ in spans), default=0)
+            whole = -(-(end + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+            cuts = sorted({cut for low, high, *_ in spans for cut in (low, high)} - {end} | {whole})
+            for start, stop in pairwise(cuts):
+                touching = {layer for low, high, *both in spans if low <= start < high for layer in both}
+                if touching:
+                    yield stop - start, tuple(sorted(touching))
 
     # -- parts of a Concat
 
