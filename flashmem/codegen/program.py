@@ -140,9 +140,9 @@ def _arena(
     for name in early:
         if name is not None:
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
-    for name in (*(port.tensor for port in outputs if port.ready is None), status):
+    for name, end in (*((port.tensor, port.ready) for port in outputs), (status, None)):
         if name is not None:
-            lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last)
+            lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last if end is None else end)
     held = {name: emitter.tensors[name] for name in lifetimes}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():
