@@ -44,7 +44,7 @@ from flashmem.errors import BundleError, MissingFileError, UserError
 from flashmem.generations import MANIFEST, Draft, is_generation, named_generation
 from flashmem.kernel_bounds import check_reach
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program, Source
+from flashmem.program import Program, Source, parsed
 
 FORMAT_VERSION = 4
 TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
@@ -109,9 +109,9 @@ class Bundle:
         contents = {name: _read_checked(path, name, manifest) for name in (*TEXT_FILES, DIGESTS)}
         _check_weights_size(path, manifest)
         try:
-            texts = {name: contents[name].decode() for name in TEXT_FILES}
-            program = Program.from_json(json.loads(texts["program.json"]))
-            plan = OverlapPlan.from_json(json.loads(texts["plan.json"]))
+            texts = {name: contents.pop(name).decode() for name in TEXT_FILES}
+            program = Program.from_json(parsed(texts.pop("program.json")))
+            plan = OverlapPlan.from_json(parsed(texts.pop("plan.json")))
             descriptor = DeviceDescriptor.from_dict(manifest["device"], where=f"{path}/{MANIFEST}")
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again") from error

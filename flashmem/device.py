@@ -155,6 +155,11 @@ class DeviceDescriptor:
     measured: bool = False
     sources: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether kernels read and write the host's own memory where it is: what mode `map` needs."""
+        return any("map" in modes for modes in self.modes.values())
+
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as plain data, for the bundle."""
         return asdict(self)
