@@ -44,7 +44,7 @@ _WIDTH = 8
 """Sets of one size that are kept where all searches were too long."""
 
 _WORTH = 0.005
-"""A peak that is above its bound by no more than this part is good enough."""
+"""A peak that is above its bound, or above another order's, by no more than this part is good enough."""
 
 _FREE = (1 << 6, 0, 1 << 9)
 """Tensors of less than a part of the bound (its divisor; 0: none) are taken as free in one search after the other."""
@@ -120,6 +120,8 @@ def lowest_order(problem: OrderProblem, *, tries: int = _TRIES, cp_seconds: floa
         best = _solve(segment, bound, tries, cp_seconds, worth)
         bound, peak = max(bound, best.bound), max(peak, best.peak)
         found[segment.first] = best, segment
+    if before <= peak * (1 + worth):
+        return Order(given, before, before, min(bound, before))
     order = list(given)
     methods: set[Method] = set()
     for first, (best, segment) in found.items():
