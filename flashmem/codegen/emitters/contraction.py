@@ -156,10 +156,10 @@ def _emit_packed(
     tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
-    fold_unit = run if template == "deform_conv" else step if kept.block else 1
     packing = Packing(
-        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
-    )
+        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path,
+        _fold_unit(template, tile, run, step), emitter.descriptor,
+    )  # fmt: skip
     if kept.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
@@ -211,6 +211,20 @@ def _emit_packed(
             nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
+
+
+def _fold_unit(template: str, tile: Tile, run: int, step: int) -> int:
+    """Rows of which a texture may be folded after any whole number, without a change of what the kernel computes.
+
+    Where products of several steps are summed in half, their number is one of a sum that nothing splits.
+    """
+    if template == "deform_conv":
+        return run
+    if tile.block_depth:
+        return step
+    if tile.half and not tile.stage:
+        return tile.half if (step if template == "matmul" else run) % tile.half == 0 else run if template == "conv" else step
+    return 1
 
 
 def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int) -> Arg:
