@@ -233,6 +233,7 @@ class _HeldProblem:
     weights: tuple[_Weight, ...]
     chunk_bytes: int
     m_peak: int
+    mode: str
 
 
 def _check_plan(program: Program, plan: OverlapPlan) -> None:
@@ -241,7 +242,7 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     _require(plan.chunk_bytes > 0, "its plan has no chunk size")
     _require(len(plan.capacities) == len(program.launches), "its plan has another number of layers")
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
-    problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak)
+    problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
     try:
         plan.check(cast(Any, problem), program.slices)
     except (PlanViolation, KeyError, IndexError) as error:
@@ -266,7 +267,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
         if mode == "interleave":
-            staged = passing_bytes(part) if part.name in preloaded else words
+            staged = passing_bytes(part, layout.piece_bytes) if part.name in preloaded else words
             _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
     if mode == "dma":
         rows = max((part.row_pitch for part in program.slices), default=0)

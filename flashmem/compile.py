@@ -49,7 +49,7 @@ def compile(
     device: str = "auto",
     budget: int | str | None = None,
     m_peak: int | str | None = None,
-    lambda_: float = 0.9,
+    lambda_: float | None = None,
     chunk: int | str = "1MiB",
     precision: Literal["fp32", "fp16"] = "fp32",
     shapes: Mapping[str, tuple[int, ...]] | None = None,
@@ -75,14 +75,15 @@ def compile(
         device: "auto", part of the name of a device that is here, or the name or file of a descriptor.
         budget: most bytes flashmem may hold on the device and in host staging together; None for no limit.
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
-        lambda_: the paper's weight of W against loading distance.
+        lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or the
+            paper's 0.9.
         chunk: S, the unit of transfer.
         precision: what weights and activations are stored in; arithmetic is fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
         mode: how weights travel; "auto" takes the first the device has on that path.
-        objective: "latency" (default unless `m_peak` is given) or "paper".
+        objective: "first" answer (the default), "steady" (later runs), or "paper".
         strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, to compare with.
         unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
         mu: weight of loading distance when fused layers are ranked for a split.

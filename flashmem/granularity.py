@@ -66,11 +66,11 @@ def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
 
 def _sizes(limits: Limits) -> Iterator[Slicing]:
     limit = limits.budget or limits.m_peak
-    if limit is None or limits.resolved_objective == "latency":
+    if limit is None or limits.resolved_objective == "first":
         yield Slicing(most=None)
     if limit is None:
         return
-    most = limit if limits.resolved_objective == "latency" else limit // STEP  # what does not fit M_peak becomes part of W
+    most = limit if limits.resolved_objective == "first" else limit // STEP  # what does not fit M_peak becomes part of W
     while most > LEAST_BYTES:
         yield Slicing(most=most)
         most //= STEP
@@ -81,7 +81,7 @@ def _is_better(tried: Attempt, best: Attempt, layer_seconds: float) -> bool:
     """Whether the plan of smaller slices is worth their launches: by seconds, or by the paper's objective."""
     if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget the paper's may have given way to latency
         return tried.plan.objective_kind == "paper"
-    per_layer = layer_seconds if tried.plan.objective_kind == "latency" else 0.0
+    per_layer = layer_seconds if tried.plan.objective_kind == "first" else 0.0
     old, new = (each.plan.objective + per_layer * len(each.problem.layers) for each in (best, tried))
     return new < (1 - WORTH) * old
 

@@ -120,7 +120,7 @@ def objective(tried: Attempt, mode: TransferMode, chunk_seconds: float) -> float
 def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
     """The splits worth trying on top of `cuts`, highest penalty first; none when nothing lacks capacity."""
     asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
-    penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.lambda_, limits.mu)
+    penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
     if not penalties.shortage and not limits.mu:
         return []
     found = splits(graph, best, cuts, pipeline, limits.alpha)

@@ -264,7 +264,7 @@ def test_more_bandwidth_is_never_slower(scenario: Scenario, rate: str) -> None:
 
 @st.composite
 def clocked(draw: st.DrawFn) -> tuple[Problem, dict[str, int]]:
-    """A problem with W = the weights of layer 1, and load layers in use order: what `latency_plan` makes."""
+    """A problem with W = the weights of layer 1, and load layers in use order: what `first_plan` makes."""
     count = draw(st.integers(1, 8))
     layers = tuple(LayerSpec(f"layer{n}", "reusable", 1, draw(st.integers(1, 20)) / 8) for n in range(1, count + 1))
     firsts = sorted(draw(st.lists(st.integers(1, count), max_size=10)))

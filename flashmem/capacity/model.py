@@ -36,7 +36,7 @@ class CapacityModel(Protocol):
 
 
 class Roofline:
-    """The analytic model: the slower of arithmetic and traffic, and streaming added on top at the copy rate."""
+    """The analytic model: the slower of arithmetic and traffic, delayed by the mode's contention while bytes are transferred."""
 
     def __init__(self, descriptor: DeviceDescriptor, why: str = "") -> None:
         """`why`: why there is no better model, for the note."""
@@ -53,12 +53,16 @@ class Roofline:
         return predict_seconds(launch, self._descriptor, weight_bytes)
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
-        """The same, and the time that copying takes; `mode` makes no difference."""
-        return self.seconds(launch, weight_bytes) + streamed_bytes / self._descriptor.rates.copy_bandwidth
+        """The same, and the share of the transfer's time by which `mode` delays what computes."""
+        rates = self._descriptor.rates
+        delay = rates.contention_of(mode) * streamed_bytes / rates.transfer_bandwidth(mode)
+        return self.seconds(launch, weight_bytes) + delay
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
-        """What can be copied in the time that the slowdown admits."""
-        return slowdown * self.seconds(launch, weight_bytes) * self._descriptor.rates.copy_bandwidth
+        """What delays it by no more than the slowdown admits, and can be transferred while it runs."""
+        rates, alone = self._descriptor.rates, self.seconds(launch, weight_bytes)
+        share = min(slowdown / max(rates.contention_of(mode), 1e-9), 1.0 + slowdown)
+        return share * alone * rates.transfer_bandwidth(mode)
 
 
 def load_capacity(model: CapacityModel, launch: Launch, weight_bytes: int, chunk_bytes: int, mode: TransferMode) -> int:

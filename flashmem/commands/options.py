@@ -43,8 +43,9 @@ class Objective(StrEnum):
     """What the planner minimises."""
 
     AUTO = "auto"
+    FIRST = "first"
+    STEADY = "steady"
     PAPER = "paper"
-    LATENCY = "latency"
 
 
 class Strategy(StrEnum):
@@ -110,7 +111,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as the paper has it.")],
     "lambda_": Annotated[
         float | None,
-        typer.Option("--lambda", min=0.0, max=1.0, help="Weight of preloading against loading early.", show_default="0.9"),
+        typer.Option("--lambda", min=0.0, max=1.0, help="Latency (0) against memory (1).", show_default="0; paper: 0.9"),
     ],
     "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer.", show_default="1MiB")],
     "precision": Annotated[
@@ -122,7 +123,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "mode": Annotated[Mode | None, typer.Option(help="How weights reach the kernels.", show_default="auto")],
     "objective": Annotated[
         Objective | None,
-        typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto"),
+        typer.Option(help="The first answer, later runs, or the paper's weighted sum.", show_default="first"),
     ],
     "strategy": Annotated[
         Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")

@@ -105,7 +105,7 @@ def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
     frees: dict[int, list[str]] = {}
     for w in plan.weights:
         if not w.preload:
-            loads.setdefault(w.load_layer, []).append(w.name)
+            loads.setdefault(w.read_layer, []).append(w.name)
             frees.setdefault(w.last_use, []).append(w.name)
     columns = zip(program.launches, plan.capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True)
     return [

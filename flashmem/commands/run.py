@@ -135,7 +135,7 @@ def _learn(outcome: Outcome) -> None:
         from flashmem.learn import learn
     before = outcome.bundle.plan
     after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
-    moved = sum(a.load_layer != b.load_layer for a, b in zip(before.weights, after.weights, strict=True))
+    moved = sum(a.read_layer != b.read_layer for a, b in zip(before.weights, after.weights, strict=True))
     say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
 
 

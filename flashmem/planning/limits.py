@@ -13,7 +13,9 @@ from flashmem.units import parse_size
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency".
+    """Sizes in bytes. `objective` "auto": "first".
+
+    `lambda_` weighs latency (0) against memory (1); None: 0.9, the paper's value, for "paper", and 0, the fastest, for the others.
 
     `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion (`flashmem.unfusion`) ranks layers by
     lambda |W_new| + `mu` times the loading distance, and splits where C_l grows by the share `alpha` at least. The paper names
@@ -26,7 +28,7 @@ class Limits:
     budget: int | None = None
     m_peak: int | None = None
     chunk: int = 1 << 20
-    lambda_: float = 0.9
+    lambda_: float | None = None
     objective: Objective | Literal["auto"] = "auto"
     preload: tuple[str, ...] = ()
     strategy: Strategy = "stream"
@@ -37,7 +39,7 @@ class Limits:
     def __post_init__(self) -> None:
         if self.budget is not None and self.m_peak is not None:
             raise UserError("budget and M_peak cannot both be given: M_peak is derived from the budget; leave one out")
-        if not 0 <= self.lambda_ <= 1:
+        if self.lambda_ is not None and not 0 <= self.lambda_ <= 1:
             raise UserError(
                 f"lambda {self.lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading"
             )
@@ -55,7 +57,14 @@ class Limits:
         """The objective that "auto" stands for, or the one that was named."""
         if self.objective != "auto":
             return self.objective
-        return "paper" if self.m_peak is not None and self.budget is None else "latency"
+        return "first"
+
+    @property
+    def resolved_lambda(self) -> float:
+        """lambda as it was given, or what the objective takes."""
+        if self.lambda_ is not None:
+            return self.lambda_
+        return 0.9 if self.resolved_objective == "paper" else 0.0
 
 
 def read_limits(
@@ -63,7 +72,7 @@ def read_limits(
     budget: int | str | None = None,
     m_peak: int | str | None = None,
     chunk: int | str = Limits.chunk,
-    lambda_: float = Limits.lambda_,
+    lambda_: float | None = Limits.lambda_,
     objective: Objective | Literal["auto"] = Limits.objective,
     preload: Sequence[str] = Limits.preload,
     strategy: Strategy = Limits.strategy,

@@ -65,5 +65,5 @@ def _above_capacity(problem: Problem, plan: OverlapPlan) -> list[tuple[int, int,
             within = min(chunks, left[layer - 1])
             left[layer - 1] -= within
             if chunks > within:
-                windows.append((w.load_layer, w.first_use - 1, chunks - within))
+                windows.append((w.read_layer, w.first_use - 1, chunks - within))
     return windows

@@ -269,6 +269,7 @@ class InterleaveTransfer(Transfer):
         self.memories = self._homes.memories
         self._queues = [context.queue() for _ in range(threads)]
         self._offsets = layout.staging
+        self._piece = layout.piece_bytes
         self._shared = context.device.unified_memory
         self._mapped: Bytes | None = None  # staging, where it is shared
         self._host = np.empty((0, 0), np.uint8)  # a piece a thread, where it is not
@@ -295,7 +296,7 @@ class InterleaveTransfer(Transfer):
 
     def preload(self, part: Slice, band: Band, thread: int) -> None:
         """Read, and copy home."""
-        ring = self._host[thread] if self._mapped is None else self._place(part, 0, passing_bytes(part))
+        ring = self._host[thread] if self._mapped is None else self._place(part, 0, passing_bytes(part, self._piece))
         for piece, first in self._pieces(part, band, ring):
             self._homes.write(self._queues[thread], part, piece, first)
 

@@ -179,7 +179,7 @@ def describe(
             disk_bandwidth=rates.disk_bandwidth if disk == "cold" else None,
             load_seconds=rates.load_seconds,
             # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
-            contention=0.0 if mode == "interleave" else rates.contention.get(mode, 0.0),
+            contention=0.0 if mode == "interleave" else rates.contention_of(mode),
         ),
         layers=tuple(
             SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
@@ -253,7 +253,7 @@ def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
     """By how much the moves of a layer delay it: a riding one by its contention, the others are launches of their own."""
     rates = descriptor.rates
     riding = _moved_bytes(moving.riding) if moving.riding else 0
-    delay = rates.contention.get("interleave", 0.0) * riding / rates.copy_bandwidth
+    delay = rates.contention_of("interleave") * riding / rates.copy_bandwidth
     return delay + sum(rates.launch_seconds + _moved_bytes(move) / rates.copy_bandwidth for move in moving.separate)
 
 

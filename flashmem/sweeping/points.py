@@ -125,7 +125,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
         chunk=point.chunk_bytes,
         lambda_=point.lambda_,
         mu=point.mu,
-        objective=cast(Literal["auto", "paper", "latency"], point.objective_asked),
+        objective=cast(Literal["auto", "first", "steady", "paper"], point.objective_asked),
     )
     options = Options(subject.descriptor, subject.mode, limits, cast(Literal["fp32", "fp16"], point.precision))
     begun = time.perf_counter()
