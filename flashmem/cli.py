@@ -276,7 +276,7 @@ def sweep(
         str, typer.Option(metavar="NAME,...", help="What weights and activations are stored in: fp32, fp16.")
     ] = "fp32",
     device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
-    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
+    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer (S).")] = "auto",
     shape: Shape = None,
     objective: Annotated[Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")] = Objective.AUTO,
     mode: Annotated[Mode, typer.Option(help="How weights reach the kernels.")] = Mode.AUTO,

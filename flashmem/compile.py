@@ -29,7 +29,7 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan, Strategy
+from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
 from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
@@ -50,7 +50,7 @@ def compile(
     budget: int | str | None = None,
     m_peak: int | str | None = None,
     lambda_: float | None = None,
-    chunk: int | str = "1MiB",
+    chunk: int | str | None = None,
     precision: Literal["fp32", "fp16"] = "fp32",
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     preload: Sequence[str] = (),
@@ -61,6 +61,7 @@ def compile(
     unfusion: bool = True,
     mu: float = 0.1,
     alpha: float = 0.1,
+    units: Units = "share",
     build: bool = True,
     with_binaries: bool = False,
     optimize: Optimize = "cold",
@@ -77,7 +78,7 @@ def compile(
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
         lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or the
             paper's 0.9.
-        chunk: S, the unit of transfer.
+        chunk: S, the unit of transfer; by default a size of which the median layer carries four.
         precision: what weights and activations are stored in; arithmetic is fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
@@ -87,6 +88,7 @@ def compile(
         strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, to compare with.
         unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
         mu: weight of loading distance when fused layers are ranked for a split.
+        units: of the paper's objective: "share" of all chunks and all layers, or chunks and layers as "printed".
         alpha: the least gain in load capacity, as a share, for which a fused layer is split.
         build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
         with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
@@ -114,6 +116,7 @@ def compile(
         unfusion=unfusion,
         mu=mu,
         alpha=alpha,
+        units=units,
     )
     options = resolve(
         limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
@@ -189,8 +192,7 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
 
     pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
-    chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    generated, made = refine(graph, pipeline, first, limits, mode, chunk_seconds)
+    generated, made = refine(graph, pipeline, first, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

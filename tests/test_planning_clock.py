@@ -18,7 +18,7 @@ from flashmem.planning.problem import Problem, WeightSpec
 
 def reference(problem: Problem, gates: dict[str, int]) -> float:
     """Integrated latency by the definition: when each load and each layer ends, by recursion."""
-    order = sorted(problem.weights, key=lambda w: (gates[w.name], w.first_use))
+    order = sorted(problem.weights, key=lambda w: (max(1, gates[w.name]), w.first_use))
 
     @cache
     def loaded(number: int) -> float:
@@ -30,7 +30,7 @@ def reference(problem: Problem, gates: dict[str, int]) -> float:
     def done(layer: int) -> float:
         if layer == 0:
             return 0.0
-        needed = [n for n, w in enumerate(order) if w.first_use <= layer or gates[w.name] == 0]
+        needed = [n for n, w in enumerate(order) if w.first_use <= layer]
         return max([done(layer - 1), *map(loaded, needed)]) + problem.layers[layer - 1].seconds
 
     return done(len(problem.layers))

@@ -6,7 +6,6 @@ Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor`
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 from flashmem.capacity.classes import THRESHOLDS, predict_seconds
@@ -65,12 +64,12 @@ class Roofline:
         return share * alone * rates.transfer_bandwidth(mode)
 
 
-def load_capacity(model: CapacityModel, launch: Launch, weight_bytes: int, chunk_bytes: int, mode: TransferMode) -> int:
-    """C_l: whole chunks of `chunk_bytes` that `launch` takes along within the slowdown its class may take."""
+def load_capacity(model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode) -> float:
+    """C_l in bytes: what `launch` takes along within the slowdown its class may take."""
     threshold = THRESHOLDS[launch.operator_class]
     if threshold == 0:
-        return 0
-    return math.floor(model.streamable_bytes(launch, weight_bytes, threshold, mode) / chunk_bytes)
+        return 0.0
+    return model.streamable_bytes(launch, weight_bytes, threshold, mode)
 
 
 def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> CapacityModel:

@@ -48,6 +48,13 @@ class Objective(StrEnum):
     PAPER = "paper"
 
 
+class Units(StrEnum):
+    """What the paper's objective counts in."""
+
+    SHARE = "share"
+    PRINTED = "printed"
+
+
 class Strategy(StrEnum):
     """When weights are loaded: as planned, or as a simpler strategy would."""
 
@@ -113,7 +120,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         float | None,
         typer.Option("--lambda", min=0.0, max=1.0, help="Latency (0) against memory (1).", show_default="0; paper: 0.9"),
     ],
-    "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer.", show_default="1MiB")],
+    "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer (S).", show_default="auto")],
     "precision": Annotated[
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
     ],
@@ -134,6 +141,10 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "mu": Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")],
     "alpha": Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")],
+    "units": Annotated[
+        Units | None,
+        typer.Option(help="The paper's sum in shares of all chunks and layers, or in chunks and layers.", show_default="share"),
+    ],
     "optimize": Annotated[
         Optimize | None, typer.Option(help="Kernels for the first answer, or for later ones.", show_default="cold")
     ],

@@ -33,7 +33,7 @@ class SweepOptions:
     mu: str = "0.1"
     precision: str = "fp32"
     device: str = "auto"
-    chunk: str = "1MiB"
+    chunk: str = "auto"
     shape: tuple[str, ...] = ()
     objective: str = "auto"
     mode: str = "auto"
@@ -70,7 +70,7 @@ class SweepOptions:
             lambdas=numbers(self.lambda_ or ("0.9" if self.objective == "paper" else "0"), "--lambda", low=0, high=1),
             mus=mus,
             shape=" ".join(sorted(self.shape)),
-            chunk_bytes=parse_size(self.chunk, what="--chunk"),
+            chunk_bytes=0 if self.chunk == "auto" else parse_size(self.chunk, what="--chunk"),
             objective_asked=self.objective,
             mode=self.mode,
             disk=self.disk,

@@ -8,10 +8,12 @@ to move) is there; layer l takes t_l * s_l(b_l), b_l being the bytes that the pl
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.planning.problem import Problem
 
 Moves = Mapping[str, tuple[tuple[int, int], ...]]
 """x_{w,l}: by weight, (layer, chunks) in ascending order."""
@@ -74,14 +76,17 @@ def needed_at(problem: Problem, moves: Moves | None) -> dict[str, int]:
 def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
     """The clock of a plan: `gates` is g_w of every weight, 0 for those of W. Without `moves` nothing slows a layer down.
 
-    Weights are read in the order (g_w, first use): W before layer 1, then each as soon as its gate allows.
+    Weights are read in the order (g_w, first use), each as soon as its gate allows; those of W as if from layer 1 on, in mode
+    `interleave` all before it.
     """
     compute = _Compute(problem, durations(problem, moves) if moves is not None else None)
     needs = needed_at(problem, moves)
     loaded: dict[str, float] = {}
     read: dict[str, float] = {}
     disk, host = 0.0, problem.opening_seconds
-    for w in sorted(problem.weights, key=lambda w: (gates[w.name], needs[w.name], w.first_use)):
+    apart = problem.mode == "interleave"
+    least = 0 if apart else 1
+    for w in sorted(problem.weights, key=lambda w: (max(gates[w.name], least), needs[w.name], w.first_use)):
         gate = gates[w.name]
         opens = compute.until(gate - 1) if gate > 1 else 0.0
         read[w.name] = max(disk, opens)
@@ -89,7 +94,7 @@ def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None)
         last_piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
         host = max(max(host, opens) + w.nbytes / problem.host_bandwidth, disk + last_piece)
         loaded[w.name] = host
-        at = needs[w.name] if gate else 1
+        at = needs[w.name] if gate or not apart else 1
         if problem.layers:
             compute.ready[at] = max(compute.ready[at], host)
     compute.until(len(problem.layers))
@@ -106,22 +111,25 @@ def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
 
     Whatever the order and the slicing of the loads, the bytes brought in never exceed M_peak plus what the finished layers
     freed, and layer l cannot start before all bytes first used by layers 1..l are in. This plays exactly that: a fluid of
-    bytes in use order. M_peak must be at least `smallest_m_peak`.
+    bytes in use order; and no plan is faster than the layers with all that is moved beside them where that costs least. M_peak
+    must be at least `smallest_m_peak`.
     """
     compute = _Compute(problem)
     rate = problem.load_bandwidth
-    loader = sum(w.nbytes for w in problem.weights if w.name in preload) / rate
+    apart = problem.mode == "interleave"
+    loader = sum(w.nbytes for w in problem.weights if w.name in preload) / rate if apart else 0.0
     if problem.layers:
         compute.ready[1] = loader
     freed = [0] * (len(problem.layers) + 2)  # by layer that frees
-    streamed: list[WeightSpec] = []
     for w in problem.weights:
         if w.name not in preload:
-            streamed.append(w)
             freed[w.last_use] += w.nbytes
     room, layer = problem.m_peak, 0  # bytes that may still come in; layers known to be done
-    for w in sorted(streamed, key=lambda w: w.first_use):
+    for w in sorted((w for w in problem.weights if not apart or w.name not in preload), key=lambda w: w.first_use):
         left = w.nbytes
+        if w.name in preload:
+            loader += left / rate
+            left = 0
         while left:
             part = min(left, room)
             if part:
@@ -133,4 +141,34 @@ def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
                 loader = max(loader, compute.until(layer))
                 room += freed[layer]
         compute.ready[w.first_use] = max(compute.ready[w.first_use], loader)
-    return compute.until(len(problem.layers))
+    fluid = compute.until(len(problem.layers))
+    moved = sum(w.nbytes for w in problem.weights if w.name not in preload)
+    alone = problem.opening_seconds + sum(layer.seconds for layer in problem.layers)
+    return max(fluid, alone + least_slowdown(problem, moved))
+
+
+def least_slowdown(problem: Problem, nbytes: int) -> float:
+    """A bound on the seconds that `nbytes` moved beside any layers cost: each where it costs least, on curves made convex."""
+    curves = Counter((layer.seconds, layer.beside) for layer in problem.layers if layer.beside)
+    if sum(curves.values()) < len(problem.layers):
+        return 0.0  # a layer that nothing slows down takes everything
+    pieces: list[tuple[float, float]] = []  # (seconds per byte, bytes)
+    for (seconds, beside), count in curves.items():
+        at = 0
+        while at < len(beside) - 1:
+            slopes = [
+                ((factor - beside[at][1]) / (reach - beside[at][0]), nth)
+                for nth, (reach, factor) in enumerate(beside[at + 1 :], start=at + 1)
+            ]
+            slope, after = min(slopes, key=lambda each: (each[0], -each[1]))
+            length = beside[after][0] - beside[at][0] if after < len(beside) - 1 else math.inf
+            pieces.append((seconds * slope, count * length))
+            at = after
+    cost, left = 0.0, float(nbytes)
+    for price, length in sorted(pieces):
+        taken = min(left, length)
+        cost += price * taken
+        left -= taken
+        if left <= 0:
+            break
+    return cost

@@ -23,7 +23,7 @@ from flashmem.planning.clock import Moves, play
 from flashmem.planning.gates import closed_late, gates_ahead
 from flashmem.planning.latency import first_plan, forced_preload
 from flashmem.planning.paper import Decision, PaperProblem
-from flashmem.planning.plan import Objective, OverlapPlan, Tier
+from flashmem.planning.plan import Objective, OverlapPlan, Tier, Units
 from flashmem.planning.preload_dp import choose_preload
 from flashmem.planning.problem import Problem
 
@@ -37,6 +37,7 @@ def solve(
     time_limit: float = 10.0,
     workers: int = 2,
     preload_limit: int | None = None,
+    units: Units = "printed",
 ) -> OverlapPlan:
     """The overlap plan of `problem`; it has passed `OverlapPlan.check`.
 
@@ -51,6 +52,7 @@ def solve(
         time_limit: seconds for the dynamic program and CP-SAT together ("paper"); the fallback tiers take theirs in addition.
         workers: threads of CP-SAT.
         preload_limit: most bytes W may take beyond those that must be in it ("paper"); None for no limit.
+        units: of the paper's objective: as shares of all chunks and all layers, or in chunks and layers as printed.
 
     Raises:
         UserError: lambda out of range, or `preload` names a weight that is not there.
@@ -65,12 +67,14 @@ def solve(
         plan = first_plan(problem, preload, lambda_=lambda_)
     else:
         forced = forced_preload(problem, preload)
-        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit), preload, lambda_, time_limit, workers)
+        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers)
     plan.check(problem)
     return plan
 
 
-def _solve_paper(paper: PaperProblem, asked: frozenset[str], lambda_: float, time_limit: float, workers: int) -> OverlapPlan:
+def _solve_paper(
+    paper: PaperProblem, asked: frozenset[str], lambda_: float, units: Units, time_limit: float, workers: int
+) -> OverlapPlan:
     started = time.monotonic()
     decision, bound, tier = _keeping_capacities(paper, started + time_limit, workers) if time_limit > 0 else (None, 0, None)
     if decision is None or tier is None:
@@ -79,13 +83,18 @@ def _solve_paper(paper: PaperProblem, asked: frozenset[str], lambda_: float, tim
     distance = sum(
         w.first_use - decision.moves[w.name][0][0] for w in problem.weights if w.name not in decision.preload
     )
-    objective = lambda_ * sum(paper.chunks[name] for name in decision.preload) + (1 - lambda_) * distance
+    preloaded = sum(paper.chunks[name] for name in decision.preload)
+    objective = lambda_ * preloaded + (1 - lambda_) * distance
+    if units == "share":
+        chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
+        objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
     gates = read_ahead(problem, decision.preload, decision.moves, problem.m_peak)
-    return assemble(
+    plan = assemble(
         problem, decision.preload, gates, decision.moves, kind="paper", lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale), tier=tier,
         started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip
+    return replace(plan, units=units)
 
 
 def read_ahead(problem: Problem, preload: frozenset[str], moves: Moves, limit: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flashmem.errors import UserError
-from flashmem.planning.plan import Objective, Strategy
+from flashmem.planning.plan import Objective, Strategy, Units
 from flashmem.units import parse_size
 
 
@@ -16,6 +16,8 @@ class Limits:
     """Sizes in bytes. `objective` "auto": "first".
 
     `lambda_` weighs latency (0) against memory (1); None: 0.9, the paper's value, for "paper", and 0, the fastest, for the others.
+
+    `chunk` is S; None: as large as leaves the median reusable layer four chunks at least. `units`: of the paper's objective.
 
     `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion (`flashmem.unfusion`) ranks layers by
     lambda |W_new| + `mu` times the loading distance, and splits where C_l grows by the share `alpha` at least. The paper names
@@ -27,7 +29,7 @@ class Limits:
 
     budget: int | None = None
     m_peak: int | None = None
-    chunk: int = 1 << 20
+    chunk: int | None = None
     lambda_: float | None = None
     objective: Objective | Literal["auto"] = "auto"
     preload: tuple[str, ...] = ()
@@ -35,6 +37,7 @@ class Limits:
     unfusion: bool = True
     mu: float = 0.1
     alpha: float = 0.1
+    units: Units = "share"
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.m_peak is not None:
@@ -49,6 +52,8 @@ class Limits:
         objectives = ("auto", *get_args(Objective))
         if self.objective not in objectives:
             raise UserError(f"objective {self.objective!r} is unknown; name one of: {', '.join(objectives)}")
+        if self.units not in get_args(Units):
+            raise UserError(f"units {self.units!r} are unknown; name one of: {', '.join(get_args(Units))}")
         if self.strategy not in get_args(Strategy):
             raise UserError(f"strategy {self.strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
 
@@ -71,7 +76,7 @@ def read_limits(
     *,
     budget: int | str | None = None,
     m_peak: int | str | None = None,
-    chunk: int | str = Limits.chunk,
+    chunk: int | str | None = Limits.chunk,
     lambda_: float | None = Limits.lambda_,
     objective: Objective | Literal["auto"] = Limits.objective,
     preload: Sequence[str] = Limits.preload,
@@ -79,6 +84,7 @@ def read_limits(
     unfusion: bool = Limits.unfusion,
     mu: float = Limits.mu,
     alpha: float = Limits.alpha,
+    units: Units = Limits.units,
 ) -> Limits:
     """Limits with their sizes as people write them, for instance "256MB".
 
@@ -88,7 +94,7 @@ def read_limits(
     return Limits(
         budget=None if budget is None else parse_size(budget, what="budget"),
         m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
-        chunk=parse_size(chunk, what="chunk"),
+        chunk=None if chunk in (None, "auto") else parse_size(chunk, what="chunk"),
         lambda_=lambda_,
         objective=objective,
         preload=tuple(preload),
@@ -96,4 +102,5 @@ def read_limits(
         unfusion=unfusion,
         mu=mu,
         alpha=alpha,
+        units=units,
     )

@@ -5,6 +5,7 @@ Costs are integers: the objective times the denominator of lambda, so that bound
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from itertools import accumulate
 from flashmem.planning.clock import Moves
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.greedy import greedy, incremental_preload, soft_ceiling
-from flashmem.planning.plan import Tier
+from flashmem.planning.plan import Tier, Units
 from flashmem.planning.problem import Problem
 from flashmem.planning.srpt import SrptPlan, srpt
 
@@ -29,22 +30,42 @@ class Decision:
     cost: int
 
 
+_MOST = 2.0**52
+"""About the largest cost: sums of a few stay exact, and far below the program's infinity."""
+
+
 class PaperProblem:
-    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others.
+    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others, in `units`.
 
     `forced` are the weights that must be in W; `limit` is the most bytes W may take (None: any).
     """
 
-    def __init__(self, problem: Problem, forced: frozenset[str], lambda_: float, preload_limit: int | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        forced: frozenset[str],
+        lambda_: float,
+        preload_limit: int | None,
+        units: Units = "printed",
+    ) -> None:
         self.problem = problem
         self.forced = forced
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         self.chunks = {w.name: problem.chunks(w) for w in problem.weights}
         self.limit = None if preload_limit is None else preload_limit + self.bytes_of(forced)
         share = Fraction(lambda_).limit_denominator(10**6)
-        self.scale = share.denominator
-        self.preload_cost = share.numerator  # of a chunk in W
-        self.distance_cost = share.denominator - share.numerator  # of a layer between z_w and i_w
+        scale = share.denominator
+        a_chunk, a_layer = share.numerator, share.denominator - share.numerator
+        if units == "share":
+            chunks, distances = max(1, sum(self.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
+            scale, a_chunk, a_layer = scale * chunks * distances, a_chunk * distances, a_layer * chunks
+            common = math.gcd(scale, a_chunk, a_layer)
+            # Rounded down, so that what is proven of these costs holds for the exact ones.
+            divisor = max(1.0, scale / common / _MOST) * common
+            scale, a_chunk, a_layer = scale / divisor, int(a_chunk / divisor), int(a_layer / divisor)
+        self.scale: float = scale
+        self.preload_cost = a_chunk  # of a chunk in W
+        self.distance_cost = a_layer  # of a layer between z_w and i_w
 
     def bytes_of(self, preload: frozenset[str]) -> int:
         """Bytes of the weights in `preload`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.planning.assemble import moved_chunks
 from flashmem.planning.latency import forced_preload
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem
@@ -48,12 +47,6 @@ class Penalties:
         layers[layer - 1] = replace(layers[layer - 1], capacity=layers[layer - 1].capacity + gain)
         roomier: SrptPlan = srpt(replace(self._problem, layers=tuple(layers)), self._preload)
         return self._distance - roomier.distance(self._problem)
-
-
-def chunks_above_capacity(problem: Problem, plan: OverlapPlan) -> int:
-    """Chunks that the plan moves above the C_l of the problem."""
-    moved = moved_chunks(problem, {w.name: w.moves for w in plan.weights})
-    return sum(max(0, n - spec.capacity) for n, spec in zip(moved, problem.layers, strict=True))
 
 
 def _above_capacity(problem: Problem, plan: OverlapPlan) -> list[tuple[int, int, int]]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Objective = Literal["first", "steady", "paper"]
 """What is minimised: the first answer, later runs within the same memory, or the paper's weighted sum."""
 
+Units = Literal["share", "printed"]
+"""Of the paper's objective: shares of all chunks and of all layers, which do not depend on S, or chunks and layers as printed."""
+
 Mode = Literal["map", "alias", "dma", "interleave"]
 """How weights travel; `flashmem.device.TransferMode` by another name, so that this module needs no other."""
 
@@ -164,6 +167,15 @@ class OverlapPlan:
     mode: Mode = "map"
     relaxed: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = PASSING_BYTES
+    units: Units = "printed"
+
+    @property
+    def prices(self) -> tuple[float, float]:
+        """What the paper's objective charges for a chunk in W, and for a layer between z_w and i_w."""
+        if self.units == "printed":
+            return self.lambda_, 1 - self.lambda_
+        chunks = sum(w.chunks for w in self.weights)
+        return self.lambda_ / max(1, chunks), (1 - self.lambda_) / max(1, len(self.weights) * len(self.capacities))
 
     @property
     def gap(self) -> float:
@@ -263,11 +275,15 @@ class OverlapPlan:
 
     def _check_objective(self) -> None:
         """The paper's objective is recomputed; of the latency's, only that its claims agree with each other."""
-        tolerance = 1e-6 * max(1.0, abs(self.objective))
+        tolerance = 1e-6 * abs(self.objective) + 1e-12
         if self.objective_kind == "paper":
             preloaded = sum(w.chunks for w in self.weights if w.preload)
             distance = sum(w.first_use - w.moves[0][0] for w in self.weights if not w.preload)
-            if abs(self.lambda_ * preloaded + (1 - self.lambda_) * distance - self.objective) > tolerance:
+            value = self.lambda_ * preloaded + (1 - self.lambda_) * distance
+            if self.units == "share":
+                everything, layers = sum(w.chunks for w in self.weights), len(self.weights) * len(self.capacities)
+                value = self.lambda_ * preloaded / max(1, everything) + (1 - self.lambda_) * distance / max(1, layers)
+            if abs(value - self.objective) > tolerance:
                 raise PlanViolation("objective", f"the objective is not {self.objective}")
         if self.bound > self.objective + tolerance:
             raise PlanViolation("objective", f"bound {self.bound} above objective {self.objective}")

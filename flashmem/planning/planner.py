@@ -16,7 +16,7 @@ from flashmem.planning.latency import smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import PASSING_BYTES, OverlapPlan
+from flashmem.planning.plan import PASSING_BYTES, OverlapPlan, Units
 from flashmem.planning.problem import Problem, build_problem
 from flashmem.program import Program, fixed_bytes
 
@@ -78,12 +78,12 @@ def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits
     if objective == "first":
         return fastest(problem, operators_of(program), preload, lambda_)
     if limits.budget is None:
-        return _paper_plan_inside(problem, preload, lambda_, in_flight, limited=limits.m_peak is not None)
+        return _paper_plan_inside(problem, preload, lambda_, limits.units, in_flight, limited=limits.m_peak is not None)
     return _paper_plan_within(problem, program, limits, preload, in_all)
 
 
 def _paper_plan_inside(
-    problem: Problem, preload: frozenset[str], lambda_: float, in_flight: Measure, *, limited: bool
+    problem: Problem, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
 ) -> OverlapPlan:
     """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak.
 
@@ -92,7 +92,7 @@ def _paper_plan_inside(
     Raises:
         BudgetError: nothing fits; it names what the plan with the least takes.
     """
-    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload)
+    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units)
     if not limited:
         return plan
     least = needed = in_flight(plan)
@@ -106,7 +106,7 @@ def _paper_plan_inside(
         try:
             smaller = solve(
                 replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
-                time_limit=_SECONDS_EACH,
+                time_limit=_SECONDS_EACH, units=units,
             )  # fmt: skip
         except BudgetError:
             break
@@ -167,6 +167,7 @@ def _paper_plan_within(
             preload=preload,
             time_limit=_SECONDS_EACH,
             preload_limit=max(0, limits.budget - m_peak),
+            units=limits.units,
         )
         for ahead in (None, *_READ_AHEAD):
             roomy = plan if ahead is None else with_room(replace(program_problem, m_peak=m_peak), plan, int(m_peak * ahead))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from flashmem.capacity.model import CapacityModel, default_model, load_capacity
 from flashmem.device import DeviceDescriptor, TransferMode
@@ -74,14 +76,14 @@ def build_problem(
     program: Program,
     descriptor: DeviceDescriptor,
     *,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     m_peak: int,
     mode: TransferMode | None = None,
     model: CapacityModel | None = None,
 ) -> Problem:
     """The problem that `program` poses on a device: one layer a launch, one weight a slice that some launch reads.
 
-    `chunk_bytes` (S) and `m_peak` are bytes. `model` says what a layer can stream while it computes, in transfer `mode`; by
+    `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` says what a layer can stream while it computes, in transfer `mode`; by
     default the descriptor's own, in its first mode.
 
     Raises:
@@ -91,15 +93,21 @@ def build_problem(
     mode = mode or descriptor.modes[program.memory_path][0]
     rates = descriptor.rates
     sizes = {s.name: s.nbytes for s in program.slices}
-    known: dict[tuple[object, ...], tuple[int, float, tuple[tuple[float, float], ...]]] = {}
-    layers = []
+    known: dict[tuple[object, ...], tuple[float, float, tuple[tuple[float, float], ...]]] = {}
+    priced = []
     for launch in program.launches:
         read = sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice")
         key = (launch.kernel, launch.operator_class, launch.macs, launch.bytes, launch.global_size, launch.local_size, read)
         if key not in known:
-            capacity = load_capacity(model, launch, read, chunk_bytes, mode)
+            capacity = load_capacity(model, launch, read, mode)
             known[key] = capacity, model.seconds(launch, read), slowdown_curve(model, launch, read, mode)
-        layers.append(LayerSpec(launch.name, launch.operator_class, *known[key]))
+        priced.append((launch, *known[key]))
+    if chunk_bytes is None:
+        chunk_bytes = chosen_chunk([nbytes for launch, nbytes, _, _ in priced if launch.operator_class == "reusable"])
+    layers = [
+        LayerSpec(launch.name, launch.operator_class, int(nbytes // chunk_bytes), seconds, beside)
+        for launch, nbytes, seconds, beside in priced
+    ]
     weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
@@ -108,6 +116,20 @@ def build_problem(
         tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, (model.note,), mode,
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
     )  # fmt: skip
+
+
+def chosen_chunk(capacities: Sequence[float]) -> int:
+    """S for layers that can carry `capacities` bytes: a power of two of which the median layer carries four at least.
+
+    Between 16 KiB, below which there are more chunks than a plan needs, and 1 MiB.
+    """
+    carried = [nbytes for nbytes in capacities if nbytes > 0]
+    wished = median(carried) / _CHUNKS_CARRIED if carried else _MOST_CHUNK
+    return int(2 ** math.floor(math.log2(min(max(wished, _LEAST_CHUNK), _MOST_CHUNK))))
+
+
+_CHUNKS_CARRIED = 4
+_LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
 
 
 def slowdown_curve(

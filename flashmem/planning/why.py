@@ -87,10 +87,13 @@ class _Judge:
             return Reason(w.name, "no-capacity", 0, self._no_capacity(w, free))
         start = bisect_right(self.left, free - w.chunks, 0, w.first_use)  # the last layer with T(w) chunks free from it on
         waits = w.first_use - start
-        stream, preload = (1 - self.plan.lambda_) * waits, self.plan.lambda_ * w.chunks
-        if stream >= preload - 1e-9:
-            relation = ">" if stream > preload + 1e-9 else "="
+        a_chunk, a_layer = self.plan.prices
+        stream, preload = a_layer * waits, a_chunk * w.chunks
+        if stream >= preload * (1 - 1e-9):
+            relation = ">" if stream > preload * (1 + 1e-9) else "="
             price = f"(1-λ)·{waits} = {stream:.4g} {relation} λ·{w.chunks} = {preload:.4g}"
+            if self.plan.units == "share":
+                price = f"as shares of all, {waits} layers cost {stream:.4g} {relation} {preload:.4g} for {w.chunks} chunks in W"
             return Reason(w.name, "distance", waits, f"{self._full_before(w)}streamed, it would wait {waits} layers: {price}")
         for layer in range(start, w.last_use + 1):
             if self.in_flight[layer - 1] + self._held(w, layer) > self.plan.m_peak:

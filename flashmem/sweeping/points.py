@@ -122,7 +122,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
     limits = Limits(
         budget=point.budget_bytes,
         m_peak=point.m_peak_bytes,
-        chunk=point.chunk_bytes,
+        chunk=point.chunk_bytes or None,
         lambda_=point.lambda_,
         mu=point.mu,
         objective=cast(Literal["auto", "first", "steady", "paper"], point.objective_asked),
