@@ -278,7 +278,9 @@ def sweep(
     device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
     chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer (S).")] = "auto",
     shape: Shape = None,
-    objective: Annotated[Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")] = Objective.AUTO,
+    objective: Annotated[
+        Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
+    ] = Objective.AUTO,
     mode: Annotated[Mode, typer.Option(help="How weights reach the kernels.")] = Mode.AUTO,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,

@@ -30,7 +30,7 @@ from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
-from flashmem.planning.planner import make_plan, plan_problem, planning_problem
+from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
@@ -76,7 +76,8 @@ def compile(
         device: "auto", part of the name of a device that is here, or the name or file of a descriptor.
         budget: most bytes flashmem may hold on the device and in host staging together; None for no limit.
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
-        lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or the
+        lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or
+        the
             paper's 0.9.
         chunk: S, the unit of transfer; by default a size of which the median layer carries four.
         precision: what weights and activations are stored in; arithmetic is fp32.
@@ -186,13 +187,15 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
 
     def plan(problem: Problem, program: Program) -> OverlapPlan:
         with watch("plan_and_check"):
-            return plan_problem(problem, program, mode, limits)
+            return plan_problem(problem, program, mode, limits, complete=False)
 
     def pipeline_for(slicing: Slicing) -> Pipeline:
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
 
     pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
     generated, made = refine(graph, pipeline, first, limits)
+    if limits.resolved_objective == "first":
+        made = completed(problem(generated.program), made, generated.program, mode, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

@@ -87,7 +87,8 @@ class Rates:
     """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds.
 
     `contention`, by transfer mode, is the share of a transfer's time by which it delays what computes meanwhile: 0 with a copy
-    engine to spare, 1 where compute stands still until the bytes are there. The defaults are a plain CPU's; a table that is given
+    engine to spare, 1 where compute stands still until the bytes are there. The defaults are a plain CPU's; a table that is
+    given
     has to name every mode that is used.
     """
 
@@ -113,8 +114,8 @@ class Rates:
         """
         if mode not in self.contention:
             raise UserError(
-                f"the device's descriptor has no contention rate for transfer mode {mode!r}; measure it with flashmem profile, or "
-                f"add it under [rates.contention]"
+                f"the device's descriptor has no contention rate for transfer mode {mode!r}; measure it with flashmem profile, "
+                f"or add it under [rates.contention]"
             )
         return self.contention[mode]
 
@@ -176,7 +177,9 @@ class DeviceDescriptor:
         descriptor: DeviceDescriptor = build(cls, values)
         for mode in {mode for modes in descriptor.modes.values() for mode in modes}:
             if mode not in descriptor.rates.contention:
-                raise UserError(f"{where}: [rates.contention] has no rate for transfer mode {mode!r}, which [modes] lists; add it")
+                raise UserError(
+                    f"{where}: [rates.contention] has no rate for transfer mode {mode!r}, which [modes] lists; add it"
+                )
         return descriptor
 
     def plain(self, family: str) -> Variant:

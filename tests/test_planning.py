@@ -15,7 +15,7 @@ from planning_problems import in_flight, keeps_the_rules, layers_of, least_dista
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.budget import plan_within
 from flashmem.planning.greedy import greedy
-from flashmem.planning.latency import forced_preload, first_plan, smallest_m_peak
+from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import RELAXING_TIERS, OverlapPlan

@@ -12,7 +12,7 @@ from planning_problems import layers_of, problems
 
 from flashmem.planning.clock import fastest_seconds, play, unlimited_seconds
 from flashmem.planning.gates import earliest_gates
-from flashmem.planning.latency import forced_preload, first_plan, smallest_m_peak
+from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.problem import Problem, WeightSpec
 
 

@@ -161,7 +161,14 @@ def test_splits_lower_the_papers_objective_and_hierarchical_groups_stay_whole(
 ) -> None:
     model = DATA / "gptneo-tiny.onnx"
     inputs = _inputs(model)
-    options: dict[str, Any] = {"device": slow_copies, "m_peak": "64KB", "chunk": "4KiB", "mode": mode, "mu": 0.1, "objective": "paper"}
+    options: dict[str, Any] = {
+        "device": slow_copies,
+        "m_peak": "64KB",
+        "chunk": "4KiB",
+        "mode": mode,
+        "mu": 0.1,
+        "objective": "paper",
+    }
     whole = flashmem.compile(model, tmp_path / "whole.flashmem", unfusion=False, **options)
     split = flashmem.compile(model, tmp_path / "split.flashmem", **options)
     assert not any("unfusion" in note for note in whole.plan.notes)

@@ -35,7 +35,8 @@ class CapacityModel(Protocol):
 
 
 class Roofline:
-    """The analytic model: the slower of arithmetic and traffic, delayed by the mode's contention while bytes are transferred."""
+    """The analytic model: the slower of arithmetic and traffic, delayed by the mode's contention while bytes are
+    transferred."""
 
     def __init__(self, descriptor: DeviceDescriptor, why: str = "") -> None:
         """`why`: why there is no better model, for the note."""

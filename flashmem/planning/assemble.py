@@ -9,6 +9,7 @@ from flashmem.planning.clock import Moves, play, unlimited_seconds
 from flashmem.planning.plan import PASSING_BYTES, Objective, OverlapPlan, PlannedWeight, Status, Tier
 from flashmem.planning.problem import Problem
 
+
 def moved_chunks(problem: Problem, moves: Moves) -> list[int]:
     """Chunks moved at each layer, index l - 1."""
     used = [0] * len(problem.layers)
@@ -38,9 +39,7 @@ def assemble(
     weights = tuple(
         PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True)
         if w.name in preload
-        else PlannedWeight(
-            w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, False, gates[w.name], moves[w.name]
-        )
+        else PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, False, gates[w.name], moves[w.name])
         for w in problem.weights
     )
     used = moved_chunks(problem, moves)

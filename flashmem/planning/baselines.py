@@ -106,7 +106,8 @@ class Baseline:
         return opens
 
     def gates(self, problem: Problem, preload: Collection[str], limit: int) -> dict[str, int]:
-        """g_w of every weight (0 for W): in use order, each as early as the strategy and `limit` bytes for whole slices permit."""
+        """g_w of every weight (0 for W): in use order, each as early as the strategy and `limit` bytes for whole slices
+        permit."""
         opens = self.opens(problem)
         gates = dict.fromkeys(preload, 0)
         held = np.zeros(len(problem.layers) + 2, np.int64)  # bytes in flight, by layer
@@ -247,7 +248,8 @@ def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool])
 
 
 def fastest(problem: Problem, operators: Sequence[Operator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
-    """The plan for the first answer inside M_peak; or, should the clock say that a baseline answers sooner, what that one decides.
+    """The plan for the first answer inside M_peak; or, should the clock say that a baseline answers sooner, what that one
+    decides.
 
     The former is the fastest that reads whole slices in use order. Where a slice does not fit yet and a smaller one of a later
     layer would, leaving that order can gain a little. Baselines know no lambda, and are asked where it is 0.
@@ -271,7 +273,8 @@ def fastest_within(
 ) -> OverlapPlan:
     """The same within a budget, which also covers what a layout takes beside the slices: staging, and what it wastes.
 
-    A weight of W takes less of that, so where the budget `counts_w`, resident-first is a candidate too. Where a layout wastes so
+    A weight of W takes less of that, so where the budget `counts_w`, resident-first is a candidate too. Where a layout
+    wastes so
     much that the planner's own plan does not fit at all, a candidate that does is taken.
 
     Raises:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from flashmem.errors import BudgetError
-from flashmem.planning.latency import forced_preload, first_plan, smallest_m_peak
+from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem
 
@@ -97,8 +97,8 @@ def largest_within(
         best, needed = attempt(low)
         if needed > budget:
             raise BudgetError(
-                f"budget of {budget} bytes is too small: {needed} bytes are needed, bound by layer {binding!r} and the loads for "
-                f"the next layer; raise the budget to {needed} bytes or more",
+                f"budget of {budget} bytes is too small: {needed} bytes are needed, bound by layer {binding!r} and the loads "
+                f"for the next layer; raise the budget to {needed} bytes or more",
                 smallest_bytes=needed,
                 binding=binding,
             )

@@ -23,9 +23,7 @@ _SCAN = 256
 """Layers looked at in one step when a gate is moved to the front."""
 
 
-def held_bytes(
-    problem: Problem, gates: Mapping[str, int], moves: Moves, keep: Collection[str] = ()
-) -> NDArray[np.int64]:
+def held_bytes(problem: Problem, gates: Mapping[str, int], moves: Moves, keep: Collection[str] = ()) -> NDArray[np.int64]:
     """Bytes that C2 counts at each layer, index l (0 and N + 1 are unused): see docs/planner.md.
 
     Weights with gate 0 are of W and do not count.

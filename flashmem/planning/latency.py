@@ -2,7 +2,8 @@
 
 W is only what must be there before layer 1 (and what the caller asks for): a preloaded weight delays layer 1 and keeps its
 bytes for good. Every other weight is read in use order, as early as memory permits. Among plans that read whole slices in use
-order no other is faster but for what moving slows down. Then gates are closed as late as nobody notices. It takes O(n log n), so
+order no other is faster but for what moving slows down. Then gates are closed as late as nobody notices. It takes O(n log
+n), so
 a plan can be made again whenever the budget changes.
 
 lambda weighs latency against memory: from M_peak at 0 (fastest) to the least that works at 1 (smallest), what a plan may hold
@@ -22,7 +23,7 @@ from flashmem.planning.assemble import assemble, moved_chunks
 from flashmem.planning.clock import Clock, Moves, fastest_seconds, play
 from flashmem.planning.gates import closed_late, earliest_gates, gates_ahead, held_bytes
 from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem
+from flashmem.planning.problem import Problem, WeightSpec
 
 
 def forced_preload(problem: Problem, preload: Collection[str] = ()) -> frozenset[str]:
@@ -33,7 +34,8 @@ def forced_preload(problem: Problem, preload: Collection[str] = ()) -> frozenset
 def smallest_m_peak(problem: Problem, preload: Collection[str] = ()) -> tuple[int, str]:
     """The smallest M_peak (bytes) that some plan with W = `forced_preload` keeps to, and the name of the layer that binds.
 
-    All of a weight is moved before the layer that uses it, so at layer l its own weights are in flight together with those first
+    All of a weight is moved before the layer that uses it, so at layer l its own weights are in flight together with those
+    first
     used at layer l + 1, which mode `interleave` holds in staging too. Load capacities do not count: they can be relaxed.
     """
     return _in_use(problem, forced_preload(problem, preload), 2 if problem.mode == "interleave" else 1)
@@ -144,9 +146,7 @@ def read_and_move(problem: Problem, preload: frozenset[str], limit: int) -> tupl
         if problem.mode != "interleave" or int(held_bytes(problem, gates, moves).max()) <= limit:
             break
     else:  # every weight in the layer before its use, and read ahead as far as there is room
-        moves = {
-            w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload
-        }
+        moves = {w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload}
         gates = gates_ahead(problem, preload, moves, limit)
     clock = play(problem, gates, moves)
     late = closed_late(problem, gates, moves, clock)

@@ -67,7 +67,9 @@ def solve(
         plan = first_plan(problem, preload, lambda_=lambda_)
     else:
         forced = forced_preload(problem, preload)
-        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers)
+        plan = _solve_paper(
+            PaperProblem(problem, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
+        )
     plan.check(problem)
     return plan
 
@@ -80,9 +82,7 @@ def _solve_paper(
     if decision is None or tier is None:
         decision, tier, bound = paper.fallback()
     problem = paper.problem
-    distance = sum(
-        w.first_use - decision.moves[w.name][0][0] for w in problem.weights if w.name not in decision.preload
-    )
+    distance = sum(w.first_use - decision.moves[w.name][0][0] for w in problem.weights if w.name not in decision.preload)
     preloaded = sum(paper.chunks[name] for name in decision.preload)
     objective = lambda_ * preloaded + (1 - lambda_) * distance
     if units == "share":

@@ -15,7 +15,8 @@ from flashmem.units import parse_size
 class Limits:
     """Sizes in bytes. `objective` "auto": "first".
 
-    `lambda_` weighs latency (0) against memory (1); None: 0.9, the paper's value, for "paper", and 0, the fastest, for the others.
+    `lambda_` weighs latency (0) against memory (1); None: 0.9, the paper's value, for "paper", and 0, the fastest, for the
+    others.
 
     `chunk` is S; None: as large as leaves the median reusable layer four chunks at least. `units`: of the paper's objective.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -35,7 +34,8 @@ _MOST = 2.0**52
 
 
 class PaperProblem:
-    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others, in `units`.
+    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others,
+    in `units`.
 
     `forced` are the weights that must be in W; `limit` is the most bytes W may take (None: any).
     """
@@ -54,16 +54,16 @@ class PaperProblem:
         self.chunks = {w.name: problem.chunks(w) for w in problem.weights}
         self.limit = None if preload_limit is None else preload_limit + self.bytes_of(forced)
         share = Fraction(lambda_).limit_denominator(10**6)
-        scale = share.denominator
+        scale: float = share.denominator
         a_chunk, a_layer = share.numerator, share.denominator - share.numerator
         if units == "share":
             chunks, distances = max(1, sum(self.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
             scale, a_chunk, a_layer = scale * chunks * distances, a_chunk * distances, a_layer * chunks
-            common = math.gcd(scale, a_chunk, a_layer)
+            common = math.gcd(int(scale), a_chunk, a_layer)
             # Rounded down, so that what is proven of these costs holds for the exact ones.
             divisor = max(1.0, scale / common / _MOST) * common
             scale, a_chunk, a_layer = scale / divisor, int(a_chunk / divisor), int(a_layer / divisor)
-        self.scale: float = scale
+        self.scale = scale
         self.preload_cost = a_chunk  # of a chunk in W
         self.distance_cost = a_layer  # of a layer between z_w and i_w
 

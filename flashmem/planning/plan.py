@@ -1,6 +1,7 @@
 """The overlap plan: plain data, written by the planner, stored in the bundle, played by the runtime.
 
-Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: read gates
+Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: read
+gates
 g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). This is the one
 planning module the runtime imports, so it needs the standard library only.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +26,8 @@ Objective = Literal["first", "steady", "paper"]
 """What is minimised: the first answer, later runs within the same memory, or the paper's weighted sum."""
 
 Units = Literal["share", "printed"]
-"""Of the paper's objective: shares of all chunks and of all layers, which do not depend on S, or chunks and layers as printed."""
+"""Of the paper's objective: shares of all chunks and of all layers, which do not depend on S, or chunks and layers as
+printed."""
 
 Mode = Literal["map", "alias", "dma", "interleave"]
 """How weights travel; `flashmem.device.TransferMode` by another name, so that this module needs no other."""
@@ -53,9 +55,11 @@ class PlannedWeight:
     """What the plan decided for weight w.
 
     A preloaded weight (w in W) has `read_layer` 0 and no `moves`; it is resident before layer 1 and to the end of the
-    session. Any other is read from disk behind its read gate `read_layer` (g_w): the loader may start once layer g_w - 1 is done.
+    session. Any other is read from disk behind its read gate `read_layer` (g_w): the loader may start once layer g_w - 1 is
+    done.
     `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}; the first of these layers is z_w. It is freed when layer
-    `last_use` is done, unless it is to `keep`: then it stays for later runs, which find it resident. A move at layer `first_use`
+    `last_use` is done, unless it is to `keep`: then it stays for later runs, which find it resident. A move at layer
+    `first_use`
     itself (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
     """
 
@@ -144,7 +148,8 @@ class OverlapPlan:
     """Decisions, and how good they are known to be.
 
     `capacities` are the problem's C_l in chunks; `relaxed` has (layer, chunks) where a tier let a layer move more than that.
-    M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value of `objective_kind`; `bound` is proven, and `gap` = (objective -
+    M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value
+    of `objective_kind`; `bound` is proven, and `gap` = (objective -
     bound) / max(|objective|, 1e-9). `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
     """
 
@@ -193,6 +198,13 @@ class OverlapPlan:
         """Bytes of W over bytes of all weights."""
         total = sum(w.nbytes for w in self.weights)
         return sum(w.nbytes for w in self.weights if w.preload) / total if total else 0.0
+
+    def later(self) -> OverlapPlan:
+        """The plan of later runs: what is to keep is resident, as W is."""
+        if not any(w.keep for w in self.weights):
+            return self
+        weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) if w.keep else w for w in self.weights)
+        return replace(self, weights=weights)
 
     def check(self, problem: Problem, slices: Sequence[Slice] = ()) -> None:
         """Verify the plan against `problem`: C0-C3 (DESIGN section 4; FlashMem section 3), the paper's objective, the layouts.

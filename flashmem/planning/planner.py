@@ -12,11 +12,12 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure
-from flashmem.planning.latency import smallest_m_peak
+from flashmem.planning.keep import later_seconds, leanest, with_kept
+from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import PASSING_BYTES, OverlapPlan, Units
+from flashmem.planning.plan import PASSING_BYTES, Objective, OverlapPlan, Units
 from flashmem.planning.problem import Problem, build_problem
 from flashmem.program import Program, fixed_bytes
 
@@ -44,42 +45,142 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
     return plan_problem(planning_problem(program, descriptor, mode, limits), program, mode, limits)
 
 
-def plan_problem(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
-    """The plan of `problem`, which is `program`'s, as `make_plan` makes it. It has passed `OverlapPlan.check`."""
+def plan_problem(
+    problem: Problem, program: Program, mode: TransferMode, limits: Limits, *, complete: bool = True
+) -> OverlapPlan:
+    """The plan of `problem`, which is `program`'s, as `make_plan` makes it. It has passed `OverlapPlan.check`.
+
+    Not `complete`: what the objective "first" does not need is left to `completed`.
+    """
     try:
         plan = _plan(problem, program, mode, limits)
     except BudgetError:  # staging is given as little as it can do with
-        plan = _plan(replace(problem, piece_bytes=1), program, mode, limits)
-    in_flight = lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes
+        problem = replace(problem, piece_bytes=1)
+        plan = _plan(problem, program, mode, limits)
+    if complete or limits.resolved_objective == "steady":
+        return completed(problem, plan, program, mode, limits)
+    return _sealed(problem, plan, program, mode, limits)
+
+
+def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+    """A plan for the first answer with what stays for later runs. It has passed `OverlapPlan.check`."""
+    objective, budget = limits.resolved_objective, limits.budget
+    problem = replace(problem, piece_bytes=plan.piece_bytes)
+    if limits.strategy == "stream" and (objective == "steady" or (objective == "first" and limits.m_peak is None)):
+        preload = _slices_of(program, limits.preload)
+        limit = limits.m_peak if budget is None else budget
+        measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
+        plan = _for_later_runs(problem, plan, objective, preload, limit, measure)
+    return _sealed(problem, plan, program, mode, limits)
+
+
+def _sealed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+    """`plan`, checked, with the M_peak that it keeps: the one that was asked for, or what its layout takes."""
+    in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
     plan.check(replace(problem, m_peak=plan.m_peak))
     return plan
 
 
+def _in_all(program: Program, mode: TransferMode) -> Measure:
+    """All bytes that a session holds."""
+    fixed = fixed_bytes(program)
+    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes
+
+
+def _in_flight(program: Program, mode: TransferMode) -> Measure:
+    """Those that M_peak limits."""
+    return lambda plan: lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes
+
+
 def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     preload = _slices_of(program, limits.preload)
     objective, lambda_ = limits.resolved_objective, limits.resolved_lambda
-    fixed = fixed_bytes(program)
-
-    def in_all(plan: OverlapPlan) -> int:
-        return fixed + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes
-
-    def in_flight(plan: OverlapPlan) -> int:
-        return lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes
-
+    in_all, in_flight = _in_all(program, mode), _in_flight(program, mode)
     if limits.strategy != "stream":
         return _baseline(problem, program, limits, preload, in_all)
-    if objective == "first" and limits.budget is not None:
-        return fastest_within(problem, operators_of(program), limits.budget, in_all, preload, lambda_)
-    if objective == "first" and limits.m_peak is not None:
-        return fastest_within(
-            problem, operators_of(program), limits.m_peak, in_flight, preload, lambda_, counts_w=False
-        )
-    if objective == "first":
-        return fastest(problem, operators_of(program), preload, lambda_)
+    if objective != "paper":
+        measure = in_flight if limits.m_peak is not None else in_all
+        limit = limits.m_peak if limits.m_peak is not None else limits.budget
+        return _first_plan(problem, program, limits, preload, limit, measure)
     if limits.budget is None:
         return _paper_plan_inside(problem, preload, lambda_, limits.units, in_flight, limited=limits.m_peak is not None)
     return _paper_plan_within(problem, program, limits, preload, in_all)
+
+
+def _first_plan(
+    problem: Problem, program: Program, limits: Limits, preload: frozenset[str], limit: int | None, measure: Measure
+) -> OverlapPlan:
+    """The plan that answers first. Where M_peak alone is limited, slices too large for it go to W.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    operators, lambda_ = operators_of(program), limits.resolved_lambda
+    if limit is None:
+        return fastest(problem, operators, preload, lambda_)
+    if limits.m_peak is None:
+        return fastest_within(problem, operators, limit, measure, preload, lambda_)
+    refused: BudgetError | None = None
+    for part in (1, *_TOO_LARGE):
+        large = frozenset(w.name for w in problem.weights if part > 1 and w.nbytes > limit // part)
+        if part > 1 and not large:
+            continue
+        try:
+            plan = fastest_within(problem, operators, limit, measure, preload | large, lambda_, counts_w=False)
+        except BudgetError as error:
+            refused = refused or error
+            continue
+        if not large:
+            return plan
+        note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak"
+        return replace(plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note))
+    assert refused is not None
+    raise refused
+
+
+_TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
+"""Of M_peak, the parts above which slices are put into W, should it be too small to stream everything."""
+
+
+def _for_later_runs(
+    problem: Problem, plan: OverlapPlan, objective: Objective, preload: frozenset[str], limit: int | None, measure: Measure
+) -> OverlapPlan:
+    """`plan` with weights kept for later runs; for "steady", the plan whose later runs are the fastest."""
+    if limit is None:
+        plan = with_kept(problem, plan, None, measure)
+    else:
+        chosen = frozenset(w.name for w in plan.weights if w.preload)
+        least = smallest_m_peak(problem, chosen)[0]
+        within = replace(problem, m_peak=plan.m_peak)
+
+        def make(m_peak: int) -> OverlapPlan:
+            return replace(first_plan(replace(within, m_peak=m_peak), chosen), asked=plan.asked)
+
+        rooms = [plan]
+        if len(plan.weights) <= _SEARCHED and plan.m_peak > least:
+            rooms.append(leanest(plan, least, make, lambda each: each.objective))
+            if objective == "steady":
+                rooms += [make(least + (plan.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
+        kept = [with_kept(problem, each, limit, measure) for each in rooms if measure(each) <= limit]
+        plan = min(kept, key=lambda each: later_seconds(problem, each))
+    if objective == "first":
+        return plan
+    seconds = later_seconds(problem, plan)
+    note = f"a later run is predicted to take {seconds:.4g} s, the first answer {plan.objective:.4g} s"
+    streamed = sum(w.nbytes for w in problem.weights if w.first_use > 1)
+    read = max(0, streamed - (plan.m_peak if limit is None else limit)) / min(problem.host_bandwidth, 1e30)
+    bound = min(seconds, max(sum(layer.seconds for layer in problem.layers), read))
+    if seconds - bound <= 1e-9 * seconds:
+        bound = seconds
+    return replace(
+        plan, objective_kind="steady", objective=seconds, bound=bound, notes=(*plan.notes, note),
+        status="OPTIMAL" if bound >= seconds else "FEASIBLE",
+    )  # fmt: skip
+
+
+_SEARCHED = 20_000
+"""Plans of more weights are kept as they are: a search would take as long as planning it several times."""
 
 
 def _paper_plan_inside(
@@ -175,7 +276,9 @@ def _paper_plan_within(
                 return roomy
     # The other planner knows the smallest budget, or finds the plan that the shares above stepped over.
     plan = fastest_within(program_problem, operators_of(program), limits.budget, measure, preload, 0.0)
-    return replace(plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer"))
+    return replace(
+        plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
+    )
 
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)

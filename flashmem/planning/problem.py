@@ -83,7 +83,8 @@ def build_problem(
 ) -> Problem:
     """The problem that `program` poses on a device: one layer a launch, one weight a slice that some launch reads.
 
-    `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` says what a layer can stream while it computes, in transfer `mode`; by
+    `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` says what a layer can stream while it computes,
+    in transfer `mode`; by
     default the descriptor's own, in its first mode.
 
     Raises:

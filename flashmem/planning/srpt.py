@@ -2,7 +2,8 @@
 
 Seen from the last layer, weight w is released at i_w, needs T(w) chunks, layer l serves C_l of them, and i_w - z_w is its flow
 time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights unfinished at every
-layer, so it minimises the sum of loading distances. What it holds are whole slices, each from z_w to its last use; among weights
+layer, so it minimises the sum of loading distances. What it holds are whole slices, each from z_w to its last use; among
+weights
 of one size no other order holds less. Read gates come after it (`planning.gates`).
 
 The same walk serves the soft threshold of C4: where a layer holds more than M_peak, chunks are moved to later layers above
@@ -14,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.planning.problem import Problem
@@ -30,7 +31,7 @@ _SCAN = 32
 class SrptPlan:
     """Decisions for one W, of the streamed weights. Where a plan is not `feasible`, some are missing."""
 
-    moves: dict[str, tuple[tuple[int, int], ...]]
+    moves: Mapping[str, tuple[tuple[int, int], ...]]
     feasible: bool
 
     def distance(self, problem: Problem) -> int:

@@ -60,7 +60,11 @@ def reasons(plan: OverlapPlan) -> list[Reason]:
     """One reason for each weight of W, in the plan's order."""
     left = [capacity - moved for capacity, moved in zip(plan.kept_capacities, moved_chunks(plan), strict=True)]
     judge = _Judge(
-        plan, [0, *accumulate(plan.kept_capacities)], [0, *accumulate(left)], in_flight_bytes(plan, ahead=False), frozenset(plan.asked)
+        plan,
+        [0, *accumulate(plan.kept_capacities)],
+        [0, *accumulate(left)],
+        in_flight_bytes(plan, ahead=False),
+        frozenset(plan.asked),
     )
     return [judge.reason(w) for w in plan.weights if w.preload]
 
@@ -93,7 +97,9 @@ class _Judge:
             relation = ">" if stream > preload * (1 + 1e-9) else "="
             price = f"(1-λ)·{waits} = {stream:.4g} {relation} λ·{w.chunks} = {preload:.4g}"
             if self.plan.units == "share":
-                price = f"as shares of all, {waits} layers cost {stream:.4g} {relation} {preload:.4g} for {w.chunks} chunks in W"
+                price = (
+                    f"as shares of all, {waits} layers cost {stream:.4g} {relation} {preload:.4g} for {w.chunks} chunks in W"
+                )
             return Reason(w.name, "distance", waits, f"{self._full_before(w)}streamed, it would wait {waits} layers: {price}")
         for layer in range(start, w.last_use + 1):
             if self.in_flight[layer - 1] + self._held(w, layer) > self.plan.m_peak:

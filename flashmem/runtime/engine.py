@@ -74,7 +74,9 @@ class Engine:
         program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
         moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
-        self._plain, self._lane = self._open_kernels(moves)
+        later = plan.later()
+        self._later_moves = moves if later is plan or not moves else layer_moves(later, slices, lane_kind(program), lanes=lanes)
+        self._plain, self._lane = self._open_kernels(moves, self._later_moves)
         arena = self.ledger.buffer("arena", program.arena_bytes, "the activation arena")
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that are handed back")
@@ -84,6 +86,7 @@ class Engine:
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
         steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain, self._lane)
         self._executor = Executor(self._queue, steps)
+        self._resources = resources if later is not plan and moves else None  # for the steps of later runs, if they differ
         ports = (
             {port.tensor for port in (*program.inputs, *program.outputs)}
             | {g.tensor for g in program.row_gathers}
@@ -96,16 +99,16 @@ class Engine:
         }
         banded = mode if digests is None else None  # a digest is of a whole slice
         self._all_loads = planned_loads(plan, slices, preload=True, mode=banded)
-        self._loads = planned_loads(plan, slices, preload=False, mode=banded)
+        self._later_loads = planned_loads(later, slices, preload=False, mode=banded)
         self._w_loads = [load for load in self._all_loads if load.preload]
         self._frees = planned_frees(plan, slices)
         self._w_is_resident = not self._w_loads
         self._has_run = False
 
-    def _open_kernels(self, moves: Mapping[int, LayerMoves]) -> tuple[CachedKernels, CachedKernels]:
-        """The plain kernels, and those with a stream lane."""
+    def _open_kernels(self, *moves: Mapping[int, LayerMoves]) -> tuple[CachedKernels, CachedKernels]:
+        """The plain kernels, and those with a stream lane, of the first run and of later ones."""
         cache, options, carried = ProgramCache(), self._bundle.program.build_options, self._bundle.binaries or b""
-        plain, lane = wanted_kernels(self._bundle.program, self._bundle.source, moves)
+        plain, lane = wanted_kernels(self._bundle.program, self._bundle.source, *moves)
         return CachedKernels(cache, self._context, options, plain, carried), CachedKernels(
             cache, self._context, options, lane, carried
         )
@@ -154,7 +157,10 @@ class Engine:
     def _run(self) -> Played:
         if not self._w_is_resident and self._transfer.preload_threads is not None:
             self.preload()
-        loads = self._loads if self._w_is_resident else self._all_loads
+        if self._has_run:
+            loads = self._later_loads
+        else:
+            loads = tuple(load for load in self._all_loads if not (load.preload and self._w_is_resident))
         layers: list[Span] = []
         loader = LoaderRun(self._transfer, loads, self._frees, threads=LOADER_THREADS) if loads else None
         try:
@@ -168,6 +174,11 @@ class Engine:
             raise
         if loader is not None:
             loader.stop()
+        if self._resources is not None:  # what was kept is not moved again
+            program, later = self._bundle.program, self._plan.later()
+            needs = needed_slices(later, self._later_moves)
+            steps = make_steps(program, needs, self._later_moves, self._resources, self._plain, self._lane)
+            self._executor, self._resources = Executor(self._queue, steps), None
         self._w_is_resident = self._has_run = True
         return Played(tuple(loader.spans) if loader else (), tuple(layers))
 

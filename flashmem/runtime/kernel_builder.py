@@ -71,7 +71,9 @@ def build_kernels(bundle: Bundle, device: str = "auto", report: Report = lambda 
     except UserError:  # a descriptor of that name, but not of this device
         return None
     moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
-    plain, lane = wanted_kernels(program, bundle.source, moves)
+    later = plan.later()
+    again = moves if later is plan or not moves else layer_moves(later, slices, lane_kind(program))
+    plain, lane = wanted_kernels(program, bundle.source, moves, again)
     cache, options = ProgramCache(), program.build_options
     wanted = {kernel_key(here, each, options): each for each in (*plain, *lane)}
     missing = [key for key in wanted if cache.read(key) is None]

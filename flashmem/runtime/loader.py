@@ -74,10 +74,10 @@ def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) ->
 
 
 def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:
-    """The streamed slices that are let go when a layer is done."""
+    """The streamed slices that are let go when a layer is done: those that are not kept for later runs."""
     frees: dict[int, tuple[Slice, ...]] = {}
     for w in plan.weights:
-        if not w.preload:
+        if not (w.preload or w.keep):
             frees[w.last_use] = (*frees.get(w.last_use, ()), slices[w.name])
     return frees
 

@@ -62,7 +62,8 @@ class Machine:
 class SimulatedLoad:
     """A band of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
 
-    `held` bytes are counted from its start until the slice is freed (mode `map`).
+    `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find it if it is of W or to
+    `keep`.
     """
 
     name: str
@@ -72,6 +73,7 @@ class SimulatedLoad:
     preload: bool = False
     held: int = 0
     first: int = 0
+    keep: bool = False
 
     @property
     def last_of_file(self) -> int:
@@ -103,7 +105,8 @@ class Scenario:
     The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
     accounted for, `kernel_seconds` (and layers') before anything is allocated. `constants_bytes` are read while opening;
     `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `w_threads`: threads that
-    bring W in before the first layer; None: W comes in with the rest. `resident_first`: every load belongs to the opening
+    bring W in before the first layer; None: W comes in with the rest. `later_layers`: those of later runs, where they
+    differ. `resident_first`: every load belongs to the opening
     (strategy preload).
     """
 
@@ -121,16 +124,20 @@ class Scenario:
     output_bytes: int = 0
     w_threads: int | None = None
     resident_first: bool = False
+    later_layers: tuple[SimulatedLayer, ...] = ()
 
     def later(self) -> Scenario:
-        """A later run of the same session: W is there, the file is in the page cache, nothing is opened."""
-        kept = {load.name for load in self.loads if load.preload}
-        held = sum(load.held for load in self.loads if load.preload)
+        """A later run of the same session: W and what was kept are there, the file is in the page cache, nothing is opened."""
+        kept = {load.name for load in self.loads if load.preload or load.keep}
+        held = sum(load.held for load in self.loads if load.preload or load.keep)
         return replace(
             self,
             machine=replace(self.machine, disk_bandwidth=None),
-            layers=tuple(replace(layer, needs=tuple(n for n in layer.needs if n not in kept)) for layer in self.layers),
-            loads=tuple(load for load in self.loads if not load.preload),
+            layers=tuple(
+                replace(layer, needs=tuple(n for n in layer.needs if n not in kept))
+                for layer in self.later_layers or self.layers
+            ),
+            loads=tuple(load for load in self.loads if load.name not in kept),
             allocations=(*self.allocations, Allocation("weights", held)),
             announced=0,
             context_seconds=0.0,
@@ -168,8 +175,16 @@ def describe(
         plan = preloaded(plan)
     problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
-    needs = needed_slices(plan, moves)
-    delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
+    kept = {w.name for w in plan.weights if w.keep}
+
+    def layers(played: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
+        needs = needed_slices(played, moves)
+        delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
+        return tuple(
+            SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
+            for layer, spec in enumerate(problem.layers, start=1)
+        )
+
     loads = planned_loads(plan, slices, preload=True, mode=mode)
     travel = _Travel(descriptor, mode, layout)
     return Scenario(
@@ -181,10 +196,7 @@ def describe(
             # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
             contention=0.0 if mode == "interleave" else rates.contention_of(mode),
         ),
-        layers=tuple(
-            SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
-            for layer, spec in enumerate(problem.layers, start=1)
-        ),
+        layers=layers(plan, moves),
         loads=tuple(
             SimulatedLoad(
                 load.part.name,
@@ -194,6 +206,7 @@ def describe(
                 load.preload,
                 travel.held(load.band),
                 load.band.first,
+                load.part.name in kept,
             )
             for load in loads
         ),
@@ -208,6 +221,7 @@ def describe(
         output_bytes=_port_bytes(program, program.outputs),
         w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
         resident_first=strategy == "preload",
+        later_layers=layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program))) if kept and moves else (),
     )
 
 
