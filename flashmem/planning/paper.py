@@ -29,7 +29,7 @@ class Decision:
     cost: int
 
 
-_MOST = 2.0**52
+_MOST = 2**52
 """About the largest cost: sums of a few stay exact, and far below the program's infinity."""
 
 
@@ -54,16 +54,17 @@ class PaperProblem:
         self.chunks = {w.name: problem.chunks(w) for w in problem.weights}
         self.limit = None if preload_limit is None else preload_limit + self.bytes_of(forced)
         share = Fraction(lambda_).limit_denominator(10**6)
-        scale: float = share.denominator
+        whole = share.denominator
         a_chunk, a_layer = share.numerator, share.denominator - share.numerator
         if units == "share":
             chunks, distances = max(1, sum(self.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
-            scale, a_chunk, a_layer = scale * chunks * distances, a_chunk * distances, a_layer * chunks
-            common = math.gcd(int(scale), a_chunk, a_layer)
-            # Rounded down, so that what is proven of these costs holds for the exact ones.
-            divisor = max(1.0, scale / common / _MOST) * common
-            scale, a_chunk, a_layer = scale / divisor, int(a_chunk / divisor), int(a_layer / divisor)
-        self.scale = scale
+            whole, a_chunk, a_layer = whole * chunks * distances, a_chunk * distances, a_layer * chunks
+            common = math.gcd(whole, a_chunk, a_layer)
+            whole, a_chunk, a_layer = whole // common, a_chunk // common, a_layer // common
+        # Rounded down where they are too large, so that what is proven of these costs holds for the exact ones.
+        divisor = -(-whole // _MOST)
+        a_chunk, a_layer = a_chunk // divisor, a_layer // divisor
+        self.scale = whole / divisor
         self.preload_cost = a_chunk  # of a chunk in W
         self.distance_cost = a_layer  # of a layer between z_w and i_w
 
