@@ -249,6 +249,15 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 
 
+def plan_holds(program: Program, plan: OverlapPlan) -> bool:
+    """What the checker says of `plan` as a plan of `program`: C0-C3, its objective and its layouts."""
+    try:
+        _check_plan(program, plan)
+    except BundleError:
+        return False
+    return True
+
+
 def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Collection[str]) -> None:
     """Every place that `layout` names lies inside its pool, slot or staging."""
     _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")

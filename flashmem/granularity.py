@@ -8,6 +8,7 @@ planned with slices of any size, then with smaller ones while that answers soone
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.errors import BudgetError
@@ -51,10 +52,15 @@ def first_attempt(
         if best is not None and not _is_better(tried, best[1], layer_seconds):
             break
         best = pipeline, tried
-    if best is None:
-        assert refused is not None
+    if best is not None:
+        return best
+    assert refused is not None
+    if limits.m_peak is None:
         raise refused
-    return best
+    pipeline = pipeline_for(FINEST)  # M_peak does not limit W
+    generated = pipeline.generate(frozenset())
+    problem = replace(pipeline.problem(generated.program), w_may_grow=True)
+    return pipeline, Attempt(generated, problem, pipeline.plan(problem, generated.program))
 
 
 def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:

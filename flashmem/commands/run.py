@@ -160,7 +160,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
             "process_peak_rss_bytes": outcome.reports[-1].memory.process_peak_rss_bytes,
             "by_category": dict(memory.by_category),
         },
-        "plan": summary(outcome.bundle.plan),
+        "plan": summary(outcome.bundle.plan, outcome.bundle.program),
     }
     if verification is not None:
         report["verify"] = verification.to_json()

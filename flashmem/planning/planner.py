@@ -42,7 +42,8 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
         BudgetError: nothing fits; it names the smallest budget (or M_peak) that works, and what binds it.
         UserError: an unknown name to preload.
     """
-    return plan_problem(planning_problem(program, descriptor, mode, limits), program, mode, limits)
+    problem = planning_problem(program, descriptor, mode, limits)
+    return plan_problem(replace(problem, w_may_grow=True), program, mode, limits)
 
 
 def plan_problem(
@@ -122,7 +123,7 @@ def _first_plan(
     if limits.m_peak is None:
         return fastest_within(problem, operators, limit, measure, preload, lambda_)
     refused: BudgetError | None = None
-    for part in (1, *_TOO_LARGE):
+    for part in (1, *(_TOO_LARGE if problem.w_may_grow else ())):
         large = frozenset(w.name for w in problem.weights if part > 1 and w.nbytes > limit // part)
         if part > 1 and not large:
             continue

@@ -53,7 +53,8 @@ class Problem:
 
     Resources: the disk brings `load_bandwidth` bytes per second into unified memory, from the moment a session is opened; from
     `opening_seconds` on layers run, and the host hands on what was read at `host_bandwidth` (to where the transfer `mode` takes
-    it from). `piece_bytes` of a slice are handed on at a time.
+    it from). `piece_bytes` of a slice are handed on at a time. `w_may_grow`:
+    slices too large for M_peak may go to W, also for the first answer: there will be no smaller slices.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -66,6 +67,7 @@ class Problem:
     host_bandwidth: float = math.inf
     opening_seconds: float = 0.0
     piece_bytes: int = 0
+    w_may_grow: bool = False
 
     def chunks(self, weight: WeightSpec) -> int:
         """T(w) = ceil(bytes(w) / S)."""
