@@ -19,7 +19,7 @@ import numpy as np
 
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
-from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout, passing_bytes
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Program, port_dtype
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -276,7 +276,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
         if mode == "interleave":
-            staged = passing_bytes(part, layout.piece_bytes) if part.name in preloaded else words
+            staged = LOADER_THREADS * layout.entrance_bytes if part.name in preloaded else words
             _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
     if mode == "dma":
         rows = max((part.row_pitch for part in program.slices), default=0)

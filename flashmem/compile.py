@@ -192,7 +192,7 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
     def pipeline_for(slicing: Slicing) -> Pipeline:
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
 
-    pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
+    pipeline, first = first_attempt(pipeline_for, limits)
     generated, made = refine(graph, pipeline, first, limits)
     if limits.resolved_objective == "first":
         made = completed(problem(generated.program), made, generated.program, mode, limits)

@@ -76,17 +76,14 @@ def needed_at(problem: Problem, moves: Moves | None) -> dict[str, int]:
 def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
     """The clock of a plan: `gates` is g_w of every weight, 0 for those of W. Without `moves` nothing slows a layer down.
 
-    Weights are read in the order (g_w, first use), each as soon as its gate allows; those of W as if from layer 1 on, in mode
-    `interleave` all before it.
+    Weights are read in the order (g_w, first use), each as soon as its gate allows; those of W as from layer 1 on.
     """
     compute = _Compute(problem, durations(problem, moves) if moves is not None else None)
     needs = needed_at(problem, moves)
     loaded: dict[str, float] = {}
     read: dict[str, float] = {}
     disk, host = 0.0, problem.opening_seconds
-    apart = problem.mode == "interleave"
-    least = 0 if apart else 1
-    for w in sorted(problem.weights, key=lambda w: (max(gates[w.name], least), needs[w.name], w.first_use)):
+    for w in sorted(problem.weights, key=lambda w: (max(gates[w.name], 1), needs[w.name], w.first_use)):
         gate = gates[w.name]
         opens = compute.until(gate - 1) if gate > 1 else 0.0
         read[w.name] = max(disk, opens)
@@ -94,7 +91,7 @@ def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None)
         last_piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
         host = max(max(host, opens) + w.nbytes / problem.host_bandwidth, disk + last_piece)
         loaded[w.name] = host
-        at = needs[w.name] if gate or not apart else 1
+        at = needs[w.name]
         if problem.layers:
             compute.ready[at] = max(compute.ready[at], host)
     compute.until(len(problem.layers))
@@ -116,16 +113,13 @@ def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
     """
     compute = _Compute(problem)
     rate = problem.load_bandwidth
-    apart = problem.mode == "interleave"
-    loader = sum(w.nbytes for w in problem.weights if w.name in preload) / rate if apart else 0.0
-    if problem.layers:
-        compute.ready[1] = loader
+    loader = 0.0
     freed = [0] * (len(problem.layers) + 2)  # by layer that frees
     for w in problem.weights:
         if w.name not in preload:
             freed[w.last_use] += w.nbytes
     room, layer = problem.m_peak, 0  # bytes that may still come in; layers known to be done
-    for w in sorted((w for w in problem.weights if not apart or w.name not in preload), key=lambda w: w.first_use):
+    for w in sorted(problem.weights, key=lambda w: w.first_use):
         left = w.nbytes
         if w.name in preload:
             loader += left / rate

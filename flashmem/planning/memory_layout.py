@@ -9,13 +9,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
 from flashmem.device import TransferMode
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.planning.texture_slots import colour_slots
 from flashmem.program import SLICE_ALIGNMENT, Slice
 
@@ -173,7 +173,7 @@ def _next_fit(alive: Sequence[tuple[int, int]], nbytes: int, start: int, size: i
 
 
 def lay_out_pools(
-    slices: Sequence[Slice], plan: OverlapPlan, modes: Sequence[TransferMode], *, loader_threads: int = 2
+    slices: Sequence[Slice], plan: OverlapPlan, modes: Sequence[TransferMode], *, loader_threads: int = LOADER_THREADS
 ) -> dict[str, PoolLayout]:
     """The layout of each of `modes` for the planned slices, by mode.
 
@@ -189,7 +189,7 @@ def lay_out_pools(
         "map": pools.mapped,
         "alias": pools.alias,
         "dma": lambda: pools.dma(loader_threads),
-        "interleave": pools.interleave,
+        "interleave": lambda: pools.interleave(loader_threads),
     }
     return {mode: lay[mode]() for mode in modes}
 
@@ -218,19 +218,21 @@ class _Pools:
         largest = max((_round_up(passing_bytes(s, self.piece), SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
         return self._targets(lambda w: w.read_layer, loader_threads * largest, {})
 
-    def interleave(self) -> PoolLayout:
+    def interleave(self, loader_threads: int) -> PoolLayout:
         """Slices wait in staging from g_w to their last move; kernels move them from the first move on.
 
-        Preloaded slices pass through staging one after the other before layer 1, when the loads of layer 1 may already be
-        under way, so together they take one place, as large as what passes of the largest of them.
+        Preloaded slices pass through one entrance, which has a part for each loader thread, as large as what passes of the
+        largest of them.
         """
         streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
-        preloaded = [passing_bytes(s, self.piece) for s, w in self.planned if w.preload]
-        entrance = [Interval("", max(preloaded), 0, 1)] if preloaded else []
+        preloaded = [_round_up(passing_bytes(s, self.piece), SLICE_ALIGNMENT) for s, w in self.planned if w.preload]
+        entrance = [Interval("", loader_threads * max(preloaded), 0, self.layers)] if preloaded else []
         staging, total = lay_out([*entrance, *streamed], SLICE_ALIGNMENT)
         at = staging.pop("", 0)
         staging.update({w.name: at for _, w in self.planned if w.preload})
-        return self._targets(lambda w: w.first_mover, total, staging)
+        return replace(
+            self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=max(preloaded, default=0)
+        )
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
         return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.read_layer)) for s, w in planned]

@@ -105,6 +105,10 @@ PASSING_BYTES = 4 << 20
 """Bytes of a slice that wait in staging at once on their way to where kernels read them: large reads keep a disk busy."""
 
 
+LOADER_THREADS = 2
+"""Threads that load weights; layouts give each a part of staging."""
+
+
 def passing_bytes(part: Slice, piece: int = PASSING_BYTES) -> int:
     """Bytes of staging that `part` passes through: all of it, or pieces of `piece` bytes, of an image a row at least."""
     return min(part.file_bytes, max(piece, part.row_pitch))
@@ -120,6 +124,7 @@ class PoolLayout:
     of equal parts, one for each loader thread, and `staging` is empty. What is larger than `piece_bytes` passes through a
     part in pieces, as W does through its place in `interleave`. In mode `map` nothing is allocated: `mapped_peak_bytes` is the
     most that is resident at once. `resident_bytes` of all this are the places of W; M_peak limits the rest.
+    `entrance_bytes`: what each thread has of the place in staging that W passes through (`interleave`).
     """
 
     pool_bytes: int = 0
@@ -131,6 +136,7 @@ class PoolLayout:
     mapped_peak_bytes: int = 0
     piece_bytes: int = PASSING_BYTES
     resident_bytes: int = 0
+    entrance_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -397,18 +403,17 @@ def _check_layout(
     _check_slots(mode, layout, [(w, *lives(w)) for w in weights if w.name in layout.slot_of], dims)
 
     if layout.staging:
-        # Preloaded slices pass through staging one after the other before layer 1, while the first streamed ones may come in.
-        streamed = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.read_layer, w.moves[-1][0])
-                    for w in weights if not w.preload and w.moves]  # fmt: skip
-        _check_disjoint(f"{mode} staging", streamed, layout.staging_bytes)
-        at_start = [p for p in streamed if p.first <= 1]
-        for w in weights:
-            if w.preload:
-                place = _Placed(w.name, layout.staging[w.name], layout.staging[w.name] + passing[w.name], 0, 1)
-                _check_disjoint(f"{mode} staging", [place], layout.staging_bytes)
-                clash = next((p for p in at_start if p.offset < place.end and place.offset < p.end), None)
-                if clash is not None:
-                    raise PlanViolation("layout", f"{mode} staging: slices {w.name} and {clash.name} overlap")
+        # W passes through one place, its entrance, which is taken all the time.
+        staged = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.read_layer, w.moves[-1][0])
+                  for w in weights if not w.preload]  # fmt: skip
+        preloaded = [w for w in weights if w.preload]
+        if preloaded:
+            start = min(layout.staging[w.name] for w in preloaded)
+            end = max(layout.staging[w.name] for w in preloaded) + LOADER_THREADS * layout.entrance_bytes
+            if layout.entrance_bytes < max(passing[w.name] for w in preloaded):
+                raise PlanViolation("layout", f"{mode}: a piece of a slice of W does not fit its entrance")
+            staged.append(_Placed("of W", start, end, 0, layers))
+        _check_disjoint(f"{mode} staging", staged, layout.staging_bytes)
 
 
 def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, int, int]], dims: dict[str, Slice]) -> None:

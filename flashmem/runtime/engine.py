@@ -13,7 +13,7 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.errors import RunError
-from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.program import lane_kind, output_bytes, scratch_bytes
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, make_steps
@@ -25,10 +25,6 @@ from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CachedKernels, ProgramCache
 from flashmem.runtime.transfer import InterleaveTransfer, make_transfer
 from flashmem.runtime.weight_file import WeightFile
-
-LOADER_THREADS = 2
-"""Threads that load weights; layouts give each a part of staging."""
-
 
 @dataclass(frozen=True)
 class Played:
@@ -132,8 +128,7 @@ class Engine:
             self._preload()
 
     def _preload(self) -> None:
-        threads = self._transfer.preload_threads or LOADER_THREADS
-        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=threads)
+        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=LOADER_THREADS)
         try:
             for load in self._w_loads:
                 loader.wait(load.part.name)
@@ -142,7 +137,7 @@ class Engine:
         self._w_is_resident = True
 
     def run(self) -> Played:
-        """Play all layers once; W comes in with them if it is not resident yet and the mode can do that.
+        """Play all layers once; W comes in with them if it is not resident yet.
 
         Raises:
             RunError: a load or a launch failed; the engine can only be closed then.
@@ -155,8 +150,6 @@ class Engine:
         return self._file.guarded() if self._transfer.in_place else nullcontext()
 
     def _run(self) -> Played:
-        if not self._w_is_resident and self._transfer.preload_threads is not None:
-            self.preload()
         if self._has_run:
             loads = self._later_loads
         else:

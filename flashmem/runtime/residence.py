@@ -56,5 +56,5 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
     if mode == "dma":
         return replace(layout, staging_bytes=threads * piece)
     if mode == "interleave":  # one entrance that slices pass through
-        return replace(layout, staging_bytes=piece, staging=dict.fromkeys(sizes, 0))
+        return replace(layout, staging_bytes=threads * piece, staging=dict.fromkeys(sizes, 0), entrance_bytes=piece)
     return layout

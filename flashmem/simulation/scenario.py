@@ -104,10 +104,8 @@ class Scenario:
 
     The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
     accounted for, `kernel_seconds` (and layers') before anything is allocated. `constants_bytes` are read while opening;
-    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `w_threads`: threads that
-    bring W in before the first layer; None: W comes in with the rest. `later_layers`: those of later runs, where they
-    differ. `resident_first`: every load belongs to the opening
-    (strategy preload).
+    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `later_layers`: those of later
+    runs, where they differ. `resident_first`: every load belongs to the opening (strategy preload).
     """
 
     machine: Machine
@@ -122,7 +120,6 @@ class Scenario:
     gathered_bytes: int = 0
     input_bytes: int = 0
     output_bytes: int = 0
-    w_threads: int | None = None
     resident_first: bool = False
     later_layers: tuple[SimulatedLayer, ...] = ()
 
@@ -143,7 +140,6 @@ class Scenario:
             context_seconds=0.0,
             kernel_seconds=0.0,
             constants_bytes=0,
-            w_threads=None,
             resident_first=False,
         )
 
@@ -219,7 +215,6 @@ def describe(
         gathered_bytes=_gathered_bytes(program),
         input_bytes=_port_bytes(program, program.inputs),
         output_bytes=_port_bytes(program, program.outputs),
-        w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
         resident_first=strategy == "preload",
         later_layers=layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program))) if kept and moves else (),
     )
