@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashmem.codegen.program import Generated
+from flashmem.device import TransferMode
 from flashmem.errors import BudgetError
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
@@ -64,7 +65,9 @@ class Split:
     gain: int
 
 
-def refine(graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits) -> tuple[Generated, OverlapPlan]:
+def refine(
+    graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode
+) -> tuple[Generated, OverlapPlan]:
     """The program of `graph` and its plan, with those fused layers split that made the plan better; its notes say which.
 
     `first`: what `pipeline` made with nothing split. Every objective counts what moving costs a layer, in every transfer mode.
@@ -75,7 +78,7 @@ def refine(graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits) -> 
 
     cuts: Cuts = frozenset()
     best = first
-    if not (limits.unfusion and limits.strategy == "stream"):
+    if not may_refine(limits, mode):
         return best.generated, best.plan
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
@@ -100,6 +103,15 @@ def refine(graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits) -> 
     more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
     note = f"adaptive unfusion split {len(done)} layers, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
     return best.generated, replace(best.plan, notes=(*best.plan.notes, note))
+
+
+def may_refine(limits: Limits, mode: TransferMode) -> bool:
+    """Whether `refine` splits anything under such limits, whatever the plan: where nothing is limited, only kernels that move
+    weights themselves, and the paper's objective, ask for capacity.
+    """
+    limited = limits.budget is not None or limits.m_peak is not None
+    matters = limited or limits.resolved_objective == "paper" or mode == "interleave"
+    return limits.unfusion and limits.strategy == "stream" and matters
 
 
 def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:

@@ -230,9 +230,7 @@ class _Pools:
         staging, total = lay_out([*entrance, *streamed], SLICE_ALIGNMENT)
         at = staging.pop("", 0)
         staging.update({w.name: at for _, w in self.planned if w.preload})
-        return replace(
-            self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=max(preloaded, default=0)
-        )
+        return replace(self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=max(preloaded, default=0))
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
         return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.read_layer)) for s, w in planned]

@@ -50,7 +50,7 @@ class PlanViolation(ValueError):  # noqa: N818 - a finding, named as such in the
         self.constraint = constraint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedWeight:
     """What the plan decided for weight w.
 
@@ -91,7 +91,7 @@ class PlannedWeight:
         return (0, layers) if self.preload or self.keep else (first, self.last_use)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextureSlot:
     """A texture that several slices take turns in; large enough, in both directions, for each of them."""
 

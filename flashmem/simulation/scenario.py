@@ -23,6 +23,7 @@ from flashmem.program import (
     Port,
     Program,
     Slice,
+    copied_outputs,
     lane_kind,
     output_bytes,
     panel_bytes,
@@ -104,8 +105,9 @@ class Scenario:
 
     The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
     accounted for, `kernel_seconds` (and layers') before anything is allocated. `constants_bytes` are read while opening;
-    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `later_layers`: those of later
-    runs, where they differ. `resident_first`: every load belongs to the opening (strategy preload).
+    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes`, of outputs that are copied, after the last.
+    `later_layers`: those of later runs, where they differ. `resident_first`: every load belongs to the opening (strategy
+    preload).
     """
 
     machine: Machine
@@ -214,7 +216,7 @@ def describe(
         constants_bytes=program.constants_bytes,
         gathered_bytes=_gathered_bytes(program),
         input_bytes=_port_bytes(program, program.inputs),
-        output_bytes=_port_bytes(program, program.outputs),
+        output_bytes=_port_bytes(program, copied_outputs(program)),
         resident_first=strategy == "preload",
         later_layers=layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program))) if kept and moves else (),
     )
