@@ -134,7 +134,8 @@ def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
                 layer += 1
                 loader = max(loader, compute.until(layer))
                 room += freed[layer]
-        compute.ready[w.first_use] = max(compute.ready[w.first_use], loader)
+        if problem.layers:
+            compute.ready[w.first_use] = max(compute.ready[w.first_use], loader)
     fluid = compute.until(len(problem.layers))
     moved = sum(w.nbytes for w in problem.weights if w.name not in preload)
     alone = problem.opening_seconds + sum(layer.seconds for layer in problem.layers)

@@ -247,8 +247,8 @@ class InterleaveTransfer(Transfer):
 
     Where host and device share memory, staging is mapped for as long as the session lives. Elsewhere a load goes through a
     small piece of host memory, one a thread, and is copied to staging: mapping would have the driver keep a second staging on
-    the host (docs/opencl-notes.md). Preloaded slices pass through the entrance that staging has for W, each thread through a part of
-    its own, and come in while layers run.
+    the host (docs/opencl-notes.md). Preloaded slices pass through the entrance that staging has for W, each thread through a
+    part of its own, and come in while layers run.
     """
 
     def __init__(
