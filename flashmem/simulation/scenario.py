@@ -14,7 +14,7 @@ from typing import Literal
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
 from flashmem.program import (
     ITEMSIZE,
@@ -29,7 +29,6 @@ from flashmem.program import (
     panel_bytes,
     scratch_bytes,
 )
-from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import Load, planned_frees, planned_loads, read_while_opening
