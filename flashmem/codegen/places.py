@@ -303,7 +303,8 @@ def _fills_vectors(layer: Layer, read: Iterable[Value]) -> bool:
     """Whether the last vector of a row ends with the row: otherwise it has elements of the next one, which others write."""
     shape, columns = layer.output.shape, REGISTRY[layer.main.op].columns
     if columns is not None:
-        return math.prod(shape[columns(layer.main) :]) // layer.main.attributes.get("group", 1) % _WIDEST == 0
+        groups = int(layer.main.attributes.get("group", 1))
+        return math.prod(shape[columns(layer.main) :]) // groups % _WIDEST == 0
     one_row = all(value.shape == shape or value.size == 1 for value in read)
     return one_row or math.prod(shape[-1:]) % _WIDEST == 0
 
