@@ -197,6 +197,7 @@ class Program:
     weights_bytes: int  # size of weights.bin
     status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
     build_options: tuple[str, ...] = ()
+    live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""

@@ -247,15 +247,16 @@ register(
     ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
-        columns=last_columns, retypes=True, operator_class="reusable", part=window_part,
+        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable", part=window_part,
     ),
     Operator(
         "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
-        layout="channels_last", columns=last_columns, retypes=True, operator_class="reusable", part=window_part,
+        layout="channels_last", columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
+        part=window_part,
     ),
     Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
     Operator(
-        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns, retypes=True,
-        operator_class="reusable", empty=True, part=product_part,
+        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns,
+        overwrites="tail", retypes=True, operator_class="reusable", empty=True, part=product_part,
     ),
 )  # fmt: skip
