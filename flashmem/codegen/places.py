@@ -80,6 +80,16 @@ def find_places(
     return Places(ranges, storage, moved, trees.overwritten)
 
 
+def least_alive(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> list[int]:
+    """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    trees.overwrite(layers, range(len(layers) + 2))
+    return trees.alive()[1:-1]
+
+
 def read_by(layer: Layer) -> list[Value]:
     """What a layer reads: the operands of its main operator, each as often as it is one, and those of its tail."""
     return [*(value for value in layer.main.inputs if value is not None), *layer.operands()]
