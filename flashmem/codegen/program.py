@@ -143,7 +143,7 @@ def _arena(
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
     for name in (*(port.tensor for port in outputs), status):
         if name is not None:
-            lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last)
+            lifetimes[name] = (lifetimes.get(name, (last, last))[0], last)  # one made of parts lives as they do until then
     held = {name: emitter.tensors[name] for name in lifetimes}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():

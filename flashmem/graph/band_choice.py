@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from flashmem.graph.bands import Band, Chain, band_of, units
 from flashmem.graph.fusion import Layer
@@ -33,6 +34,9 @@ COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 WORTH = 0.98
 """A chain is made for a layer if no more than this part of what was alive there is alive then."""
+
+MOST_AGAIN = 1.5
+"""A band may compute what others compute too, where windows overlap, but not more than this times what there is in all."""
 
 FEW_BYTES = 1 << 20
 """Weights up to this size are resident anyway, or pass by unnoticed."""
@@ -256,14 +260,13 @@ class _Choice:
         copies = 0
         for node in members:
             for value, need in zip(node.inputs, band.parts[node].needs, strict=True):
-                if (
-                    value is None
-                    or value.constant is not None
-                    or (value.producer in band.parts and self.at[value.producer] >= first)
-                ):
+                if value is None or value.constant is not None:
                     continue
-                (wanted if need is None else sliced).add(base(value))
-                if need is not None and need.axis != outermost(value.shape):
+                if value.producer in band.parts and self.at[value.producer] >= first:
+                    continue
+                in_place = need is not None and need.axis == outermost(value.shape)
+                (sliced if in_place else wanted).add(base(value))
+                if need is not None and not in_place:
                     copies += nbytes(value) * need.size // value.shape[need.axis]
         at_first = self.crossing[first]
         inner = {node.outputs[0] for node in members}
@@ -272,8 +275,8 @@ class _Choice:
         needed = wanted | sliced
         before = [v for v in whole if v in needed]
         late = self._late(first, last, inner)
-        early = max((nbytes(v) for v in whole if v not in needed and self.life[v][0] not in late), default=0)
-        peak_before = at_first + sum(map(nbytes, before)) + early if whole else 0
+        early = [i for i in range(first, last + 1) if i not in late and not any(n in band.parts for n in self.nodes[i])]
+        peak_before = max((self.memory.alive[i] for i in early), default=0)
         # In the bands.
         dying = {v for v in sliced if v not in wanted and self.life.get(v, (0, last + 1))[1] <= last}
         gone = sum(
@@ -298,7 +301,11 @@ class _Choice:
         behind = max((self.memory.alive[i] for i in late), default=0)
         alive = max(peak_before, behind, fixed + max(ends) + within + max(0, weights - self.memory.in_flight))
         taken = sum(any(node in band.parts for node in unit) for unit in self.nodes[first : last + 1])
-        return _Tried(chain, alive, (count - 1) * taken)
+        stored = [v for v in inner if v in self.life]
+        again = count * sum(self._part(v, band) for v in stored) / max(1, sum(map(nbytes, stored)))
+        if again > MOST_AGAIN:
+            return None
+        return _Tried(chain, alive, round((count - 1) * taken * again))
 
     def _late(self, first: int, last: int, inner: set[Value]) -> set[int]:
         """The layers among these that read what the bands make, and are in none."""
@@ -321,24 +328,19 @@ class _Choice:
 
     def _within(self, members: Sequence[Node], band: Band, results: set[Value]) -> int:
         """The most that is alive of what a band alone needs."""
-        inside = {self.layers[self.at[node]].output for node in members}
-        place = {node: i for i, node in enumerate(members)}
-        change = [0] * (len(members) + 1)
         last: dict[Value, int] = {}
         for node in members:
             for value in node.inputs:
                 if value is not None:
-                    last[self.ranges.base(value)] = place[node]
+                    last[self.ranges.base(value)] = self.at[node]
+        change: dict[int, int] = {}
         for node in members:
-            value = node.outputs[0]
-            if value in inside and self.ranges.base(value) is value and value not in results:
-                change[place[node]] += self._part(value, band)
-                change[last.get(value, place[node]) + 1] -= self._part(value, band)
-        most = total = 0
-        for step in change:
-            total += step
-            most = max(most, total)
-        return most
+            value, at = node.outputs[0], self.at[node]
+            if value in self.life and value not in results:
+                change[at] = change.get(at, 0) + self._part(value, band)
+                end = last.get(value, at) + 1
+                change[end] = change.get(end, 0) - self._part(value, band)
+        return max(accumulate(change[at] for at in sorted(change)), default=0)
 
 
 def _free(peak: int, chosen: Sequence[_Tried], count: int) -> tuple[int, int]:

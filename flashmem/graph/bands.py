@@ -75,6 +75,8 @@ def band_of(nodes: Sequence[Node], end: Value, span: Span, whole: Collection[Val
             before.update(value for value in node.inputs if value in made)
             continue
         band.parts[node] = part
+        if part.made is not None:
+            band.needs[node.outputs[0]] = part.made
         for value, needed in zip(node.inputs, part.needs, strict=True):
             if value is None or value not in made:
                 continue

@@ -45,11 +45,12 @@ class Span:
 @dataclass(frozen=True)
 class Part:
     """How a span of a node's output is made: what is needed of each input (None: all of it, or an input left out), and the
-    attributes of the node that makes it.
+    attributes of the node that makes it. `made`: what it makes, where that is more than was asked for.
     """
 
     needs: tuple[Span | None, ...]
     attributes: dict[str, Any]
+    made: Span | None = None
 
 
 PartRule = Callable[[Node, Span], Part | None]
@@ -78,23 +79,20 @@ def along_others(node: Node, span: Span) -> Part | None:
 
 
 def merged_part(node: Node, span: Span) -> Part | None:
-    """Of a Reshape: a span whose elements are whole places along one axis of its input, with the same number before it."""
-    source, made = node.input(0).shape, node.outputs[0].shape
-    found = _same_elements(made, source, span)
-    return None if found is None else Part((found, *[None] * (len(node.inputs) - 1)), node.attributes)
-
-
-def _same_elements(shape: Sequence[int], other: Sequence[int], span: Span) -> Span | None:
-    """The span of a tensor of shape `other` that holds the elements of `span` of one of `shape`, both in the same order."""
+    """Of a Reshape: the places of its input along the axis that begins where the span's does, and all that they hold."""
+    source, shape = node.input(0).shape, node.outputs[0].shape
     outer, inner = math.prod(shape[: span.axis]), math.prod(shape[span.axis + 1 :])
     before = 1
-    for axis, size in enumerate(other):
+    for axis, size in enumerate(source):
         if before == outer and size > 1:
-            step = math.prod(other[axis + 1 :])
-            first, last = span.start * inner, span.stop * inner
-            if step and first % step == 0 and last % step == 0 and last <= size * step:
-                return Span(axis, first // step, last // step)
-            return None
+            step = math.prod(source[axis + 1 :])
+            unit = math.lcm(step, inner)  # elements from one place that begins in both to the next
+            first, last = span.start * inner // unit * unit, -(-span.stop * inner // unit) * unit
+            if last > size * step or last > shape[span.axis] * inner:
+                return None
+            needed = Span(axis, first // step, last // step)
+            made = Span(span.axis, first // inner, last // inner)
+            return Part((needed, *[None] * (len(node.inputs) - 1)), node.attributes, made)
         before *= size
     return None
 
