@@ -134,6 +134,7 @@ def _check_weight_file(program: Program) -> None:
 def _check_arena(program: Program) -> None:
     """Tensors lie inside the arena and hold what their shapes say; ports name tensors of their own size."""
     _require_unique((tensor.name for tensor in program.tensors), "tensors")
+    _require(program.live_bytes <= program.arena_bytes, "more activations are needed at once than its arena holds")
     tensors = {tensor.name: tensor for tensor in program.tensors}
     for tensor in program.tensors:
         name = f"tensor {tensor.name!r}"

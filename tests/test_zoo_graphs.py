@@ -17,7 +17,7 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.planning.problem import build_problem
-from flashmem.program import Program
+from flashmem.program import ITEMSIZE, Program
 from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 
 DATA = Path(__file__).parent / "data"
@@ -70,6 +70,40 @@ def test_models_have_the_published_number_of_weights(name: str, weights: float) 
     graph = zoo_graph(name)
     found = sum(math.prod(value.shape) for value in graph.constants() if value.dtype == "float32")
     assert found / 1e6 == pytest.approx(weights, rel=0.005)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["resnet50", "vit-b16", "deepvit-204m", "whisper-medium-encoder", "gptneo-125m"])
+def test_the_arena_is_hardly_larger_than_what_is_needed_at_once(name: str, precision: Any) -> None:
+    graph = prepare(zoo_graph(name))
+    program = generate(graph, fuse(graph), load_descriptor("pocl"), precision=precision).program
+    touched = max(_touched(program))
+    assert touched <= program.live_bytes <= program.arena_bytes <= 1.03 * touched
+
+
+def _touched(program: Program) -> list[int]:
+    """At each layer, the bytes of the arena in tensors that were used before, or now, and are used later, or now."""
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    last = len(program.launches) + 1
+    layers: dict[str, list[int]] = {}
+    for port, layer in [*((port, 0) for port in program.inputs), *((port, last) for port in program.outputs)]:
+        if port.tensor is not None:
+            layers.setdefault(port.tensor, []).append(layer)
+    for gather in program.row_gathers:
+        layers.setdefault(gather.tensor, []).append(0)
+    for layer, launch in enumerate(program.launches, start=1):
+        for arg in launch.args:
+            if arg.kind == "tensor":
+                layers.setdefault(str(arg.value), []).append(layer)
+    found = []
+    for layer in range(last + 1):
+        used = [tensors[name] for name, each in layers.items() if min(each) <= layer <= max(each)]
+        end = total = 0
+        for start, nbytes in sorted((t.offset, ITEMSIZE[t.dtype] * math.prod(t.shape)) for t in used):
+            total += max(0, start + nbytes - max(end, start))
+            end = max(end, start + nbytes)
+        found.append(total)
+    return found
 
 
 def test_grouped_queries_share_their_keys() -> None:

@@ -7,7 +7,7 @@ is room for other blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -79,45 +79,49 @@ def alive(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> list[int]:
 
 def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tuple[dict[str, int], int, int]:
     """Where each block starts, the bytes that hold all of them, and how many are needed at once: no layout is smaller."""
-    bound = max(alive(blocks, layers), default=0)
-    whole = [
-        Interval(name, max(r[1] for r in shape), min(r[2] for r in shape), max(r[3] for r in shape))
-        for name, shape in blocks.items()
-    ]
+    needed = alive(blocks, layers)
+    bound = max(needed, default=0)
+    whole = [Interval(name, _end(shape), _first(shape), _last(shape)) for name, shape in blocks.items()]
     best = lay_out(whole, TENSOR_ALIGNMENT)
-    if best[1] > bound * _ENOUGH and any(len(shape) > 1 for shape in blocks.values()):
-        for order in range(len(_ORDERS)):
-            best = _place_parts(blocks, order, best[1]) or best
-            if best[1] <= bound * _ENOUGH:
-                break
+    peak = needed.index(bound)
+    orders: tuple[Callable[[Sequence[Rectangle]], tuple[int, ...]], ...] = (
+        lambda shape: (max(_first(shape) - peak, peak - _last(shape), 0), -_end(shape)),  # from the peak on, both ways
+        lambda shape: (-_end(shape), _first(shape)),  # large ones first
+        lambda shape: (-_area(shape), _first(shape)),  # those that are large for long
+        lambda shape: (_first(shape), -_end(shape)),  # in the order of time
+        lambda shape: (_first(shape) - _last(shape), -_end(shape)),  # those that are needed for long
+    )
+    for order in orders:
+        if best[1] <= bound * _ENOUGH:
+            break
+        best = _place_parts(sorted(blocks.items(), key=lambda block: order(block[1])), best[1]) or best
     return *best, bound
+
+
+def _first(shape: Sequence[Rectangle]) -> int:
+    return min(first for _, _, first, _ in shape)
+
+
+def _last(shape: Sequence[Rectangle]) -> int:
+    return max(last for *_, last in shape)
+
+
+def _end(shape: Sequence[Rectangle]) -> int:
+    return max(end for _, end, _, _ in shape)
 
 
 def _area(shape: Sequence[Rectangle]) -> int:
     return sum((end - start) * (last - first + 1) for start, end, first, last in shape)
 
 
-def _size(shape: Sequence[Rectangle]) -> int:
-    return max(r[1] for r in shape) - min(r[0] for r in shape)
-
-
-_ORDERS = (
-    lambda shape: (-_size(shape), min(r[2] for r in shape)),
-    lambda shape: (-_area(shape), min(r[2] for r in shape)),
-    lambda shape: (min(r[2] for r in shape), -_size(shape)),
-    lambda shape: (min(r[2] for r in shape) - max(r[3] for r in shape), -_size(shape)),
-)
-"""Orders in which blocks are placed: large ones first, those that are large for long, those needed first, or for long."""
-
-
-def _place_parts(blocks: Mapping[str, Sequence[Rectangle]], order: int, limit: int) -> tuple[dict[str, int], int] | None:
+def _place_parts(blocks: Sequence[tuple[str, Sequence[Rectangle]]], limit: int) -> tuple[dict[str, int], int] | None:
     """Blocks one after the other, each as low as its parts fit beside those placed; None if that is no less than `limit`."""
     offsets: dict[str, int] = {}
-    placed = np.zeros((sum(map(len, blocks.values())), 4), np.int64)
+    placed = np.zeros((sum(len(shape) for _, shape in blocks), 4), np.int64)
     count = top = 0
-    for name in sorted(blocks, key=lambda name: _ORDERS[order](blocks[name])):
+    for name, shape in blocks:
         taken: list[tuple[int, int]] = []  # a block that starts above the one and below the other overlaps something
-        for start, end, first, last in blocks[name]:
+        for start, end, first, last in shape:
             there = placed[:count]
             there = there[(there[:, 2] <= last) & (there[:, 3] >= first)]
             taken += zip((there[:, 0] - end).tolist(), (there[:, 1] - start).tolist(), strict=True)
@@ -127,7 +131,7 @@ def _place_parts(blocks: Mapping[str, Sequence[Rectangle]], order: int, limit: i
                 break
             at = max(at, high)
         offsets[name] = at
-        for start, end, first, last in blocks[name]:
+        for start, end, first, last in shape:
             placed[count] = (at + start, at + end, first, last)
             count, top = count + 1, max(top, at + end)
         if top >= limit:

@@ -34,12 +34,11 @@ WORK_GROUP = 64
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor: its shape, what it is stored in, and where it lies. `base`: the value it is, or is a range of."""
+    """A tensor: its shape, what it is stored in, and where it lies."""
 
     shape: tuple[int, ...]
     dtype: StoredType
     place: Place
-    base: Value
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +68,7 @@ class Emitter:
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
+    _asked: set[Value] = field(default_factory=set)
     _placed: dict[object, Arg] = field(default_factory=dict)
 
     # -- memory
@@ -97,13 +97,13 @@ class Emitter:
             source = unreshaped(value)
             name = source.name if source.name not in self.tensors else f"{source.name}#{len(self.tensors)}"
             self._names[key] = name
-            self.tensors[name] = Held(source.shape, self.storage(value), key[0], self.places.ranges.base(value))
+            self.tensors[name] = Held(source.shape, self.storage(value), key[0])
+        self._asked.add(self.places.ranges.base(value))
         return Arg("tensor", self._names[key])
 
     def known(self, value: Value) -> str | None:
         """The name of the tensor of `value` if any launch has asked for it, or for a range of it."""
-        asked = any(tensor.base is self.places.ranges.base(value) for tensor in self.tensors.values())
-        return str(self.tensor(value).value) if asked else None
+        return str(self.tensor(value).value) if self.places.ranges.base(value) in self._asked else None
 
     def operand(self, value: Value) -> Arg:
         """A tensor or constant, wherever it lives."""

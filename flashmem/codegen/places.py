@@ -72,8 +72,7 @@ def find_places(
     apart = trees.alive()
     everywhere = trees.copy()
     everywhere.overwrite(layers, range(len(apart)))
-    least = max(everywhere.alive(), default=0)
-    trees.overwrite(layers, {at for at, nbytes in enumerate(apart) if nbytes > least})
+    trees.overwrite(layers, where_needed(apart, max(everywhere.alive(), default=0)))
     moved = {
         item.base: Place(root, item.at) for root, items in trees.members.items() for item in items if item.base is not root
     }
@@ -88,6 +87,11 @@ def least_alive(
     trees.join_parts(layers)
     trees.overwrite(layers, range(len(layers) + 2))
     return trees.alive()[1:-1]
+
+
+def where_needed(apart: Sequence[int], least: int) -> set[int]:
+    """The layers at which more than `least` bytes are alive. `apart`: those that are, where nothing is overwritten."""
+    return {at for at, nbytes in enumerate(apart) if nbytes > least}
 
 
 def read_by(layer: Layer) -> list[Value]:

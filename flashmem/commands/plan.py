@@ -151,6 +151,11 @@ def _launches(program: Program) -> dict[str, str]:
     return {"launches": f"{len(program.launches)}; more than one for {len(several)} weights: {named}"}
 
 
+def _activations(program: Program) -> str:
+    """The arena, and how much of it is needed at the layer that needs most: no layout of these tensors is smaller."""
+    return f"{format_size(program.arena_bytes)}, of which {format_size(program.live_bytes)} are needed at once"
+
+
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
     plan = shown.plan
     data = {
@@ -166,6 +171,7 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
             "notes": list(plan.notes),
             "layers": len(rows),
             "slices": len(plan.weights),
+            "activations": {"arena_bytes": shown.program.arena_bytes, "live_bytes": shown.program.live_bytes},
             "in_several_launches": several_launches(shown.program),
             "weights_bytes": sum(w.nbytes for w in plan.weights),
             "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
@@ -201,6 +207,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
         **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
+        "activations": _activations(shown.program),
     }
     if plan.layouts:
         facts["memory"] = ", ".join(f"{mode} {format_size(layout.total_bytes)}" for mode, layout in plan.layouts.items())
