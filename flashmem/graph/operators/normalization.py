@@ -283,4 +283,9 @@ register(
         "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns,
         operator_class="hierarchical", onnx=False,
     ),
+    # Of [outer, depth, groups, columns], over depth and columns: groups of channels in images that are channels-last.
+    Operator(
+        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, operator_class="hierarchical",
+        onnx=False,
+    ),
 )  # fmt: skip
