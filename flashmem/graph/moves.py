@@ -7,8 +7,8 @@ What waits is a view of a tensor that is there (`graph.views`). Many operators n
 - a Slice takes its part of any dimension, pooling without overlap works inside windows as inside the image they were cut of.
 
 Their results wait, too. So the Transposes of two layouts cancel (`graph.layout`), and windows of an image need none at all
-where attention follows, which reads views (`graph.attention`). A product with weights hands a move on only if attention is where
-it ends, since its result may be larger than what it reads.
+where attention follows, which reads views (`graph.attention`). A product with weights hands a move on only where it ends in
+attention, since its result may be larger than what it reads.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class _Moves:
         orders = {_Order.of(self.views[value]): None for value in moved if value.shape == output.shape}
         if not orders:
             return False
-        best = sum(value.size for value in moved)
+        best: float = sum(value.size for value in moved)
         chosen: _Order | None = None
         for order in orders:
             order = self._shaped(node, order)

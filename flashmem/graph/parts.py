@@ -82,7 +82,7 @@ def split_products(graph: Graph) -> Graph:
 
 def _whole(node: Node, readers: dict[Value, list[Node]], outputs: set[Value]) -> _Whole | None:
     """The product `node` with what is cut of it, if it can be computed in parts that somebody needs apart."""
-    if not _is_product(node):
+    if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row lie together
         return None
     nodes, value = [node], node.outputs[0]
     while value not in outputs and len(readers.get(value, ())) == 1 and _by_column(readers[value][0], value):
@@ -106,7 +106,7 @@ def _is_product(node: Node) -> bool:
         return False
     if node.op == "MatMul":
         return len(weight.shape) > 1 and math.prod(weight.shape[:-2]) == 1
-    return node.attributes["group"] == 1
+    return bool(node.attributes["group"] == 1)
 
 
 def _column_axis(node: Node) -> int:

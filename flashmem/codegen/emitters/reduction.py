@@ -147,7 +147,8 @@ def emit_group_normalization(emitter: Emitter, layer: Layer) -> None:
         epsilon=scalar_literal("float32", layer.main.attributes["epsilon"]),
         **emitter.tail_context(tail),
     )
-    args = [emitter.operand(x), emitter.tensor(layer.output), *emitter.operand_args(tail), outer, depth, groups, columns]
+    pointers = [emitter.operand(x), emitter.tensor(layer.output), *emitter.operand_args(tail)]
+    args: list[Arg | int] = [*pointers, outer, depth, groups, columns]
     shape = KernelShape(
         rows=outer * groups, columns=depth * columns, depth=depth * columns, run=columns, stride=groups, vector=vector
     )
