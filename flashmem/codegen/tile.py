@@ -19,6 +19,7 @@ class Tile:
     where zero points and scales are. `block`: steps of depth that share a zero point and a scale; 0 if all of them do.
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
     `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
+    `scattered`: what is written has columns first.
     """
 
     rows: int
@@ -42,6 +43,7 @@ class Tile:
     aligned_columns: bool = False
     whole: bool = False
     folded: bool = False
+    scattered: bool = False
 
     @property
     def vectors(self) -> int:

@@ -162,7 +162,7 @@ def _emit_packed(
     packing = Packing(
         depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
     )
-    tile = replace(tile, folded=packing.folds > 1)
+    tile = replace(tile, folded=packing.folds > 1, scattered=layer.moved is not None)
     if template != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
     tail = emitter.tail(layer, tile.vector)
@@ -190,11 +190,12 @@ def _emit_packed(
     operands = [*sampled, *emitter.operand_args(tail)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
         folds = [packing.fold_rows, part.panels * packing.panel_texels] if tile.texture else []
+        places = [layer.places] if layer.moved is not None else []
         scales = [*kept.args, *(Arg("slice", names[i]) for names in scaling)]
         emitter.launch(
             layer,
             kernel,
-            [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds],
+            [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds, *places],
             tile.launched(rows, part.panels),
             tile.group,
             tile.described(

@@ -179,6 +179,9 @@ def _rewrite_pad(rewriter: Rewriter, node: Node, opset: int) -> None:
         value = node.attributes.get("value", 0.0)
         if fill is not None and fill.constant is not None:
             value = fill.constant.array().reshape(-1)[0].item()
+        if not any(before) and x.shape == output.shape:
+            rewriter.add("Reshape", [x], output, node.name)
+            return
         rewriter.add("Pad", [x], output, node.name, before=tuple(before), value=value)
         return
     for axis, (first, last) in enumerate(zip(before, after, strict=True)):

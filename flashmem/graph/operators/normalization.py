@@ -285,4 +285,9 @@ register(
         "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, overwrites="input",
         operator_class="hierarchical", onnx=False, part=along_others,
     ),
+    # Of [outer, depth, groups, columns], over depth and columns: groups of channels in images that are channels-last.
+    Operator(
+        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, operator_class="hierarchical",
+        onnx=False,
+    ),
 )  # fmt: skip
