@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
+from flashmem.banding import plan_in_bands
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.choices import Choices
@@ -18,7 +19,7 @@ from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
-from flashmem.errors import MissingFileError, UserError
+from flashmem.errors import BudgetError, MissingFileError, UserError
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
@@ -157,12 +158,23 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
+    Under a budget that is too small for that, chains of operators are computed in bands.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made.
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
+    try:
+        return _plan(graph, options, watch)
+    except BudgetError as refused:
+        if options.limits.budget is None:
+            raise
+        return plan_in_bands(graph, options, refused, lambda banded, given: _plan(banded, given, watch), watch)
+
+
+def _plan(graph: Graph, options: Options, watch: Watch) -> tuple[Generated, OverlapPlan]:
+    """The layers of `graph` as they are, with the slices that are best under the limits."""
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
 

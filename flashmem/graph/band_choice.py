@@ -69,9 +69,25 @@ class _Tried:
     alive: int
     launches: int
 
-    def rank(self, limit: int) -> tuple[int, ...]:
-        """The smaller, the better."""
-        return (0, self.launches, self.alive) if self.alive <= limit else (1, self.alive, self.launches)
+    def rank(self, limit: int, alive: Sequence[int]) -> tuple[float, ...]:
+        """The smaller, the better, where `alive` is alive now. Below the limit: launches for each layer's byte above it that goes;
+        above it: what is alive in the chain and beside it.
+        """
+        first, last = self.chain.first, self.chain.last
+        if self.alive <= limit:
+            gone = sum(max(0, now - limit) for now in alive[first : last + 1])
+            return (0, self.launches / max(1, gone), self.alive)
+        return (1, max(self.alive, *alive[max(0, first - 1) : first], *alive[last + 1 : last + 2]), self.launches)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A chain that helped: the signatures of its layers, which of them it was made for, the places of a band, what is alive."""
+
+    signatures: list[tuple[object, ...]]
+    offset: int
+    rows: int
+    alive: int
 
 
 def choose(graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory, limit: int) -> tuple[list[Chain], int]:
@@ -118,40 +134,40 @@ class _Choice:
             total += step
             self.crossing.append(total)
         self.signatures = [_signature(unit) for unit in self.nodes]
-        self._worth: dict[tuple[int, int, Span], list[Band] | None] = {}
 
     def run(self, limit: int) -> tuple[list[Chain], int]:
         alive = list(self.memory.alive)
         chosen: list[_Tried] = []
-        known: list[tuple[tuple[object, ...], int, int]] = []  # signatures of a chain, where its peak was, places of a band
+        known: list[_Known] = []
         while alive and max(alive) > limit:
             peak = max(range(len(alive)), key=alive.__getitem__)
             kept = [tried for tried in chosen if not tried.chain.first <= peak <= tried.chain.last]
             free = _free(peak, kept, len(self.layers))
-            best = next((t for t in self._again(peak, free, known) if t.alive <= limit), None)
-            best = best or min(self._candidates(peak, free, limit), key=lambda t: t.rank(limit), default=None)
+            without = list(alive)  # as it is without the chain around the peak, if there is one
+            for old in chosen:
+                if old not in kept:
+                    part = slice(old.chain.first, old.chain.last + 1)
+                    without[part] = self.memory.alive[part]
+            best = next(self._again(peak, free, known, limit), None)
+            candidates = self._candidates(peak, free, limit) if best is None else ()
+            best = best or min(candidates, key=lambda t: t.rank(limit, without), default=None)
             if best is None or best.alive > WORTH * alive[peak]:
                 limit = alive[peak]  # as low as it gets
                 continue
-            for old in chosen:
-                if old not in kept:
-                    alive[old.chain.first : old.chain.last + 1] = self.memory.alive[old.chain.first : old.chain.last + 1]
+            alive = without
             chosen = [*kept, best]
             first, last = best.chain.first, best.chain.last
             alive[first : last + 1] = [best.alive] * (last + 1 - first)
-            rows = best.chain.starts[1]
-            known.append((tuple(self.signatures[first : last + 1]), peak - first, rows))
+            known.append(_Known(self.signatures[first : last + 1], peak - first, best.chain.starts[1], best.alive))
         return sorted((tried.chain for tried in chosen), key=lambda chain: chain.first), max(alive, default=0)
 
-    def _again(
-        self, peak: int, free: tuple[int, int], known: Sequence[tuple[tuple[object, ...], int, int]]
-    ) -> Iterator[_Tried]:
-        """Chains that helped elsewhere, where the same operators stand around `peak`."""
-        for signatures, offset, rows in known:
-            first = peak - offset
-            last = first + len(signatures) - 1
-            if free[0] <= first and last <= free[1] and tuple(self.signatures[first : last + 1]) == signatures:
-                yield from self._tried(last, rows, [first])
+    def _again(self, peak: int, free: tuple[int, int], known: Sequence[_Known], limit: int) -> Iterator[_Tried]:
+        """Chains that helped elsewhere, where the same operators stand around `peak`, and help as much."""
+        for chain in known:
+            first = peak - chain.offset
+            last = first + len(chain.signatures) - 1
+            if free[0] <= first and last <= free[1] and self.signatures[first : last + 1] == chain.signatures:
+                yield from (t for t in self._tried(last, chain.rows, [first]) if t.alive <= max(limit, chain.alive))
 
     def _candidates(self, peak: int, free: tuple[int, int], limit: int) -> Iterator[_Tried]:
         crossing = self.crossing
@@ -252,7 +268,7 @@ class _Choice:
         base, nbytes = self.ranges.base, self.memory.nbytes
         inside = [node for unit in self.nodes[first : last + 1] for node in unit]
         members = [node for node in inside if node in band.parts]
-        if not members or self.layers[last].nodes[-1] not in band.parts:
+        if not members or self.layers[last].output not in band.needs:
             return None
         # Before the bands: operators whose results these need whole.
         wanted: set[Value] = set()
