@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Literal
 
 from flashmem.codegen.places import least_alive
-from flashmem.codegen.program import Generated
 from flashmem.codegen.row_gather import host_indices
 from flashmem.codegen.slicing import LEAST_BYTES
 from flashmem.codegen.storage import stored_in_half
@@ -24,9 +22,9 @@ from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Value
 from flashmem.graph.quantized import QuantizedConstant
 from flashmem.graph.ranges import Ranges
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program import ITEMSIZE, StoredType
 from flashmem.request import Options
+from flashmem.units import format_size
 
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
 """The fixed limits, in the least that is alive."""
@@ -55,8 +53,8 @@ class Bands:
         chains, alive = choose(self.graph, self.layers, self.ranges, self._memory, limit)
         return tuple(chains), alive
 
-    def described(self, chains: Sequence[Chain]) -> str:
-        """`chains`, for the notes of a plan."""
+    def described(self, chains: Sequence[Chain], without: int) -> str:
+        """`chains`, for the notes of a plan; `without` them it would take a budget of so many bytes."""
         texts = []
         for chain in chains:
             end = self.layers[chain.last].output
@@ -64,17 +62,20 @@ class Bands:
             size = chain.starts[1] if len(chain.starts) > 1 else end.shape[chain.axis]
             texts.append(f"{names} in {len(chain.starts)} of {size}")
         left = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
-        return f"in bands: {'; '.join(texts[:NAMED] + left)}"
+        taken = f"without bands the smallest budget is {format_size(without)}"
+        return f"{len(chains)} chains of operators computed in bands: {'; '.join(texts[:NAMED] + left)}; {taken}"
 
 
-def plan_in_bands(
+def fitting_bands(
     graph: Graph,
     options: Options,
     refused: BudgetError,
-    plan: Callable[[Graph, Options], tuple[Generated, OverlapPlan]],
+    attempt: Callable[[Graph], object],
     watch: Callable[[str], AbstractContextManager[None]],
-) -> tuple[Generated, OverlapPlan]:
-    """What `plan` makes of `graph` with chains in bands, in as few as fit the budget that it `refused` without.
+) -> tuple[Graph, str]:
+    """`graph` with chains in bands, in as few as fit the budget that was `refused` without; and a note for its plan.
+
+    `attempt` plans a graph, and raises a BudgetError if that does not fit.
 
     Raises:
         BudgetError: nothing fits; it names the smallest budget with bands, and the one without.
@@ -85,11 +86,10 @@ def plan_in_bands(
         bands = Bands(graph, options.descriptor, options.precision)
         least = bands.choose(0)
     wanted = bands.alive - (refused.smallest_bytes - budget)
-    limits = [limit for step in STEPS if (limit := int(least[1] * step)) < min(wanted, bands.alive)]
-    smallest, tried = refused, {()}
-    for limit in [wanted, *limits, 0]:
-        if limit and limit < least[1]:
-            continue
+    fixed = [limit for step in STEPS if (limit := int(least[1] * step)) < min(wanted, bands.alive)]
+    smallest = refused
+    tried: set[tuple[Chain, ...]] = {()}
+    for limit in [*([wanted] if wanted > least[1] else []), *fixed, 0]:
         with watch("bands"):
             chains = bands.choose(limit)[0] if limit else least[0]
             if chains in tried:
@@ -97,12 +97,12 @@ def plan_in_bands(
             tried.add(chains)
             banded = in_bands(graph, chains)
         try:
-            generated, made = plan(banded, options)
+            attempt(banded)
         except BudgetError as error:
             if limit != wanted and error.smallest_bytes < smallest.smallest_bytes:
                 smallest = error
             continue
-        return generated, replace(made, notes=(*made.notes, bands.described(chains)))
+        return banded, bands.described(chains, refused.smallest_bytes)
     raise _too_small(budget, refused, smallest)
 
 

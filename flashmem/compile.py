@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
-from flashmem.banding import plan_in_bands
+from flashmem.banding import fitting_bands
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
-from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, MissingFileError, UserError
@@ -170,11 +170,15 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
     except BudgetError as refused:
         if options.limits.budget is None:
             raise
-        return plan_in_bands(graph, options, refused, lambda banded, given: _plan(banded, given, watch), watch)
+        banded, note = fitting_bands(graph, options, refused, lambda banded: _plan(banded, options, watch, finest=True), watch)
+    generated, plan = _plan(banded, options, watch)
+    return generated, replace(plan, notes=(*plan.notes, note))
 
 
-def _plan(graph: Graph, options: Options, watch: Watch) -> tuple[Generated, OverlapPlan]:
-    """The layers of `graph` as they are, with the slices that are best under the limits."""
+def _plan(graph: Graph, options: Options, watch: Watch, *, finest: bool = False) -> tuple[Generated, OverlapPlan]:
+    """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
+    and no layer split.
+    """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
 
@@ -199,6 +203,9 @@ def _plan(graph: Graph, options: Options, watch: Watch) -> tuple[Generated, Over
     def pipeline_for(slicing: Slicing) -> Pipeline:
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
 
+    if finest:
+        attempt = pipeline_for(FINEST).attempt(frozenset())
+        return attempt.generated, attempt.plan
     pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
     chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
     generated, made = refine(graph, pipeline, first, limits, mode, chunk_seconds)

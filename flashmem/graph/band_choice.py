@@ -330,7 +330,8 @@ class _Choice:
             for node in self.nodes[i]:
                 if node.outputs[0] not in inner and not behind.isdisjoint(node.inputs):
                     behind.update(node.outputs)
-                    late.add(i)
+                    if self.layers[i].main.outputs[0] not in inner:  # not only a Reshape of what the layer gives
+                        late.add(i)
         return late
 
     def _weights(self, node: Node, band: Band) -> Iterator[Value]:

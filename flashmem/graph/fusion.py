@@ -121,8 +121,8 @@ def _places(factors: Sequence[Factor], columns: int) -> int:
 
 
 def _is_given(value: Value, consumers: dict[Value, list[Node]], outputs: set[Value]) -> bool:
-    """Whether `value` is an output of the model, in whatever shape."""
-    reshaped = (node for node in consumers.get(value, ()) if node.op == "Reshape")
+    """Whether `value` is an output of the model, or a part of one, in whatever shape."""
+    reshaped = (node for node in consumers.get(value, ()) if node.op in ("Concat", "Reshape"))
     return value in outputs or any(_is_given(node.outputs[0], consumers, outputs) for node in reshaped)
 
 
