@@ -1,12 +1,12 @@
 """Which chains are computed in bands, and in how many, so that no more than a limit of activations is alive at once.
 
-The layer at which most is alive is taken first. Around it runs of layers are tried that begin and end where little is alive, each
-in as few bands as get below the limit, or in those that get lowest; of them the one with the fewest launches is taken. Then the
-layer at which most is alive now, until nothing is above the limit, or the highest cannot be lowered. A chain that helped is tried
-first wherever the same operators follow each other again.
+The layer at which most is alive is taken first. Around it runs of layers are tried that begin and end where little is alive, in
+bands of several sizes. Of those that stay below the limit the one is taken that adds the fewest launches for what it lowers;
+if none does, the one that gets lowest. Then the layer at which most is alive now, until nothing is above the limit, or the
+highest cannot be lowered. A chain that helped is tried first wherever the same operators follow each other again.
 
-What is alive in a chain is estimated: tensors that were there before and die in the chain go band by band, its result comes band
-by band, and weights that all bands read stay from the first to the last.
+What is alive in a chain is estimated: tensors that were there before and die in the chain go band by band, its result comes
+band by band, and weights that all bands read stay from the first to the last.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ WORTH = 0.98
 MOST_AGAIN = 1.5
 """A band may compute what others compute too, where windows overlap, but not more than this times what there is in all."""
 
-FEW_BYTES = 1 << 20
-"""Weights up to this size are resident anyway, or pass by unnoticed."""
-
 Size = Callable[[Value], int]
 
 
@@ -70,7 +67,7 @@ class _Tried:
     launches: int
 
     def rank(self, limit: int, alive: Sequence[int]) -> tuple[float, ...]:
-        """The smaller, the better, where `alive` is alive now. Below the limit: launches for each layer's byte above it that goes;
+        """The smaller, the better, where `alive` is alive now. Below the limit: launches for what goes of all that is above it;
         above it: what is alive in the chain and beside it.
         """
         first, last = self.chain.first, self.chain.last
@@ -188,7 +185,7 @@ class _Choice:
                 left = [first for first in left if first not in done]  # more bands are more launches
 
     def _sizes(self, last: int) -> Iterator[int]:
-        """Sizes of bands of a layer's result, the largest first: whole ranges of memory, and where there are some, equal ones."""
+        """Sizes of bands of a layer's result, the largest first: aligned ranges of memory, of equal sizes where that can be."""
         output = self.layers[last].output
         axis = outermost(output.shape)
         if not output.size or output.dtype not in ("float32",) or self.ranges.moves_nothing(self.layers[last].main):
@@ -286,7 +283,9 @@ class _Choice:
                     copies += nbytes(value) * need.size // value.shape[need.axis]
         at_first = self.crossing[first]
         inner = {node.outputs[0] for node in members}
-        results = {base(value) for value in self._joined(band, last) if self.at.get(value.producer, -1) >= first}
+        results = {
+            base(value) for value in self._joined(band, last) if value.producer is not None and self.at[value.producer] >= first
+        }
         whole = [v for i in range(first, last + 1) for v in self.born.get(i, ()) if v not in inner and v not in results]
         needed = wanted | sliced
         before = [v for v in whole if v in needed]

@@ -201,7 +201,7 @@ class _Writer:
             part = band.parts.get(node)
             if part is None:
                 continue
-            inputs = []
+            inputs: list[Value | None] = []
             for value, needed in zip(node.inputs, part.needs, strict=True):
                 if value in made:
                     assert value is not None and needed is not None
@@ -223,8 +223,8 @@ class _Writer:
             if node.op == "Slice" and inputs[0] is not None and inputs[0].shape == shape:
                 made[output] = inputs[0]
                 continue
-            made[output] = self.rewriter.emit(node.op, inputs, shape, output.dtype, f"{output.name}{name}", **part.attributes)
-            made[output].producer.name = f"{node.name}{name}"
+            result = Value(f"{output.name}{name}", shape, output.dtype)
+            made[output] = self.rewriter.add(node.op, inputs, result, f"{node.name}{name}", **part.attributes)
         return made
 
     def _slice(self, value: Value, span: Span) -> Value:

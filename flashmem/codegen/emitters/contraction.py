@@ -40,7 +40,12 @@ def _tile(
         variant = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
-        variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+        key = (node.input(1), replace(product, rows=0))
+        if not packed or key not in emitter.variants:
+            variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+            emitter.variants[key] = variant
+        else:
+            variant = emitter.variants[key]  # so that a weight is packed once, however many rows a band of a layer has
     texture = packed and emitter.memory_path == "texture"
     rows, columns, vector = variant.rows, variant.columns, variant.vector
     if not variant.stage:
