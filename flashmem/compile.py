@@ -35,9 +35,9 @@ from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
-from flashmem.runtime.kernel_builder import build_kernels
+from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
-from flashmem.unfusion import Cuts, Pipeline, refine
+from flashmem.unfusion import Cuts, Pipeline, may_refine, refine
 
 Progress = Callable[[str, float], None]
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -78,7 +78,7 @@ def compile(
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
         lambda_: the paper's weight of W against loading distance.
         chunk: S, the unit of transfer.
-        precision: what weights and activations are stored in; arithmetic is fp32.
+        precision: what weights and activations are stored in; sums are fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
@@ -118,27 +118,39 @@ def compile(
     options = resolve(
         limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
     )
-    if output is not None:
-        bundle = _compile(model, Path(output), options, progress)
-    else:
-        name = f"{model.stem}-{_key(model, options)}"
-        bundle = find_or_make(name, lambda place: _compile(model, place, options, progress))
-    if not build:
-        return bundle
-    built = build_kernels(bundle, device, lambda fraction: progress("build kernels", fraction))
+    with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
+
+        def make(place: Path) -> Bundle:
+            return _compile(model, place, options, progress, kernels if build else None)
+
+        bundle = make(Path(output)) if output is not None else find_or_make(f"{model.stem}-{_key(model, options)}", make)
+        if not build:
+            return bundle
+        built = kernels.finish(bundle)
     return carrying(bundle, built) if with_binaries else bundle
 
 
-def _compile(model: Path, output: Path, options: Options, progress: Progress) -> Bundle:
+def _compile(model: Path, output: Path, options: Options, progress: Progress, kernels: KernelBuilder | None) -> Bundle:
+    """`kernels` are built while the plan is made, weights are packed and written."""
+
+    def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
+        if kernels is not None:
+            wish = Wish(generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan)
+            kernels.begin(wish)
+
+    def packed(name: str, nbytes: int) -> None:
+        progress("pack weights", bundle.size / generated.program.weights_bytes)
+        if kernels is not None:
+            kernels.poll()
+
     progress("import", 0.0)
     graph = read_graph(model, options)
     progress("plan", 0.0)
-    generated, plan = plan_graph(graph, options)
+    generated, plan = plan_graph(graph, options, final=begin)
+    begin(generated, plan)
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
     with BundleWriter(output) as bundle:
-        generated.weights.write(
-            bundle, lambda name, nbytes: progress("pack weights", bundle.size / generated.program.weights_bytes)
-        )
+        generated.weights.write(bundle, packed)
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
 
@@ -154,19 +166,26 @@ def read_graph(model: Path, options: Options) -> Graph:
     return prepare(graph)
 
 
-def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
+def plan_graph(
+    graph: Graph,
+    options: Options,
+    watch: Watch = lambda step: nullcontext(),
+    final: Callable[[Generated], None] = lambda generated: None,
+) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
     Under a budget that is too small for that, chains of operators are computed in bands.
 
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
+    `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
+    without unfusion.
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
     try:
-        return _plan(graph, options, watch)
+        return _plan(graph, options, watch, final)
     except BudgetError as refused:
         if options.limits.budget is None:
             raise
@@ -175,14 +194,23 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
     return generated, replace(plan, notes=(*plan.notes, note))
 
 
-def _plan(graph: Graph, options: Options, watch: Watch, *, finest: bool = False) -> tuple[Generated, OverlapPlan]:
+def _plan(
+    graph: Graph,
+    options: Options,
+    watch: Watch,
+    final: Callable[[Generated], None] = lambda generated: None,
+    *,
+    finest: bool = False,
+) -> tuple[Generated, OverlapPlan]:
     """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
     and no layer split.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
+    only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
 
     def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
+        slicing = replace(slicing, later=options.optimize == "steady")
         return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
@@ -190,7 +218,11 @@ def _plan(graph: Graph, options: Options, watch: Watch, *, finest: bool = False)
             layers = fuse(graph, cuts)
         with watch("generate"):
             made = write(layers, slicing)
-            return write(layers, slicing) if choices.settle() else made
+            if choices.settle():
+                made = write(layers, slicing)
+        if only_one:
+            final(made)
+        return made
 
     def problem(program: Program) -> Problem:
         with watch("plan_and_check"):

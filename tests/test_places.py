@@ -223,7 +223,8 @@ def _play(graph: Graph, program: Program, begins: Sequence[tuple[Layer, int]], n
                     chosen = np.repeat(region.reshape(-1), whose.size // output.size)
                     memory[where] = np.where(chosen, whose, memory[where])
                 at += part.shape[layer.main.attributes["axis"]]
-            expect(output, names[output], f"{output.name}, once made,")
+            if output in names:  # else nobody reads it but in parts
+                expect(output, names[output], f"{output.name}, once made,")
             continue
         for value in places.read_by(layer):
             if value.constant is None and unreshaped(value).constant is None:
@@ -248,7 +249,7 @@ def test_every_read_sees_the_write_that_the_graph_means(
         monkeypatch.setattr(places, "where_needed", lambda apart, least: set(range(len(apart))))
     seen = {"views": 0, "over": 0, "parts": 0}
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(st.integers(0, 10**6))
     def check(seed: int) -> None:
         graph = _graph(Net(seed), tmp_path)

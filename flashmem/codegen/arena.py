@@ -83,18 +83,19 @@ def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tupl
     bound = max(needed, default=0)
     whole = [Interval(name, _end(shape), _first(shape), _last(shape)) for name, shape in blocks.items()]
     best = lay_out(whole, TENSOR_ALIGNMENT)
-    peak = needed.index(bound)
-    orders: tuple[Callable[[Sequence[Rectangle]], tuple[int, ...]], ...] = (
-        lambda shape: (max(_first(shape) - peak, peak - _last(shape), 0), -_end(shape)),  # from the peak on, both ways
-        lambda shape: (-_end(shape), _first(shape)),  # large ones first
-        lambda shape: (-_area(shape), _first(shape)),  # those that are large for long
-        lambda shape: (_first(shape), -_end(shape)),  # in the order of time
-        lambda shape: (_first(shape) - _last(shape), -_end(shape)),  # those that are needed for long
+    levels = np.array(needed)
+    tight = {name: int(levels[_first(shape) : _last(shape) + 1].max()) for name, shape in blocks.items()}
+    orders: tuple[Callable[[str, Sequence[Rectangle]], tuple[int, ...]], ...] = (
+        lambda name, shape: (-tight[name], _first(shape), -_end(shape)),  # those alive where most is, in the order of time
+        lambda name, shape: (-tight[name], _first(shape) - _last(shape)),  # the same, those that are needed for long first
+        lambda name, shape: (-_end(shape), _first(shape)),  # large ones first
+        lambda name, shape: (-_area(shape), _first(shape)),  # those that are large for long
+        lambda name, shape: (_first(shape), -_end(shape)),  # in the order of time
     )
     for order in orders:
         if best[1] <= bound * _ENOUGH:
             break
-        best = _place_parts(sorted(blocks.items(), key=lambda block: order(block[1])), best[1]) or best
+        best = _place_parts(sorted(blocks.items(), key=lambda block: order(*block)), best[1]) or best
     return *best, bound
 
 

@@ -13,6 +13,7 @@ from flashmem.codegen.arena import Use, place_blocks, shapes
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters import emit
+from flashmem.codegen.outputs import lifetimes_of, read_early
 from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.places import find_places
 from flashmem.codegen.row_gather import host_indices, place_rows
@@ -82,6 +83,8 @@ def generate(
         Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value) if port.value.size else None)
         for port in results
     ]
+    hands_over = descriptor.uses_host_memory
+    outputs = outputs if hands_over else read_early(emitter, outputs, gathers)
     tensors, arena_bytes, live_bytes = _arena(emitter, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     [constants_offset] = emitter.weights.place("constants", [constants.nbytes], lambda: [constants])
@@ -96,6 +99,7 @@ def generate(
         row_gathers=tuple(gathers),
         arena_bytes=arena_bytes,
         live_bytes=live_bytes,
+        hands_over=hands_over,
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,
         weights_bytes=emitter.weights.size,
@@ -130,18 +134,13 @@ def _arena(
     A tensor is needed from the layer that writes it first to the last that reads it.
     """
     last = len(emitter.launches) + 1
-    lifetimes: dict[str, tuple[int, int]] = {}
-    for layer, launch in enumerate(emitter.launches, start=1):
-        for arg in launch.args:
-            if arg.kind == "tensor":
-                first, _ = lifetimes.get(str(arg.value), (layer, layer))
-                lifetimes[str(arg.value)] = (first, layer)
+    lifetimes = lifetimes_of(emitter)
     status = None if emitter.status_value is None else str(emitter.status().value)  # holds from before the run to after it
     early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
     for name in early:
         if name is not None:
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
-    for name in (*(port.tensor for port in outputs), status):
+    for name in (*(port.tensor for port in outputs if port.ready is None), status):
         if name is not None:
             lifetimes[name] = (lifetimes.get(name, (last, last))[0], last)  # one made of parts lives as they do until then
     held = {name: emitter.tensors[name] for name in lifetimes}

@@ -74,7 +74,7 @@ class _Tried:
         if self.alive <= limit:
             gone = sum(max(0, now - limit) for now in alive[first : last + 1])
             return (0, self.launches / max(1, gone), self.alive)
-        return (1, max(self.alive, *alive[max(0, first - 1) : first], *alive[last + 1 : last + 2]), self.launches)
+        return (1, max([self.alive, *alive[max(0, first - 1) : first], *alive[last + 1 : last + 2]]), self.launches)
 
 
 @dataclass(frozen=True)

@@ -91,4 +91,4 @@ def _first_of_range(node: Node) -> int | None:
     cut = next((axis for axis, size in enumerate(taken) if size != 1), len(taken))
     if taken[cut + 1 :] != source[cut + 1 :] or any(step != 1 for step, size in zip(steps, taken, strict=True) if size != 1):
         return None
-    return sum(start * math.prod(source[axis + 1 :]) for axis, start in enumerate(starts))
+    return sum(int(start) * math.prod(source[axis + 1 :]) for axis, start in enumerate(starts))
