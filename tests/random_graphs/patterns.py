@@ -1,4 +1,4 @@
-"""Patterns of several nodes that models are made of, in which data moves: packed projections, windows of images, two layouts."""
+"""Patterns of several nodes, of which models are made, that move data: packed projections, windows of images, two layouts."""
 
 from __future__ import annotations
 
