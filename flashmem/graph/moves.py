@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from flashmem.graph.attention import attention_products
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
@@ -115,6 +116,7 @@ class _Moves:
         self.there: set[Value] = set()
         self.moved: dict[object, Value] = {}
         self.constants: dict[object, Value] = {}
+        self.attended = attention_products(graph)
         self.ends: dict[Value, bool] = {}
 
     def graph(self) -> Graph:
@@ -151,8 +153,7 @@ class _Moves:
         """Whether `node`, which reads `value`, which waits, is sure to need it in order."""
         if node.op in ("Reshape", "Transpose", "Slice", *_POOLING) or is_elementwise(node):
             return False
-        constants = [each is not None and each.constant is not None for each in node.inputs[:2]]
-        if node.op == "MatMul" and not any(constants):
+        if node in self.attended:
             return False
         axes = node.attributes.get("axes", (len(value.shape) - 1,))
         if node.op == "Normalize" and _group_sizes(self.views[value], axes) is not None:
@@ -305,7 +306,7 @@ class _Moves:
         return True
 
     def _is_attended(self, value: Value) -> bool:
-        """Whether all that becomes of `value` on its way to products of two activations is what this pass moves through."""
+        """Whether all that becomes of `value` on its way into attention is what this pass moves through."""
         if value not in self.ends:
             self.ends[value] = False
             nodes = self.readers.get(value, [])
@@ -313,7 +314,7 @@ class _Moves:
         return self.ends[value]
 
     def _attends(self, node: Node, value: Value) -> bool:
-        if node.op == "MatMul" and all(each is not None and each.constant is None for each in node.inputs[:2]):
+        if node in self.attended:
             return True
         by_column = is_elementwise(node) and all(each is None or each is value or each.constant for each in node.inputs)
         moves = by_column or node.op in ("Reshape", "Transpose", "Slice", *_POOLING)
@@ -322,8 +323,12 @@ class _Moves:
     # -- parts and windows
 
     def _slice(self, node: Node) -> bool:
-        """A part of dimensions, each of which has one stride."""
+        """A part of dimensions, each of which has one stride. Of several parts, those that are runs of elements are no copies
+        once the whole is in order.
+        """
         output, view = node.outputs[0], self.views[node.input(0)]
+        if len(self.readers[node.input(0)]) > 1 and _is_run(node):
+            return False
         flat = [(axis, *factor) for axis, dimension in enumerate(view.dimensions) for factor in dimension]
         flat.sort(key=lambda each: -each[2])
         starts, steps, sizes = [], [], []
@@ -378,6 +383,13 @@ class _Moves:
         rows, places = (height // kernel[0], down // windows), (width // kernel[1], across)
         self.views[output] = View(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),)))
         return True
+
+
+def _is_run(node: Node) -> bool:
+    """Whether a Slice takes elements that follow one another in its source."""
+    before, after, given = node.input(0).shape, node.outputs[0].shape, node.attributes
+    cut = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
+    return all(step == 1 for step in given["steps"]) and math.prod(after[: cut[-1]] if cut else ()) == 1
 
 
 def _has_rows(view: View, axis: int) -> bool:

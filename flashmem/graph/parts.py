@@ -16,10 +16,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flashmem.graph.attention import attention_products
 from flashmem.graph.builder import Rewriter, sliced_constant
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import is_elementwise
 from flashmem.graph.views import KEPT, View, factor, merged, whole, write
+
+
+@dataclass(frozen=True)
+class _Around:
+    """Who reads each value, what the model gives, and the products that are attention's."""
+
+    readers: dict[Value, list[Node]]
+    outputs: set[Value]
+    attended: set[Node]
+
+    def single(self, value: Value) -> Node | None:
+        """The one node that reads `value`, which nobody else does."""
+        nodes = self.readers.get(value, [])
+        return nodes[0] if len(nodes) == 1 and value not in self.outputs else None
+
 
 Columns = tuple[int, int]
 """The first of a range of columns, and the one behind its last."""
@@ -65,8 +81,9 @@ class _Whole:
 
 def split_products(graph: Graph) -> Graph:
     """`graph` (in normal form, layouts assigned), its products in the parts that are read of them."""
-    readers, outputs = graph.consumers(), {port.value for port in graph.outputs}
-    found = [whole for node in graph.nodes if (whole := _whole(node, readers, outputs)) is not None]
+    readers = graph.consumers()
+    around = _Around(readers, {port.value for port in graph.outputs}, attention_products(graph))
+    found = [whole for node in graph.nodes if (whole := _whole(node, around)) is not None]
     wanted = Counter(each.nodes[0].input(1) for each in found)
     # A weight that others read as a whole, or in other parts, would be stored twice.
     found = [
@@ -80,16 +97,16 @@ def split_products(graph: Graph) -> Graph:
     return _Splitting(found).graph(graph)
 
 
-def _whole(node: Node, readers: dict[Value, list[Node]], outputs: set[Value]) -> _Whole | None:
+def _whole(node: Node, around: _Around) -> _Whole | None:
     """The product `node` with what is cut of it, if it can be computed in parts that somebody needs apart."""
     if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row lie together
         return None
     nodes, value = [node], node.outputs[0]
-    while value not in outputs and len(readers.get(value, ())) == 1 and _by_column(readers[value][0], value):
-        nodes.append(readers[value][0])
-        value = nodes[-1].outputs[0]
+    while (reader := around.single(value)) is not None and _by_column(reader, value):
+        nodes.append(reader)
+        value = reader.outputs[0]
     leaves: list[_Leaf] = []
-    if value in outputs or not _gather(value, whole(value), node.outputs[0].shape[-1], readers, outputs, leaves):
+    if value in around.outputs or not _gather(value, whole(value), node.outputs[0].shape[-1], around, leaves):
         return None
     groups = _groups(node.outputs[0].shape[-1], leaves)
     if groups is None or any(_sliced(node.input(1), _column_axis(node), *each) is None for each in groups):
@@ -128,11 +145,9 @@ def _has_columns(constant: Value, value: Value) -> bool:
     return constant.size == value.shape[-1] == constant.shape[-1]
 
 
-def _gather(
-    value: Value, view: View, width: int, readers: dict[Value, list[Node]], outputs: set[Value], leaves: list[_Leaf]
-) -> bool:
+def _gather(value: Value, view: View, width: int, around: _Around, leaves: list[_Leaf]) -> bool:
     """Whether all that is read of `value` are Slices that take some of its `width` columns of every row; they join `leaves`."""
-    for node in readers.get(value, ()):
+    for node in around.readers.get(value, ()):
         output = node.outputs[0]
         seen: View | None = None
         if node.op == "Slice":
@@ -140,13 +155,13 @@ def _gather(
             columns = None if seen is None else _columns(seen, view.root.size // width, width)
             if seen is None or columns is None:
                 return False
-            leaves.append(_Leaf(node, seen, columns, _is_attended(output, readers, outputs)))
+            leaves.append(_Leaf(node, seen, columns, _is_attended(output, around)))
             continue
         if node.op == "Reshape":
             seen = view.reshaped(output.shape)
         elif node.op == "Transpose":
             seen = view.transposed(node.attributes["perm"])
-        if seen is None or output in outputs or not _gather(output, seen, width, readers, outputs, leaves):
+        if seen is None or output in around.outputs or not _gather(output, seen, width, around, leaves):
             return False
     return bool(leaves)
 
@@ -164,15 +179,15 @@ def _columns(view: View, rows: int, width: int) -> Columns | None:
     return (view.start, view.start + run) if count == rows and view.start + run <= width and run < width else None
 
 
-def _is_attended(value: Value, readers: dict[Value, list[Node]], outputs: set[Value]) -> bool:
-    """Whether nothing happens to `value` before products of two activations read it, where it lies."""
-    if value in outputs:
+def _is_attended(value: Value, around: _Around) -> bool:
+    """Whether nothing happens to `value` before attention reads it, where it lies."""
+    if value in around.outputs:
         return False
-    for node in readers.get(value, ()):
-        if node.op == "MatMul" and len(node.inputs) == 2 and all(each and each.constant is None for each in node.inputs):
+    for node in around.readers.get(value, ()):
+        if node in around.attended:
             continue
         moves = node.op in ("Reshape", "Transpose", "Expand") or factor(node) is not None
-        if not moves or not _is_attended(node.outputs[0], readers, outputs):
+        if not moves or not _is_attended(node.outputs[0], around):
             return False
     return True
 

@@ -76,6 +76,7 @@ def _check_transpose(node: Node) -> str | None:
 
 
 def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequence[int], steps: Sequence[int]) -> None:
+    """A Slice, if it is one; of a Slice, the two in one."""
     if x.constant is not None:
         index = tuple(
             np.arange(size, dtype=np.int64) * step + start
@@ -86,6 +87,11 @@ def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequ
         rewriter.replaced[output] = constant(output.name, np.zeros(output.shape, output.dtype))
     elif x.shape == output.shape and all(step == 1 for step in steps):
         rewriter.add("Reshape", [x], output, name)
+    elif x.producer is not None and x.producer.op == "Slice":
+        whole, before = x.producer.input(0), x.producer.attributes
+        both = list(zip(before["starts"], before["steps"], starts, steps, strict=True))
+        first = tuple(near + far * start for near, far, start, _ in both)
+        rewriter.add("Slice", [whole], output, name, starts=first, steps=tuple(far * step for _, far, _, step in both))
     else:
         rewriter.add("Slice", [x], output, name, starts=tuple(starts), steps=tuple(steps))
 
