@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
+from flashmem.banding import fitting_bands
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
-from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
-from flashmem.errors import MissingFileError, UserError
+from flashmem.errors import BudgetError, MissingFileError, UserError
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
@@ -179,12 +180,35 @@ def plan_graph(
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
+    Under a budget that is too small for that, chains of operators are computed in bands.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made. `final` is called with
-    the program before it is planned, where no plan can ask for another: without limits on memory, and without unfusion.
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
+    `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
+    without unfusion.
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
+    """
+    try:
+        return _plan(graph, options, watch, final)
+    except BudgetError as refused:
+        if options.limits.budget is None:
+            raise
+        banded, note = fitting_bands(graph, options, refused, lambda banded: _plan(banded, options, watch, finest=True), watch)
+    generated, plan = _plan(banded, options, watch)
+    return generated, replace(plan, notes=(*plan.notes, note))
+
+
+def _plan(
+    graph: Graph,
+    options: Options,
+    watch: Watch,
+    final: Callable[[Generated], None] = lambda generated: None,
+    *,
+    finest: bool = False,
+) -> tuple[Generated, OverlapPlan]:
+    """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
+    and no layer split.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
@@ -217,6 +241,9 @@ def plan_graph(
     def pipeline_for(slicing: Slicing) -> Pipeline:
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
 
+    if finest:
+        attempt = pipeline_for(FINEST).attempt(frozenset())
+        return attempt.generated, attempt.plan
     pipeline, first = first_attempt(pipeline_for, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
     if limits.resolved_objective == "first":

@@ -96,6 +96,16 @@ def held_by(
     return list(trees.pieces())
 
 
+def least_alive(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> list[int]:
+    """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    trees.overwrite(layers, range(len(layers) + 2))
+    return trees.alive()[1:-1]
+
+
 def where_needed(apart: Sequence[int], least: int) -> set[int]:
     """The layers at which more than `least` bytes are alive. `apart`: those that are, where nothing is overwritten."""
     return {at for at, nbytes in enumerate(apart) if nbytes > least}
