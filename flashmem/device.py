@@ -35,6 +35,10 @@ class Tile:
     lanes: int = 1
 
 
+JOINED = 16
+"""Channels of attention that the work-items which share its keys join at a time."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to compute a contraction or an attention: what a work-item computes, and how a work-group shares what it reads.
@@ -91,7 +95,7 @@ class Variant:
     def local_bytes(self) -> int:
         """Local memory of a work-group: its stages, or where the parts hand over their sums, if that is more."""
         if not self.stage:
-            return 0
+            return 4 * self.vector * self.split * JOINED if self.split > 1 else 0
         if "attention" in self.families:  # queries, weights, keys or values, and a number of each work-item for each query
             queries, keys = self.block
             return 4 * ((self.stage + keys) * (queries + 4) + self.stage * keys + queries * self.local_size[1])
@@ -111,7 +115,9 @@ class Rates:
     """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds.
 
     `contention`, by transfer mode, is the share of a transfer's time by which it delays what computes meanwhile: 0 with a copy
-    engine to spare, 1 where compute stands still until the bytes are there.
+    engine to spare, 1 where compute stands still until the bytes are there. The defaults are a plain CPU's; a table that is
+    given
+    has to name every mode that is used.
     """
 
     gemm_flops: float = 100e9
@@ -124,7 +130,26 @@ class Rates:
     session_seconds: float = 50e-3  # opening a session, beside kernels and weights; the driver is loaded
     kernel_seconds: float = 1e-3  # one kernel from the program cache
     layer_seconds: float = 1e-4  # one layer: read from the bundle, its arguments set
-    contention: dict[TransferMode, float] = field(default_factory=dict)  # 0 for a mode that is not named
+    contention: dict[TransferMode, float] = field(
+        default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
+    )
+
+    def contention_of(self, mode: TransferMode) -> float:
+        """The contention of `mode`.
+
+        Raises:
+            UserError: it is not known; 0 would be a claim.
+        """
+        if mode not in self.contention:
+            raise UserError(
+                f"the device's descriptor has no contention rate for transfer mode {mode!r}; measure it with flashmem profile, "
+                f"or add it under [rates.contention]"
+            )
+        return self.contention[mode]
+
+    def transfer_bandwidth(self, mode: TransferMode) -> float:
+        """Bytes per second of the last step of `mode`: a read into shared memory (`alias`), or a copy."""
+        return self.cached_bandwidth if mode == "alias" else self.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -183,16 +208,30 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        for mode in {mode for modes in descriptor.modes.values() for mode in modes}:
+            if mode not in descriptor.rates.contention:
+                raise UserError(
+                    f"{where}: [rates.contention] has no rate for transfer mode {mode!r}, which [modes] lists; add it"
+                )
         return descriptor
 
-    def plain(self, family: str) -> Variant:
-        """The tile as a variant, which computes what the others cannot."""
+    def plain(self, family: str) -> tuple[Variant, ...]:
+        """What computes contractions, or attention, that the listed variants cannot: the tile, and of attention on a GPU what
+        every GPU has local memory for, and work-items that share the keys of few queries.
+        """
         tile = self.tile
-        return Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
+        if family != "attention":
+            return (Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
+        if self.kind == "cpu":
+            return (Variant("tile", (family,), 2 * tile.vector, 8, tile.vector),)
+        return (
+            Variant("tile", (family,), 8, 2, 2, (8, 16), stage=32),
+            Variant("few", (family,), 4, 4, 4, split=64),
+        )
 
     def variants_of(self, family: str) -> tuple[Variant, ...]:
         """The ways to compute contractions of `family`; the first is the plain one."""
-        listed = (self.plain(family), *(each for each in self.variants if family in each.families))
+        listed = (*self.plain(family), *(each for each in self.variants if family in each.families))
         return tuple(each for each in listed if each.name == self.only) or listed
 
     def on_path(self, path: str) -> DeviceDescriptor:

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +25,7 @@ from mini_bundle import write_mini_bundle
 
 from flashmem import Session
 from flashmem.errors import RunError
+from flashmem.runtime import opencl
 from flashmem.runtime.kernel_list import Use, Wanted
 from flashmem.runtime.opencl import Context, list_devices
 from flashmem.runtime.program_cache import CachedKernels, ProgramCache, kernel_key, packed_entries, unpacked_entries
@@ -258,3 +261,20 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_and_no_run(tmp_path: Pat
         session = Session(model.path, mode="map")
     np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
     session.close()
+
+
+def test_no_thread_ends_the_silence_of_another() -> None:
+    def say() -> None:
+        warnings.warn("a compiler said something", opencl.cl.CompilerWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with opencl._QUIET:
+            thread = threading.Thread(target=opencl._QUIET.__enter__)
+            thread.start()
+            thread.join()
+        say()  # the thread is still inside
+        assert not heard
+        opencl._QUIET.__exit__()
+        say()
+        assert len(heard) == 1

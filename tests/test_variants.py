@@ -89,6 +89,29 @@ def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path
             np.testing.assert_array_equal(other[number], answers[0][number])
 
 
+@pytest.mark.parametrize(("device", "path"), PLACES, ids=lambda each: each)
+def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> None:
+    """As a CPU copies them: images narrower than a row of taps, padding on every side, several images, dilation downwards."""
+    nodes, random = Nodes(), np.random.default_rng(3)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    wide = nodes.constant(numbers(40, 5, 3, 7))
+    nodes.node("Conv", nodes.input(numbers(2, 5, 4, 3)), wide, pads=[2, 6, 1, 5], strides=[1, 2], dilations=[2, 1])
+    colours = nodes.input(numbers(2, 3, 13, 15))
+    nodes.node("Conv", colours, nodes.constant(numbers(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2])
+    (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
+    expected = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, nodes.feeds)
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=device, memory_path=path)
+    assert ("float part[" in bundle.source.plain) == (load_descriptor(device).kind == "cpu")
+    for mode in load_descriptor(device).modes[path]:
+        with flashmem.Session(bundle, device=device, mode=mode) as session:
+            answers = session.run(None, nodes.feeds)
+        for answer, wanted in zip(answers, expected, strict=True):
+            np.testing.assert_allclose(answer, wanted, atol=2e-6 * np.ptp(wanted))
+
+
 def stored_model() -> Nodes:
     """Products of activations that are large enough to be stored in half, which a model's own inputs are not."""
     nodes, random = Nodes(), np.random.default_rng(6)
@@ -168,17 +191,21 @@ def test_a_device_without_arithmetic_in_half_gets_no_such_variant(monkeypatch: p
 def test_shipped_variants_can_be_built(name: str) -> None:
     """What the templates take for granted, and local memory that every device of the kind has."""
     for variant in load_descriptor(name).variants:
+        attends = variant.families == ("attention",)
         assert variant.stage % variant.split == 0 == variant.stage % 4
-        assert variant.columns % variant.vector == 0
+        assert (variant.rows if attends and not variant.stage else variant.columns) % variant.vector == 0
+        assert attends or "attention" not in variant.families
         if variant.stage:
-            assert variant.vector == 4
+            assert variant.vector == (variant.columns if attends else 4)
             assert 0 < variant.local_bytes <= 48 << 10
             assert variant.local_bytes % 16 == 0 and variant.items <= 1024
+        elif attends:
+            assert variant.local_bytes <= 48 << 10 and variant.items <= 1024
 
 
 @given(
     st.sampled_from(descriptor_names()).map(load_descriptor),
-    st.sampled_from(FAMILIES),
+    st.sampled_from((*FAMILIES, "attention")),
     st.tuples(*[st.integers(1, 5000)] * 3),
     st.integers(1, 64),
 )

@@ -38,7 +38,8 @@ class Use:
     def kernel(self) -> tuple[object, ...]:
         """What uses must share to be one kernel if they take one variant."""
         p = self.product
-        return p.family, p.path, p.storage, p.taps > 1, self.ending
+        heads = p.depth if p.family == "attention" else 0
+        return p.family, p.path, p.storage, p.taps > 1, heads, self.ending
 
 
 class Choices:
@@ -86,7 +87,7 @@ class Choices:
         """Seconds of one layer by variant: running it and, where a first answer counts, loading what it reads."""
         times = seconds(self._descriptor, use.product)
         if use.widest is not None:
-            plain = self._descriptor.plain(use.product.family)
+            [plain] = self._descriptor.plain(use.product.family)
             narrow = {v: time for v, time in times.items() if v == plain or v.block[1] <= use.widest}
             times = narrow or {plain: 0.0}
         if self._optimize == "steady":

@@ -142,7 +142,8 @@ def _arena(
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
     for name, end in (*((port.tensor, port.ready) for port in outputs), (status, None)):
         if name is not None:
-            lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last if end is None else end)
+            end = last if end is None else end
+            lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # its parts are tensors if no launch has it
     held = {name: emitter.tensors[name] for name in lifetimes}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():

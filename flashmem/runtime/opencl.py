@@ -270,6 +270,35 @@ def event_seconds(event: Event) -> tuple[float, float]:
         return event.profile.start * 1e-9, event.profile.end * 1e-9
 
 
+class _Quiet:
+    """While any thread is inside, pyopencl does not warn that a compiler said something.
+
+    Filters of warnings are the process's: with each thread restoring what it found, one would end what another began.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = warnings.catch_warnings()
+                self._before.__enter__()
+                warnings.simplefilter("ignore", cl.CompilerWarning)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._before.__exit__(None, None, None)
+
+
+_QUIET = _Quiet()
+
+
 class Context:
     """A device in use: what makes queues, memory objects, programs."""
 
@@ -322,14 +351,12 @@ class Context:
 
     def build(self, source: str, options: Sequence[str]) -> Program:
         """Compile OpenCL C."""
-        with _explained("compile the kernels"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", cl.CompilerWarning)
+        with _explained("compile the kernels"), _QUIET:
             return Program(cl.Program(self.handle, source).build(list(options), cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> Program:
         """A program from what `Program.binary` gave."""
-        with _explained("load compiled kernels"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", cl.CompilerWarning)
+        with _explained("load compiled kernels"), _QUIET:
             return Program(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
 
