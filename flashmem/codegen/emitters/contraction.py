@@ -39,7 +39,12 @@ def _tile(emitter: Emitter, layer: Layer, product: Product, run: int, *, packed:
         [variant] = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
-        variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+        key = (node.input(1), replace(product, rows=0))
+        if not packed or key not in emitter.variants:
+            variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+            emitter.variants[key] = variant
+        else:
+            variant = emitter.variants[key]  # so that a weight is packed once, however many rows a band of a layer has
     if activation != "half" or weights != "float16":
         variant = replace(variant, half=0)
     variant = cut(variant, product)
@@ -164,7 +169,8 @@ def _emit_packed(
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
         parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
-    tile = replace(tile, texture=bool(parts[0].width), folded=parts[0].width > 0 and parts[0].height < depth)
+    texture, scattered = parts[0].width > 0, layer.moved is not None
+    tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
     if template == "conv":
         direct = tile.scalar == tile.activation == "float" and not (
             tile.stage or tile.integers or tile.folded or context["volume"]
@@ -197,11 +203,12 @@ def _emit_packed(
     operands = [*sampled, *emitter.operand_args(tail)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
+        places = [layer.places] if layer.moved is not None else []
         scales = [*kept.args, *(Arg("slice", names[i]) for names in scaling)]
         emitter.launch(
             layer,
             kernel,
-            [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds],
+            [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds, *places],
             tile.launched(rows, part.panels),
             tile.group,
             tile.described(
