@@ -46,7 +46,7 @@ from flashmem.kernel_bounds import check_reach
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source, parsed
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
 DIGESTS = "digests.bin"
 WEIGHTS = "weights.bin"

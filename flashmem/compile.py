@@ -28,12 +28,13 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
+from flashmem.ordering import in_lowest_order
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan, Strategy
-from flashmem.planning.planner import make_plan, plan_problem, planning_problem
+from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
+from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
-from flashmem.program import MemoryPath, Program
+from flashmem.program import LaunchOrder, MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
@@ -50,8 +51,8 @@ def compile(
     device: str = "auto",
     budget: int | str | None = None,
     m_peak: int | str | None = None,
-    lambda_: float = 0.9,
-    chunk: int | str = "1MiB",
+    lambda_: float | None = None,
+    chunk: int | str | None = None,
     precision: Literal["fp32", "fp16"] = "fp32",
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     preload: Sequence[str] = (),
@@ -62,6 +63,7 @@ def compile(
     unfusion: bool = True,
     mu: float = 0.1,
     alpha: float = 0.1,
+    units: Units = "share",
     build: bool = True,
     with_binaries: bool = False,
     optimize: Optimize = "cold",
@@ -76,17 +78,19 @@ def compile(
         device: "auto", part of the name of a device that is here, or the name or file of a descriptor.
         budget: most bytes flashmem may hold on the device and in host staging together; None for no limit.
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
-        lambda_: the paper's weight of W against loading distance.
-        chunk: S, the unit of transfer.
+        lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or
+            the paper's 0.9.
+        chunk: S, the unit of transfer; by default a size of which the median layer carries four.
         precision: what weights and activations are stored in; sums are fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
         mode: how weights travel; "auto" takes the first the device has on that path.
-        objective: "latency" (default unless `m_peak` is given) or "paper".
+        objective: "first" answer (the default), "steady" (later runs), or "paper".
         strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, to compare with.
         unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
         mu: weight of loading distance when fused layers are ranked for a split.
+        units: of the paper's objective: "share" of all chunks and all layers, or chunks and layers as "printed".
         alpha: the least gain in load capacity, as a share, for which a fused layer is split.
         build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
         with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
@@ -114,6 +118,7 @@ def compile(
         unfusion=unfusion,
         mu=mu,
         alpha=alpha,
+        units=units,
     )
     options = resolve(
         limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
@@ -209,17 +214,18 @@ def _plan(
     choices = Choices(descriptor, options.optimize)
     only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
 
-    def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
+    def write(layers: Sequence[Layer], order: LaunchOrder, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
-        return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+        made = generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+        return replace(made, program=replace(made.program, order=order))
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
-            layers = fuse(graph, cuts)
+            layers, order = in_lowest_order(graph, fuse(graph, cuts), half=options.precision == "fp16")
         with watch("generate"):
-            made = write(layers, slicing)
+            made = write(layers, order, slicing)
             if choices.settle():
-                made = write(layers, slicing)
+                made = write(layers, order, slicing)
         if only_one:
             final(made)
         return made
@@ -230,7 +236,7 @@ def _plan(
 
     def plan(problem: Problem, program: Program) -> OverlapPlan:
         with watch("plan_and_check"):
-            return plan_problem(problem, program, mode, limits)
+            return plan_problem(problem, program, mode, limits, complete=False)
 
     def pipeline_for(slicing: Slicing) -> Pipeline:
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
@@ -238,9 +244,10 @@ def _plan(
     if finest:
         attempt = pipeline_for(FINEST).attempt(frozenset())
         return attempt.generated, attempt.plan
-    pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
-    chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    generated, made = refine(graph, pipeline, first, limits, mode, chunk_seconds)
+    pipeline, first = first_attempt(pipeline_for, limits)
+    generated, made = refine(graph, pipeline, first, limits, mode)
+    if limits.resolved_objective == "first":
+        made = completed(problem(generated.program), made, generated.program, mode, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

@@ -176,7 +176,7 @@ def test_a_bundle_of_format_1_is_told_and_replaced(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, content in {**files, "weights.bin": b"abc", "manifest.json": json.dumps(manifest).encode()}.items():
         (old / name).write_bytes(content)
-    with pytest.raises(BundleError, match=r"has format version 1, this flashmem reads 4; compile the model again$"):
+    with pytest.raises(BundleError, match=r"has format version 1, this flashmem reads 5; compile the model again$"):
         Bundle.open(old)
     write_mini_bundle(old)
     assert sorted(path.name for path in old.iterdir()) == sorted(["manifest.json", Bundle.open(old).files.name])
@@ -312,7 +312,7 @@ def test_a_tampered_program_is_refused(change: Callable[[Any], None], message: s
         (_set("weights", 3, "first_use", 1), "differs from the problem's in size or use"),
         (_set("weights", 3, "name", "nowhere"), "does not hold each weight"),
         (lambda data: data["weights"].pop(), "does not hold each weight"),
-        (_set("weights", 3, "load_layer", 20), "its plan does not hold"),
+        (_set("weights", 3, "read_layer", 20), "its plan does not hold"),
         (_set("weights", 3, "moves", [[1, 10**6]]), "its plan does not hold"),
         (_set("weights", 3, "moves", [[25, 1]]), "its plan does not hold"),
         (_set("weights", 3, "moves", [[1, -3]]), "wrong type or range"),

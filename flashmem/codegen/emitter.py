@@ -131,9 +131,9 @@ class Emitter:
                 self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
                 self._placed[content] = Arg("constant", offset, len(content) + SLACK)
             return self._placed[content]
-        nbytes += SLACK
-        [offset] = self.weights.place(name, [nbytes], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
-        self.slices.append(Slice(name, name, offset, nbytes))
+        size = nbytes + SLACK
+        [offset] = self.weights.place(name, [size], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
+        self.slices.append(Slice(name, name, offset, size, raw=nbytes))
         return Arg("slice", name)
 
     def parts(self, weight: Value, packing: Packing, row_items: int) -> list[PackedSlice]:

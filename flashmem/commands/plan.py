@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from flashmem.bundle import Bundle
+from flashmem.bundle_check import plan_holds
 from flashmem.commands.compiling import CompileOptions, bundle_of
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
-from flashmem.program import Program
+from flashmem.program import Program, raw_bytes
 from flashmem.units import format_size
 from flashmem.zoo.names import architecture
 
@@ -41,17 +42,21 @@ class Shown:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What happens while layer ℓ computes. `in_flight_bytes` is what C2 limits: streamed weights, staged or resident."""
+    """What happens while layer ℓ computes. `in_flight_bytes` is what C2 limits: streamed weights, staged or resident.
+
+    `capacity_chunks` is C_ℓ as the problem has it, `allowed_chunks` what the plan keeps to (more where a tier relaxed it).
+    """
 
     layer: int
     name: str
     operators: tuple[str, ...]  # the ONNX nodes fused into it
     operator_class: str
     capacity_chunks: int
+    allowed_chunks: int
     moved_chunks: int
     in_flight_bytes: int
-    loads: tuple[str, ...]  # weights whose loading may begin here (z_w)
-    frees: tuple[str, ...]  # weights used here for the last time
+    loads: tuple[str, ...]  # weights whose read gate is here (g_w)
+    frees: tuple[str, ...]  # weights let go after it
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,8 @@ def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: 
         _print(shown, rows, because, show_all)
 
 
-def summary(plan: OverlapPlan) -> dict[str, Any]:
-    """The object under the key `plan`: how good the plan is known to be. A bundle that was opened has been checked."""
+def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
+    """The object under the key `plan`: how good the plan is known to be, and what the checker says of it now."""
     return {
         "status": plan.status,
         "objective": plan.objective,
@@ -95,25 +100,28 @@ def summary(plan: OverlapPlan) -> dict[str, Any]:
         "preload_ratio": plan.preload_ratio,
         "expected_slowdown": plan.expected_slowdown,
         "solve_seconds": plan.solve_seconds,
-        "checked": True,
+        "checked": plan_holds(program, plan),
     }
 
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
-    """One row for each layer. A chunk is in flight from the layer that moves it until the last use of its weight."""
+    """One row for each layer. A slice is in flight from its read gate until its last use, or to the end if it is kept."""
     loads: dict[int, list[str]] = {}
     frees: dict[int, list[str]] = {}
     for w in plan.weights:
         if not w.preload:
-            loads.setdefault(w.load_layer, []).append(w.name)
+            loads.setdefault(w.read_layer, []).append(w.name)
+        if not (w.preload or w.keep):
             frees.setdefault(w.last_use, []).append(w.name)
-    columns = zip(program.launches, plan.capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True)
+    columns = zip(
+        program.launches, plan.capacities, plan.kept_capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True
+    )
     return [
         LayerRow(
-            layer, launch.name, launch.operators, launch.operator_class, capacity, moved, held,
+            layer, launch.name, launch.operators, launch.operator_class, capacity, allowed, moved, held,
             tuple(loads.get(layer, ())), tuple(frees.get(layer, ())),
         )
-        for layer, (launch, capacity, moved, held) in enumerate(columns, start=1)
+        for layer, (launch, capacity, allowed, moved, held) in enumerate(columns, start=1)
     ]  # fmt: skip
 
 
@@ -143,6 +151,11 @@ def several_launches(program: Program) -> dict[str, int]:
     return {weight: count for (weight, _), count in launches.items() if count > 1}
 
 
+def _kept(plan: OverlapPlan) -> dict[str, str]:
+    kept = [w.nbytes for w in plan.weights if w.keep]
+    return {"later runs": f"find {format_size(sum(kept))} more resident, in {len(kept)} slices"} if kept else {}
+
+
 def _launches(program: Program) -> dict[str, str]:
     several = several_launches(program)
     if not several:
@@ -151,31 +164,52 @@ def _launches(program: Program) -> dict[str, str]:
     return {"launches": f"{len(program.launches)}; more than one for {len(several)} weights: {named}"}
 
 
+def _file(program: Program) -> str:
+    raw, padded = raw_bytes(program), program.weights_bytes
+    return f"{format_size(padded)}, {format_size(raw)} without padding ({padded / raw - 1:.2%})"
+
+
+def _order(program: Program) -> dict[str, str]:
+    order = program.order
+    if order is None:
+        return {}
+    given, peak, bound = (format_size(nbytes) for nbytes in (order.given_bytes, order.peak_bytes, order.bound_bytes))
+    change = "the model's" if order.method == "as given" else f"by {order.method}, down from {given}"
+    return {"order": f"{change}: activations of {peak} at most, bound {bound}, gap {order.gap:.2%}"}
+
+
 def _activations(program: Program) -> str:
     """The arena, and how much of it is needed at the layer that needs most: no layout of these tensors is smaller."""
     return f"{format_size(program.arena_bytes)}, of which {format_size(program.live_bytes)} are needed at once"
 
 
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
-    plan = shown.plan
+    plan, order = shown.plan, shown.program.order
     data = {
         "model": shown.title,
         "device": shown.device,
         "memory_path": shown.program.memory_path,
         "kernels": _kernels(shown.program),
         "plan": {
-            **summary(plan),
+            **summary(plan, shown.program),
             "lambda": plan.lambda_,
             "chunk_bytes": plan.chunk_bytes,
             "m_peak_bytes": plan.m_peak,
+            "mode": plan.mode,
+            "units": plan.units,
+            "kept_bytes": sum(w.nbytes for w in plan.weights if w.keep),
+            "relaxed_layers": len(plan.relaxed),
             "notes": list(plan.notes),
             "layers": len(rows),
             "slices": len(plan.weights),
             "activations": {"arena_bytes": shown.program.arena_bytes, "live_bytes": shown.program.live_bytes},
             "in_several_launches": several_launches(shown.program),
             "weights_bytes": sum(w.nbytes for w in plan.weights),
+            "raw_bytes": raw_bytes(shown.program),
+            "padded_bytes": shown.program.weights_bytes,
             "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
         },
+        "order": {**asdict(order), "gap": order.gap} if order else None,
         "layout_bytes": {mode: layout.total_bytes for mode, layout in plan.layouts.items()},
         "why": [asdict(each) for each in because],
     }
@@ -205,8 +239,11 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
+        "weight file": _file(shown.program),
+        **_order(shown.program),
         **_launches(shown.program),
-        "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
+        "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)} in mode {plan.mode}",
+        **_kept(plan),
         "activations": _activations(shown.program),
     }
     if plan.layouts:
@@ -220,7 +257,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
     for note in plan.notes:
         print_facts({"note": note})
     print()
-    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "starts loading")
+    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "read gate of")
     _print_shortened(headers, _layer_cells(rows, grouped=not show_all and len(rows) > _ROWS_SHOWN), show_all)
     if because:
         print("\nwhy they are preloaded")

@@ -60,7 +60,8 @@ class Layer:
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
-    """The layers of `graph` in execution order. Reshapes are no layers: they move no data.
+    """The layers of `graph` in execution order. Reshapes are no layers: they move no data. Nor is a Slice that moves none
+    launched (`graph.ranges`), which depends on what its source is stored in.
 
     `cuts`: operators that join no tail; an elementwise one begins a layer of its own, with a tail of its own.
     """
