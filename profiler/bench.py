@@ -27,7 +27,7 @@ from flashmem.program import TEXEL_BYTES, Arg, Launch, Slice
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
-from flashmem.runtime.lanes import LayerMoves, Move
+from flashmem.runtime.lanes import LayerMoves, Move, Ride
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CompiledKernels
@@ -323,7 +323,8 @@ class Prepared:
         moves = {}
         for turn in range(self._turns):
             first = turn * units % max(1, most - units)
-            moves[turn + 1] = LayerMoves(Move(part, first, units, width, pitch), ())
+            move = Move(part, first, units, width, pitch)
+            moves[turn + 1] = LayerMoves(Ride(move.kind, (move,)))
         self._resources = replace(self._resources, weights={**self._weights, "lane": target}, staged={"lane": source})
         options = self._program.build_options
         lane = self._bench.program(self._source.lane, options)
