@@ -100,7 +100,9 @@ class Rates:
     session_seconds: float = 50e-3  # opening a session, beside kernels and weights; the driver is loaded
     kernel_seconds: float = 1e-3  # one kernel from the program cache
     layer_seconds: float = 1e-4  # one layer: read from the bundle, its arguments set
-    contention: dict[TransferMode, float] = field(default_factory=dict)  # 0 for a mode that is not named
+    contention: dict[TransferMode, float] = field(  # of every mode that the device has
+        default_factory=lambda: {"map": 0.75, "alias": 0.92, "dma": 1.2, "interleave": 1.9}
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class DeviceDescriptor:
         """The descriptor in `data` (as `to_dict` or a TOML file has it).
 
         Raises:
-            UserError: an unknown key, so that a misspelt one is not silently ignored.
+            UserError: an unknown key, so that a misspelt one is not silently ignored; a transfer mode without its contention.
         """
 
         def build(kind: type, values: dict[str, Any]) -> Any:
@@ -149,12 +151,24 @@ class DeviceDescriptor:
         if "name" not in values:
             raise UserError(f"{where}: the key 'name' is missing; add it")
         values["tile"] = build(Tile, values.get("tile", {}))
-        values["rates"] = build(Rates, values.get("rates", {}))
+        rates = dict(values.get("rates", {}))
+        rates.setdefault("contention", {})  # a rate that nobody stated is not taken for a plain CPU's
+        values["rates"] = build(Rates, rates)
         values["variants"] = tuple(build(Variant, each) for each in values.get("variants", ()))
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        descriptor.check_contention(where)
         return descriptor
+
+    def check_contention(self, where: str) -> None:
+        """Raise UserError unless the contention of every transfer mode that the device has is known."""
+        for mode in sorted({mode for modes in self.modes.values() for mode in modes}):
+            if mode not in self.rates.contention:
+                raise UserError(
+                    f"{where}: the contention of transfer mode {mode!r} is missing; add it under [rates.contention], or "
+                    "measure the device with flashmem profile"
+                )
 
     def plain(self, family: str) -> Variant:
         """The tile as a variant, which computes what the others cannot."""

@@ -101,7 +101,7 @@ def _moved_bytes(plan: OverlapPlan) -> list[int]:
 
 def _moving_seconds(descriptor: DeviceDescriptor, mode: TransferMode, nbytes: int) -> float:
     rates = descriptor.rates
-    return rates.contention.get(mode, 0.0) * nbytes / rates.copy_bandwidth
+    return rates.contention[mode] * nbytes / rates.copy_bandwidth
 
 
 def _load_rate(bundle: Bundle, loads: Sequence[Span]) -> float | None:

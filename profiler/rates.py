@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmem.device import Rates, TransferMode
 
-from .bench import Bench
+from .bench import LANE_BYTES, Bench
 from .cases import elementwise_target, matmul_target
 from .dataset import Row
 from .loads import CHUNK, PARTS
@@ -42,7 +42,7 @@ class MachineRates:
 
 
 def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str], None]) -> MachineRates:
-    """All rates but the contention of lanes, which the dataset gives (`lane_contention`).
+    """All rates; that of lanes by one product, which the dataset then says better (`lane_contention`).
 
     `benches`: one for each path, the default first. `device` is how `flashmem run` finds the device. The disk is the one that
     the benches' files lie on.
@@ -60,7 +60,7 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
     copy = _copy_rate(bench) if mode in ("dma", "interleave") else cached
-    delays = _thread_contention(bench, alone)
+    delays = {mode: share for each in reversed(benches) for mode, share in _contention(each, alone).items()}
     progress("disk")  # last: part of the benches' file is out of the page cache afterwards
     disk = bench.loads.cold_rate(mode)
     load = bench.loads.slice_seconds(mode)
@@ -84,8 +84,9 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     )
 
 
-def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str) -> float:
-    """The share of a transfer's time by which moves in a kernel's own lane delay it: the median over contractions.
+def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str) -> float | None:
+    """The share of a transfer's time by which moves in a kernel's own lane delay it: the median over contractions; None where
+    no row says it.
 
     Only moves that take less time alone than the kernel are asked: beyond that it is the transfer that is waited for.
     """
@@ -96,17 +97,24 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
             alone = row.streamed_bytes / rate
             if row.seconds > 2e-4 and 0.15 * row.seconds < alone < 0.7 * row.seconds:
                 found.append((row.slowdown - 1) * row.seconds / alone)
-    return max(0.0, statistics.median(found)) if found else 0.0
+    return max(0.0, statistics.median(found)) if found else None
 
 
-def _thread_contention(bench: Bench, mode_rates: dict[str, float]) -> dict[TransferMode, float]:
-    """By mode, the share of a transfer's time by which loader threads delay products that go on for three times as long."""
+def _contention(bench: Bench, mode_rates: dict[str, float]) -> dict[TransferMode, float]:
+    """By mode, the share of a transfer's time by which it delays products: loader threads those that go on for three times as
+    long, a lane its own, by as much as is moved in a third of that one's time.
+    """
     product = bench.prepare(matmul_target(*_DELAYED_GEMM, bench.descriptor))
     found: dict[TransferMode, float] = {}
     for mode in bench.descriptor.modes[bench.path]:
+        rate = mode_rates[f"{bench.path} {mode}"]
         if mode != "interleave":
-            transfer = PARTS * CHUNK / mode_rates[f"{bench.path} {mode}"]
+            transfer = PARTS * CHUNK / rate
             found[mode] = max(0.0, product.delay(mode, PARTS, math.ceil(3 * transfer / product.seconds)) / transfer)
+            continue
+        measured = product.measure(mode, min(LANE_BYTES / 2, rate * product.seconds / 3))
+        assert measured is not None  # there is room for so many bytes
+        found[mode] = max(0.0, (measured.slowdown - 1) * product.seconds * rate / measured.streamed_bytes)
     return found
 
 

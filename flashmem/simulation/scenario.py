@@ -178,7 +178,7 @@ def describe(
             disk_bandwidth=rates.disk_bandwidth if disk == "cold" else None,
             load_seconds=rates.load_seconds,
             # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
-            contention=0.0 if mode == "interleave" else rates.contention.get(mode, 0.0),
+            contention=0.0 if mode == "interleave" else rates.contention[mode],
         ),
         layers=tuple(
             SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
