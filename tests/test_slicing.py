@@ -163,7 +163,7 @@ def test_bands_are_the_slice_in_order(nbytes: int, width: int, mode: TransferMod
     assert sum(band.nbytes for band in found) == part.file_bytes
     unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
     assert all(band.nbytes > 0 and band.first % unit == 0 for band in found)
-    assert max(band.nbytes for band in found) <= 1.5 * LEAST_BYTES + unit
+    assert max(band.nbytes for band in found) <= passing_bytes(part)  # one copy each
 
 
 def test_what_is_large_passes_through_staging_in_pieces() -> None:
@@ -221,7 +221,6 @@ def compiled(
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, nbytes: int = 48 * KIB) -> None:
     """Bands, and pieces in staging, of `nbytes`."""
-    monkeypatch.setattr("flashmem.runtime.transfer.BAND_BYTES", nbytes)
     monkeypatch.setattr("flashmem.planning.plan.PASSING_BYTES", nbytes)
 
 

@@ -25,9 +25,6 @@ from flashmem.runtime.weight_file import WeightFile
 WORD = 16
 """Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
 
-BAND_BYTES = 4 << 20
-"""About what a thread loads at a time: threads share a large slice, and the disk has a little of it announced, not all."""
-
 _HOST_PIECE_BYTES = 1 << 20
 """Of a load on its way to staging that the host cannot see; small, because the ledger does not count it."""
 
@@ -46,10 +43,14 @@ class Band:
 
 
 def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
-    """The slice as threads share it: about `BAND_BYTES` each, an image in whole rows; where pages are mapped, whole pages."""
+    """The slice as threads share it, each what passes through staging at once: an image in whole rows; where pages are mapped,
+    whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
+    more than their bytes do.
+    """
     unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
     units = -(-part.file_bytes // unit)
-    count = max(1, min(units, round(part.file_bytes / BAND_BYTES)))
+    passing = passing_bytes(part)
+    count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
     ends = [min(units * i // count * unit, part.file_bytes) for i in range(count + 1)]
     return tuple(Band(first, end - first) for first, end in pairwise(ends))
 
@@ -290,8 +291,10 @@ class InterleaveTransfer(Transfer):
         if self._mapped is not None:
             self._read(part, band, self._place(part, band.first, band.nbytes))
             return
+        # Into the sub-buffer that lanes read: while sub-buffers are in use, a write to their parent is undefined, and NVIDIA's
+        # driver crashes when they are released.
         for piece, first in self._pieces(part, band, self._host[thread]):
-            self._queues[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
+            self._queues[thread].write(self.staged[part.name], piece, offset=first)
 
     def preload(self, part: Slice, band: Band, thread: int) -> None:
         """Read, and copy home."""
