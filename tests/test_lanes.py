@@ -161,9 +161,10 @@ def test_any_number_of_moves_by_launches_of_their_own(kind: LaneKind, device: De
 @given(st.data(), st.sampled_from(KINDS))
 def test_the_largest_moves_ride_and_each_has_its_place(data: st.DataObject, kind: LaneKind) -> None:
     drawn = data.draw(moves(kind, most=10))
-    ride = lanes._taken(drawn, kind, parts_of(kind)[0])
-    assert ride is not None or not drawn
-    assert ride is not None
+    ride = lanes._taken(drawn, kind)
+    if ride is None:  # buffers alone, where a lane has textures to write
+        assert kind != "buffer" and all(move.kind == "buffer" for move in drawn)
+        return
     left = [move for move in drawn if move not in ride.moves]
     for place in {"buffer", kind}:
         riding = [move for move in ride.moves if move.kind == place]
@@ -174,8 +175,8 @@ def test_the_largest_moves_ride_and_each_has_its_place(data: st.DataObject, kind
     assert len(arguments) == 6 * len(lane_places(kind))
     for place, at in zip(lane_places(kind), range(0, len(arguments), 6), strict=True):
         _, target, _, count, width, pitch = arguments[at : at + 6]
-        if place != "buffer":
-            assert target.startswith(f"to {kind}")  # a place of a texture has one, also where nothing is moved
+        if place != "buffer":  # a place of a texture has one that this launch writes, also where it moves nothing there
+            assert target.removeprefix("to ") in {move.part.name for move in ride.moves if move.kind == kind}
         assert count == "0" or target.startswith("to ")
         assert int(width) >= 1 and int(pitch) >= 1
     units = [int(count) for count in arguments[3::6]]
@@ -279,8 +280,7 @@ def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, varian
     @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(moves(kind, most=9))
     def check(drawn: list[Move]) -> None:
-        ride = lanes._taken(drawn, kind, parts_of(kind)[0])
-        assert ride is not None
+        ride = lanes._taken(drawn, kind) or nothing
         for layer, (got, expected) in enumerate(zip(runner.run(ride), alone, strict=True)):
             np.testing.assert_array_equal(got, expected, err_msg=generated.program.launches[layer].kernel)
 

@@ -52,14 +52,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Ride:
-    """The moves that one launch makes, at most as many as its lane, of `kind`, has places.
-
-    `spare`: a texture that such a lane may be given where it has no texture to write; None if there is none.
-    """
+    """The moves that one launch makes: no more than its lane, of `kind`, has places for, and one of that kind at least."""
 
     kind: LaneKind
     moves: tuple[Move, ...]
-    spare: Slice | None = None
 
     @property
     def copier(self) -> str:
@@ -75,9 +71,11 @@ class Ride:
     def arguments(self, source: Callable[[Slice], T], home: Callable[[Slice], T], number: Callable[[int], T]) -> list[T]:
         """The lane's arguments: memory by the slice that is moved, numbers as `number` makes them.
 
-        A place without a move counts no units; what it is given as its memory is not touched.
+        A place without a move counts no units; what it is given as its memory is another move's, and not touched: a texture
+        that the kernel reads must not be among those that it may write.
         """
         waiting = list(self.moves)
+        idle = next(move.part for move in waiting if move.kind == self.kind)
         arguments: list[T] = []
         for place in lane_places(self.kind):
             move = next((move for move in waiting if move.kind == place), None)
@@ -85,14 +83,7 @@ class Ride:
                 waiting.remove(move)
                 arguments += [source(move.part), home(move.part), *map(number, move.numbers(self.kind))]
                 continue
-            idle = source(self.moves[0].part)
-            if place != "buffer":
-                texture = next((other.part for other in self.moves if other.kind == place), self.spare)
-                assert texture is not None
-                arguments += [idle, home(texture)]
-            else:
-                arguments += [idle, idle]
-            arguments += map(number, (0, 0, 1, 1))
+            arguments += [source(idle), source(idle) if place == "buffer" else home(idle), *map(number, (0, 0, 1, 1))]
         assert not waiting
         return arguments
 
@@ -126,25 +117,24 @@ def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: LaneKind, 
     for weight in plan.weights:
         for layer, move in _moves(weight, slices[weight.name]):
             (before if layer == weight.first_use else beside).setdefault(layer, []).append(move)
-    spare = next((part for part in slices.values() if part.is_image and part.channel == lane), None)
     result = {}
     for layer in beside.keys() | before.keys():
         moves = beside.get(layer, [])
-        riding = _taken(moves, lane, spare) if lanes else None
+        riding = _taken(moves, lane) if lanes else None
         left = [move for move in moves if riding is None or move not in riding.moves]
         result[layer] = LayerMoves(riding, _launches(left), _launches(before.get(layer, ())))
     return result
 
 
-def _taken(moves: Iterable[Move], lane: LaneKind, spare: Slice | None) -> Ride | None:
-    """The largest moves that a lane has places for."""
+def _taken(moves: Iterable[Move], lane: LaneKind) -> Ride | None:
+    """The largest moves that a lane has places for; None without one of its own kind, whose texture it needs."""
     places = list(lane_places(lane))
     taken = []
     for move in sorted(moves, key=lambda move: -move.nbytes):
         if move.kind in places:
             places.remove(move.kind)
             taken.append(move)
-    return Ride(lane, tuple(taken), spare) if taken else None
+    return Ride(lane, tuple(taken)) if any(move.kind == lane for move in taken) else None
 
 
 def _launches(moves: Sequence[Move]) -> tuple[Ride, ...]:
@@ -153,7 +143,7 @@ def _launches(moves: Sequence[Move]) -> tuple[Ride, ...]:
     rides = []
     while waiting:
         kind = next((move.kind for move in waiting if move.kind != "buffer"), waiting[0].kind)
-        ride = _taken(waiting, kind, None)
+        ride = _taken(waiting, kind)
         assert ride is not None
         waiting = [move for move in waiting if move not in ride.moves]
         rides.append(ride)
