@@ -277,10 +277,10 @@ register(
     ),
     *each(
         ("Softmax", "LogSoftmax"), inputs=(FLOAT,), check=_check_axis, rewrite=_rewrite_softmax, kernel="reduction",
-        layout="either", remap=axes_last, columns=_columns, operator_class="hierarchical",
+        layout="either", remap=axes_last, columns=_columns, overwrites="input", operator_class="hierarchical",
     ),
     Operator(
-        "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns,
+        "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, overwrites="input",
         operator_class="hierarchical", onnx=False,
     ),
 )  # fmt: skip
