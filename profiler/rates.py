@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -60,7 +60,9 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
     copy = _copy_rate(bench) if mode in ("dma", "interleave") else cached
-    delays = {mode: share for each in reversed(benches) for mode, share in _contention(each, alone).items()}
+    delays: dict[TransferMode, float] = {}
+    for each in benches:  # a mode that only another path has is measured there
+        delays |= _contention(each, alone, delays)
     progress("disk")  # last: part of the benches' file is out of the page cache afterwards
     disk = bench.loads.cold_rate(mode)
     load = bench.loads.slice_seconds(mode)
@@ -100,21 +102,23 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
     return max(0.0, statistics.median(found)) if found else None
 
 
-def _contention(bench: Bench, mode_rates: dict[str, float]) -> dict[TransferMode, float]:
-    """By mode, the share of a transfer's time by which it delays products: loader threads those that go on for three times as
-    long, a lane its own, by as much as is moved in a third of that one's time.
+def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection[TransferMode]) -> dict[TransferMode, float]:
+    """By mode that is not `measured`, the share of a transfer's time by which it delays products: loader threads those that go
+    on for three times as long, a lane its own, by as much as is moved in a third of that one's time.
     """
     product = bench.prepare(matmul_target(*_DELAYED_GEMM, bench.descriptor))
     found: dict[TransferMode, float] = {}
     for mode in bench.descriptor.modes[bench.path]:
+        if mode in measured:
+            continue
         rate = mode_rates[f"{bench.path} {mode}"]
         if mode != "interleave":
             transfer = PARTS * CHUNK / rate
             found[mode] = max(0.0, product.delay(mode, PARTS, math.ceil(3 * transfer / product.seconds)) / transfer)
             continue
-        measured = product.measure(mode, min(LANE_BYTES / 2, rate * product.seconds / 3))
-        assert measured is not None  # there is room for so many bytes
-        found[mode] = max(0.0, (measured.slowdown - 1) * product.seconds * rate / measured.streamed_bytes)
+        beside = product.measure(mode, min(LANE_BYTES / 2, rate * product.seconds / 3))
+        assert beside is not None  # there is room for so many bytes
+        found[mode] = max(0.0, (beside.slowdown - 1) * product.seconds * rate / beside.streamed_bytes)
     return found
 
 

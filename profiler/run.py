@@ -84,9 +84,11 @@ def profile(request: Request, progress: Progress) -> Path:
         _measure(request, growing, benches, models, spent, progress)
     progress("train", 1.0)
     contention = dict(machine.rates.contention)
-    in_lanes = lane_contention(growing.rows, machine.mode_rates, descriptor.memory_paths[0])
-    if in_lanes is not None:
-        contention["interleave"] = in_lanes
+    laned = next((path for path in descriptor.memory_paths if "interleave" in descriptor.modes[path]), None)
+    if laned is not None:
+        in_lanes = lane_contention(growing.rows, machine.mode_rates, laned)
+        if in_lanes is not None:
+            contention["interleave"] = in_lanes
     rates = replace(machine.rates, contention=contention)
     today = date.today().isoformat()
     source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
