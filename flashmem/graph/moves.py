@@ -106,13 +106,16 @@ def _cut(dimension: Dimension, shape: Sequence[int]) -> list[Factor]:
 
 
 class _Moves:
-    """The walk. `views` has what waits, or has waited: `there` are those that somebody had to have."""
+    """The walk. `views` has what waits, or has waited: `there` are those that somebody had to have, and `needed` says what will
+    have to be in order anyway: a tensor, and the order in which its elements are needed.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.old = graph
         self.readers, self.outputs = graph.consumers(), {port.value for port in graph.outputs}
         self.rewriter = Rewriter()
         self.views: dict[Value, View] = {}
+        self.needed: set[tuple[Value, Dimension]] = set()
         self.there: set[Value] = set()
         self.moved: dict[object, Value] = {}
         self.constants: dict[object, Value] = {}
@@ -136,6 +139,7 @@ class _Moves:
             return view.root
         if value not in self.there:
             self.there.add(value)
+            self.needed.add((view.root, merged(view.factors)))
             write(self.rewriter, view, value, self.moved)
         return value
 
@@ -144,10 +148,17 @@ class _Moves:
         return self.views.get(value) or whole(value)
 
     def is_moved(self, value: Value | None) -> bool:
-        """Whether `value` would have to be moved, and nobody who reads it needs that."""
-        if value is None or value not in self.views or value in self.there or self.views[value].is_in_order:
+        """Whether `value` waits to be moved, and will not have to be anyway."""
+        if value is None or value not in self.views or self.views[value].is_in_order:
             return False
-        return not any(self._needs(node, value) for node in self.readers[value])
+        view = self.views[value]
+        return (view.root, merged(view.factors)) not in self.needed
+
+    def _wait(self, value: Value, view: View) -> None:
+        """Let `value`, as it is a view of what is there, wait until it is needed in order."""
+        self.views[value] = view
+        if value in self.outputs or any(self._needs(node, value) for node in self.readers.get(value, ())):
+            self.needed.add((view.root, merged(view.factors)))
 
     def _needs(self, node: Node, value: Value) -> bool:
         """Whether `node`, which reads `value`, which waits, is sure to need it in order."""
@@ -196,7 +207,7 @@ class _Moves:
 
     def _found(self, node: Node, view: View | None) -> bool:
         if view is not None:
-            self.views[node.outputs[0]] = view
+            self._wait(node.outputs[0], view)
         return view is not None
 
     # -- elementwise
@@ -221,7 +232,7 @@ class _Moves:
         made = self.rewriter.emit(node.op, inputs, chosen.shape, output.dtype, output.name, **node.attributes)
         assert made.producer is not None
         made.producer.name = node.name
-        self.views[output] = chosen.view(made)
+        self._wait(output, chosen.view(made))
         return True
 
     def _shaped(self, node: Node, order: _Order) -> _Order:
@@ -289,7 +300,7 @@ class _Moves:
         made.producer.name = node.name
         dimensions = [tuple((size, stride // columns * wide) for size, stride in each) for each in view.dimensions[:axis]]
         inner = whole(Value("", output.shape[axis:], output.dtype)).dimensions
-        self.views[output] = View(made, 0, (*dimensions, *inner))
+        self._wait(output, View(made, 0, (*dimensions, *inner)))
         return True
 
     def _groups(self, node: Node) -> bool:
@@ -302,7 +313,7 @@ class _Moves:
         made = self.rewriter.emit("NormalizeGroups", [x], sizes, output.dtype, output.name, epsilon=node.attributes["epsilon"])
         assert made.producer is not None
         made.producer.name = node.name
-        self.views[output] = replace(view, root=made)
+        self._wait(output, replace(view, root=made))
         return True
 
     def _is_attended(self, value: Value) -> bool:
@@ -349,7 +360,7 @@ class _Moves:
         dimensions: list[list[Factor]] = [[] for _ in view.dimensions]
         for (axis, *_), size, stride in zip(flat, sizes, _strides(sizes), strict=True):
             dimensions[axis].append((size, stride))
-        self.views[output] = View(part, 0, tuple(merged(each) for each in dimensions))
+        self._wait(output, View(part, 0, tuple(merged(each) for each in dimensions)))
         return True
 
     def _pool(self, node: Node) -> bool:
@@ -381,7 +392,7 @@ class _Moves:
         images, windows = kernel[0] * kernel[1], kernel[1]
         batch = tuple((size, stride // (images if stride >= down * height else windows)) for size, stride in view.dimensions[0])
         rows, places = (height // kernel[0], down // windows), (width // kernel[1], across)
-        self.views[output] = View(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),)))
+        self._wait(output, View(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),))))
         return True
 
 
