@@ -1,47 +1,120 @@
-"""A memory limit that the kernel enforces: a memory cgroup (v1 or v2) around one process. Needs root."""
+"""Every model at its smallest budget under a memory limit that the kernel enforces, and ONNX Runtime under the same one.
+
+    python -m benchmarks.hard_limit --zoo DIR [--device pocl] [--models NAME...] [--rows FILE] [--page FILE]
+
+DIR holds models as `flashmem zoo export` writes them, each in a folder of its name. The limit is a memory cgroup of: a bare
+process (interpreter, numpy, pyopencl, the driver and the device's context; resident memory), the smallest budget that the
+planner names, and 48 MiB. A process that needs more is killed. Kernels are built before, outside of it. With `--rows` each
+model's row is kept as soon as it is measured, and models that have one for this device are not measured again. Needs root, and
+the `bench` extra.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import argparse
+import json
+import sys
+import tempfile
 from pathlib import Path
-from types import TracebackType
 
-_ROOT = Path("/sys/fs/cgroup")
+from benchmarks.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_rows
+from benchmarks.memory_cgroup import HardLimit, why_no_limit
+from benchmarks.processes import run_worker
+from flashmem.errors import UserError
+from flashmem.request import device_here
+from flashmem.zoo.export import INPUTS
+from flashmem.zoo.models import names, tiny_names
+
+ABOVE = 48 << 20
+_MIB = 1 << 20
 
 
-class HardLimit:
-    """Processes run inside may hold `nbytes` of memory, page cache included (which the kernel reclaims first)."""
+def limited(limit: int, *arguments: str) -> Row:
+    """What one process of `benchmarks.worker` gives within `limit` bytes: its row, or how it ended."""
+    with HardLimit(limit) as group:
+        done = group.run([sys.executable, "-m", "benchmarks.worker", *arguments])
+    if done.returncode == 0:
+        row: Row = json.loads(done.stdout.splitlines()[-1])
+        return {"ended": "finishes", **row}
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    killed = done.returncode < 0 or "bad_alloc" in last or "MemoryError" in last
+    return {"ended": "killed" if killed else f"failed: {last}"}
 
-    def __init__(self, nbytes: int) -> None:
-        self.v2 = (_ROOT / "cgroup.controllers").exists()
-        self.nbytes = nbytes
-        self.folder = (_ROOT if self.v2 else _ROOT / "memory") / f"flashmem-{os.getpid()}"
 
-    def __enter__(self) -> HardLimit:
-        self.folder.mkdir(exist_ok=True)
+def measure(name: str, model: Path, device: str, bare: int, scratch: Path) -> Row:
+    """One row."""
+    budget, bundle = compiled_at_smallest(model, scratch / "model.flashmem", device)
+    limit = bare + budget + ABOVE
+    given = model.parent / INPUTS
+    inputs = ("--inputs", str(given)) if given.is_file() else ()
+    ours = limited(limit, "flashmem", "--bundle", str(bundle.path), "--device", device, *inputs)
+    theirs = limited(limit, "onnxruntime", "--model", str(model), *inputs)
+    return {
+        "model": name,
+        "device": device_here(device).descriptor_name,
+        "budget": budget,
+        "weights": sum(part.nbytes for part in bundle.program.slices),
+        "bare": bare,
+        "limit": limit,
+        "flashmem": ours,
+        "onnxruntime": theirs,
+    }
+
+
+def page(rows: list[Row]) -> str:
+    """The table."""
+    lines = [
+        "| model | device | weights, MB | budget, MB | limit, MiB | flashmem | its peak above bare, MiB | ONNX Runtime |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        above = row["flashmem"].get("above_bare")
+        sizes = f"{row['weights'] / 1e6:.0f}", f"{row['budget'] / 1e6:.1f}", f"{row['limit'] / _MIB:.0f}"
+        cells = (
+            row["model"], row["device"], *sizes,
+            row["flashmem"]["ended"], "" if above is None else f"{above / _MIB:.0f}", row["onnxruntime"]["ended"],
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure every model that is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zoo", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--models", nargs="*", default=list(TABLE_8), choices=(*names(), *tiny_names()), metavar="NAME")
+    parser.add_argument("--rows", type=Path, help="a JSON file that rows are kept in")
+    parser.add_argument("--page", type=Path, help="a file that the table is written to as well")
+    args = parser.parse_args()
+    no_limit = why_no_limit()
+    if no_limit is not None:
+        raise SystemExit(f"no hard limit can be set here ({no_limit}); it needs root and a memory cgroup that can be written")
+    here = device_here(args.device).descriptor_name
+    rows = read_rows(args.rows)
+    done = {row["model"] for row in rows if row["device"] == here}
+    bare = run_worker("bare", "--device", args.device)["bare"]
+    failed: list[str] = []
+    for name in (name for name in args.models if name not in done):
+        model = args.zoo / name / "model.onnx"
+        if not model.is_file():
+            failed.append(f"{name} ({model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`)")
+            continue
         try:
-            (self.folder / ("memory.max" if self.v2 else "memory.limit_in_bytes")).write_text(str(self.nbytes))
-        except OSError:
-            self.folder.rmdir()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.folder.rmdir()
-
-    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Run `command` inside the limit; it is killed if it needs more."""
-        procs = self.folder / "cgroup.procs"
-        return subprocess.run(
-            ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", *command], capture_output=True, text=True, check=False
-        )
+            with tempfile.TemporaryDirectory(prefix="flashmem-limit-") as scratch:
+                row = measure(name, model, args.device, bare, Path(scratch))
+        except UserError as error:  # of one model: the others go on
+            failed.append(f"{name} ({error})")
+            continue
+        rows = keep(row, args.rows, ("model", "device")) if args.rows else [*rows, row]
+        print(f"{name}: {row['flashmem']['ended']}; ONNX Runtime {row['onnxruntime']['ended']}", file=sys.stderr, flush=True)
+    print(page(rows), end="")
+    if args.page:
+        args.page.write_text(page(rows))
+    unfinished = [row["model"] for row in rows if row["flashmem"]["ended"] != "finishes"]
+    if unfinished or failed:
+        raise SystemExit("; ".join([f"{name} does not finish" for name in unfinished] + failed))
 
 
-def why_no_limit() -> str | None:
-    """Why no limit can be set here: most often, because this is not root. None where one can."""
-    try:
-        with HardLimit(1 << 30):
-            return None
-    except OSError as error:
-        return str(error)
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ import onnx
 
 import flashmem
 from benchmarks.disk import cold_rate
-from benchmarks.hard_limit import HardLimit, why_no_limit
+from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from flashmem.bundle import Bundle
 from flashmem.units import parse_size
 

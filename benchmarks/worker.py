@@ -2,6 +2,7 @@
 
     python -m benchmarks.worker flashmem --bundle B [--mode M] [--strategy S] [--no-lanes] [--inputs I.npz]
     python -m benchmarks.worker onnxruntime --model M [--mapped] [--inputs I.npz]
+    python -m benchmarks.worker bare [--device D]
 
 `above_bare` is the peak resident memory (VmHWM) over that of the same process just before the model is opened, with its engine
 imported and, for flashmem, the OpenCL device opened. `integrated` is the time from creating the session to the outputs.
@@ -98,7 +99,18 @@ def write_trace(path: Path, report: Any, origin: float) -> None:
         for kind, found in (("layers", report.layers), ("loads", report.loads))
     }
     held = [(at - origin, nbytes) for at, nbytes in report.memory.over_time]
-    path.write_text(json.dumps({**spans, "held": held, "integrated": report.latency.integrated}))
+    changes = [(at - origin, category, nbytes) for at, category, nbytes in report.memory.changes]
+    path.write_text(json.dumps({**spans, "held": held, "changes": changes, "integrated": report.latency.integrated}))
+
+
+def bare_process(device: str) -> int:
+    """Resident bytes of interpreter, numpy, pyopencl, the driver and the device's context."""
+    from flashmem.runtime.opencl import Context, find_device
+
+    driver = Context(find_device(device)).queue()
+    resident = vm("VmRSS")
+    driver.finish()
+    return resident
 
 
 def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,7 +139,7 @@ def run_onnxruntime(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Parse, drop caches if asked, measure, print."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("engine", choices=("flashmem", "onnxruntime"))
+    parser.add_argument("engine", choices=("flashmem", "onnxruntime", "bare"))
     parser.add_argument("--bundle", type=Path)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--inputs", type=Path, help="an .npz file, instead of inputs drawn from their names")
@@ -142,6 +154,9 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()
     drop(args.cold)
+    if args.engine == "bare":
+        print(json.dumps({"bare": bare_process(args.device)}))
+        return
     result = (run_flashmem if args.engine == "flashmem" else run_onnxruntime)(args)
     outputs = result.pop("outputs")
     if args.outputs:

@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,9 +44,9 @@ from flashmem.errors import BundleError, MissingFileError, UserError
 from flashmem.generations import MANIFEST, Draft, is_generation, named_generation
 from flashmem.kernel_bounds import check_reach
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program, Source
+from flashmem.program import Program, Source, parsed
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
 DIGESTS = "digests.bin"
 WEIGHTS = "weights.bin"
@@ -108,9 +109,9 @@ class Bundle:
         contents = {name: _read_checked(path, name, manifest) for name in (*TEXT_FILES, DIGESTS)}
         _check_weights_size(path, manifest)
         try:
-            texts = {name: contents[name].decode() for name in TEXT_FILES}
-            program = Program.from_json(json.loads(texts["program.json"]))
-            plan = OverlapPlan.from_json(json.loads(texts["plan.json"]))
+            texts = {name: contents.pop(name).decode() for name in TEXT_FILES}
+            program = Program.from_json(parsed(texts.pop("program.json")))
+            plan = OverlapPlan.from_json(parsed(texts.pop("plan.json")))
             descriptor = DeviceDescriptor.from_dict(manifest["device"], where=f"{path}/{MANIFEST}")
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again") from error
@@ -257,17 +258,27 @@ class BundleWriter:
             UserError: the disk is full or fails; nothing of the bundle is kept.
         """
         with self._cleaned_up():
-            self._write(memoryview(bytes(-self._size % alignment)))
-            offset = self._size
-            flat = data if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-            self._write(memoryview(flat))
-            self._appended[offset, self._size - offset] = digest(flat)
+            padding = bytes(-self._size % alignment)
+            offset = self._size + len(padding)
+            flat = memoryview(data if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+            hashing = threading.Thread(target=self._hash, args=(padding, flat, offset))
+            hashing.start()
+            try:
+                self._write(memoryview(padding))
+                self._write(flat)
+            finally:
+                hashing.join()
             return offset
+
+    def _hash(self, padding: bytes, data: memoryview, offset: int) -> None:
+        """In a thread beside the writing: both take about as long, and none needs the interpreter."""
+        self._sha256.update(padding)
+        self._sha256.update(data)
+        self._appended[offset, len(data)] = digest(data)
 
     def _write(self, data: memoryview) -> None:
         while len(data):
             written = self._weights.write(data[:_READ_BYTES])
-            self._sha256.update(data[:written])
             self._size += written
             data = data[written:]
 

@@ -13,6 +13,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -20,7 +21,18 @@ import numpy as np
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout, passing_bytes
-from flashmem.program import ITEMSIZE, SLICE_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Program, port_dtype
+from flashmem.program import (
+    ITEMSIZE,
+    SLICE_ALIGNMENT,
+    TENSOR_ALIGNMENT,
+    TEXEL_BYTES,
+    Arg,
+    Launch,
+    Program,
+    array_bytes,
+    copied_outputs,
+    port_dtype,
+)
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _LARGEST = 2**62  # offsets and sizes stay far from the end of 64 bits
@@ -119,6 +131,7 @@ def _check_weight_file(program: Program) -> None:
     for part in program.slices:
         name = f"slice {part.name!r}"
         _require(part.nbytes > 0, f"{name} is empty")
+        _require(0 <= part.raw <= part.nbytes, f"{name} has more elements than bytes")
         _require(part.offset % SLICE_ALIGNMENT == 0, f"{name} does not start on a page")
         if part.is_image:
             texel = TEXEL_BYTES[part.channel]
@@ -134,6 +147,7 @@ def _check_weight_file(program: Program) -> None:
 def _check_arena(program: Program) -> None:
     """Tensors lie inside the arena and hold what their shapes say; ports name tensors of their own size."""
     _require_unique((tensor.name for tensor in program.tensors), "tensors")
+    _require(program.live_bytes <= program.arena_bytes, "more activations are needed at once than its arena holds")
     tensors = {tensor.name: tensor for tensor in program.tensors}
     for tensor in program.tensors:
         name = f"tensor {tensor.name!r}"
@@ -155,12 +169,23 @@ def _check_arena(program: Program) -> None:
             same = stored == device or stored == port.dtype == "float16"
             _require(same, f"port {port.name!r} and its tensor differ in type")
             _require(ITEMSIZE[stored] * math.prod(port.shape) <= room, f"port {port.name!r} is larger than its tensor")
+        _require(port.ready is None or 0 < port.ready <= len(program.launches), f"port {port.name!r} is read after no layer")
     for port in program.outputs:
         _require(port.tensor is not None or 0 in port.shape, f"output {port.name!r} has no tensor")
+    _check_handed_over(program)
     if program.status is not None:
         _require(program.status in tensors, f"its status is the unknown tensor {program.status!r}")
         status = tensors[program.status]
         _require(status.dtype == "int32" and status.nbytes >= 4, "its status is no number")
+
+
+def _check_handed_over(program: Program) -> None:
+    """No two outputs that become arrays where they lie share memory."""
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    handed = [port for port in program.outputs if port.tensor is not None and port not in copied_outputs(program)]
+    places = sorted((tensors[str(port.tensor)].offset, array_bytes(port), port.name) for port in handed)
+    for (offset, nbytes, name), (following, _, other) in pairwise(places):
+        _require(offset + nbytes <= following, f"the outputs {name!r} and {other!r} share memory")
 
 
 def _check_launches(program: Program) -> None:

@@ -27,16 +27,17 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
+from flashmem.ordering import in_lowest_order
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy
 from flashmem.planning.planner import make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
-from flashmem.program import MemoryPath, Program
+from flashmem.program import LaunchOrder, MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
-from flashmem.runtime.kernel_builder import build_kernels
+from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
-from flashmem.unfusion import Cuts, Pipeline, refine
+from flashmem.unfusion import Cuts, Pipeline, may_refine, refine
 
 Progress = Callable[[str, float], None]
 Watch = Callable[[str], AbstractContextManager[None]]
@@ -77,7 +78,7 @@ def compile(
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
         lambda_: the paper's weight of W against loading distance.
         chunk: S, the unit of transfer.
-        precision: what weights and activations are stored in; arithmetic is fp32.
+        precision: what weights and activations are stored in; sums are fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
@@ -117,27 +118,39 @@ def compile(
     options = resolve(
         limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
     )
-    if output is not None:
-        bundle = _compile(model, Path(output), options, progress)
-    else:
-        name = f"{model.stem}-{_key(model, options)}"
-        bundle = find_or_make(name, lambda place: _compile(model, place, options, progress))
-    if not build:
-        return bundle
-    built = build_kernels(bundle, device, lambda fraction: progress("build kernels", fraction))
+    with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
+
+        def make(place: Path) -> Bundle:
+            return _compile(model, place, options, progress, kernels if build else None)
+
+        bundle = make(Path(output)) if output is not None else find_or_make(f"{model.stem}-{_key(model, options)}", make)
+        if not build:
+            return bundle
+        built = kernels.finish(bundle)
     return carrying(bundle, built) if with_binaries else bundle
 
 
-def _compile(model: Path, output: Path, options: Options, progress: Progress) -> Bundle:
+def _compile(model: Path, output: Path, options: Options, progress: Progress, kernels: KernelBuilder | None) -> Bundle:
+    """`kernels` are built while the plan is made, weights are packed and written."""
+
+    def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
+        if kernels is not None:
+            wish = Wish(generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan)
+            kernels.begin(wish)
+
+    def packed(name: str, nbytes: int) -> None:
+        progress("pack weights", bundle.size / generated.program.weights_bytes)
+        if kernels is not None:
+            kernels.poll()
+
     progress("import", 0.0)
     graph = read_graph(model, options)
     progress("plan", 0.0)
-    generated, plan = plan_graph(graph, options)
+    generated, plan = plan_graph(graph, options, final=begin)
+    begin(generated, plan)
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
     with BundleWriter(output) as bundle:
-        generated.weights.write(
-            bundle, lambda name, nbytes: progress("pack weights", bundle.size / generated.program.weights_bytes)
-        )
+        generated.weights.write(bundle, packed)
         bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
     return Bundle.open(output)
 
@@ -153,28 +166,41 @@ def read_graph(model: Path, options: Options) -> Graph:
     return prepare(graph)
 
 
-def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
+def plan_graph(
+    graph: Graph,
+    options: Options,
+    watch: Watch = lambda step: nullcontext(),
+    final: Callable[[Generated], None] = lambda generated: None,
+) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made.
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made. `final` is called with
+    the program before it is planned, where no plan can ask for another: without limits on memory, and without unfusion.
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
+    only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
 
-    def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
-        return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+    def write(layers: Sequence[Layer], order: LaunchOrder, slicing: Slicing) -> Generated:
+        slicing = replace(slicing, later=options.optimize == "steady")
+        made = generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+        return replace(made, program=replace(made.program, order=order))
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
-            layers = fuse(graph, cuts)
+            layers, order = in_lowest_order(graph, fuse(graph, cuts), half=options.precision == "fp16")
         with watch("generate"):
-            made = write(layers, slicing)
-            return write(layers, slicing) if choices.settle() else made
+            made = write(layers, order, slicing)
+            if choices.settle():
+                made = write(layers, order, slicing)
+        if only_one:
+            final(made)
+        return made
 
     def problem(program: Program) -> Problem:
         with watch("plan_and_check"):

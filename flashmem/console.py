@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -69,7 +69,9 @@ def waiting(what: str, *, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def progress(title: str) -> Iterator[ProgressCallback]:
-    """Calls it with (stage, fraction) to draw one bar on stderr; without a terminal each stage is one line."""
+    """Calls it with (stage, fraction) to draw a bar on stderr for each stage that goes on, side by side with others once it has
+    got anywhere; without a terminal each stage is one line.
+    """
     if not sys.stderr.isatty():
         seen: set[str] = set()
 
@@ -82,8 +84,17 @@ def progress(title: str) -> Iterator[ProgressCallback]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda stage, fraction: bar.update(task, description=f"{title}: {stage}", completed=fraction)
+        fractions: dict[str, float] = {}
+        tasks: dict[str, TaskID] = {}
+
+        def draw(stage: str, fraction: float) -> None:
+            fractions[stage] = fraction
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(f"{title}: {stage}", total=1.0)
+            for known, task in tasks.items():
+                bar.update(task, completed=fractions[known], visible=known == stage or 0 < fractions[known] < 1)
+
+        yield draw
 
 
 @contextmanager

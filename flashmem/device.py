@@ -6,6 +6,7 @@ rates. `measured` says whether the rates were measured or taken from published f
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -34,18 +35,27 @@ class Tile:
     lanes: int = 1
 
 
+JOINED = 16
+"""Channels of attention that the work-items which share its keys join at a time."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute a contraction: a work-item's block of outputs, and how a work-group shares what it reads.
+    """One way to compute a contraction or an attention: what a work-item computes, and how a work-group shares what it reads.
 
     A work-item sums `rows` x `columns` outputs in vectors of `vector`; a work-group has `local_size` (down, across) of them.
     With `stage` the group copies that many steps of depth of both operands into local memory at a time, twice as much memory
     and one block ahead if `double`. `split` parts of the group each take a share of every stage, and their sums are added in a
-    fixed order.
+    fixed order. With `half` the products of that many steps of depth are summed in half, where operands are stored so, and
+    their sum is added in float; for devices with cl_khr_fp16.
+
+    Of attention `rows` are queries and `columns` keys. With `stage`, a group takes blocks of keys, a work-item `columns` of
+    them, and `stage` channels are in local memory at a time. Without, vectors lie along the queries, `columns` keys are summed
+    side by side, and `split` work-items share the keys of at most `rows` queries.
     """
 
     name: str
-    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic", ...
+    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic"; or "attention"
     rows: int
     columns: int
     vector: int
@@ -53,11 +63,13 @@ class Variant:
     stage: int = 0
     double: bool = False
     split: int = 1
+    half: int = 0
 
     @property
     def code(self) -> str:
         """Its numbers as one word: what a measurement holds for, whatever the variant is called."""
-        return "-".join(_word(getattr(self, each.name)) for each in fields(self)[2:])
+        numbers = "-".join(_word(getattr(self, each.name)) for each in fields(Variant)[2:-1])
+        return f"{numbers}-{self.half}" if self.half else numbers
 
     @property
     def block(self) -> tuple[int, int]:
@@ -65,14 +77,30 @@ class Variant:
         return self.rows * self.local_size[0], self.columns * self.local_size[1]
 
     @property
-    def group_items(self) -> int:
+    def items(self) -> int:
         """Work-items of a work-group."""
         return self.local_size[0] * self.local_size[1] * self.split
 
     @property
+    def left_pitch(self) -> int:
+        """From one step to the next in the left operand's stage, in elements."""
+        return -(-self.block[0] // 4) * 4 + 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """Local memory of one stage of both operands."""
+        return self.stage * (self.left_pitch + self.block[1]) * (2 if self.half else 4)
+
+    @property
     def local_bytes(self) -> int:
-        """Local memory of a work-group, in bytes: at least what staged blocks of float32 take."""
-        return 4 * sum(self.block) * self.stage * (2 if self.double else 1)
+        """Local memory of a work-group: its stages, or where the parts hand over their sums, if that is more."""
+        if not self.stage:
+            return 4 * self.vector * self.split * JOINED if self.split > 1 else 0
+        if "attention" in self.families:  # queries, weights, keys or values, and a number of each work-item for each query
+            queries, keys = self.block
+            return 4 * ((self.stage + keys) * (queries + 4) + self.stage * keys + queries * self.local_size[1])
+        sums = 4 * math.prod(self.block) if self.split > 1 else 0
+        return max(self.stage_bytes * (2 if self.double else 1), sums)
 
 
 def _word(value: object) -> str:
@@ -127,6 +155,11 @@ class DeviceDescriptor:
     measured: bool = False
     sources: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether kernels read and write the host's own memory where it is: what mode `map` needs."""
+        return any("map" in modes for modes in self.modes.values())
+
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as plain data, for the bundle."""
         return asdict(self)
@@ -156,14 +189,23 @@ class DeviceDescriptor:
         descriptor: DeviceDescriptor = build(cls, values)
         return descriptor
 
-    def plain(self, family: str) -> Variant:
-        """The tile as a variant, which computes what the others cannot."""
+    def plain(self, family: str) -> tuple[Variant, ...]:
+        """What computes contractions, or attention, that the listed variants cannot: the tile, and of attention on a GPU what
+        every GPU has local memory for, and work-items that share the keys of few queries.
+        """
         tile = self.tile
-        return Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size)
+        if family != "attention":
+            return (Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
+        if self.kind == "cpu":
+            return (Variant("tile", (family,), 2 * tile.vector, 8, tile.vector),)
+        return (
+            Variant("tile", (family,), 8, 2, 2, (8, 16), stage=32),
+            Variant("few", (family,), 4, 4, 4, split=64),
+        )
 
     def variants_of(self, family: str) -> tuple[Variant, ...]:
         """The ways to compute contractions of `family`; the first is the plain one."""
-        listed = (self.plain(family), *(each for each in self.variants if family in each.families))
+        listed = (*self.plain(family), *(each for each in self.variants if family in each.families))
         return tuple(each for each in listed if each.name == self.only) or listed
 
     def on_path(self, path: str) -> DeviceDescriptor:

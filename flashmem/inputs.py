@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,7 @@ Arrays = dict[str, NDArray[Any]]
 
 _HOW = "write it with numpy.savez(path, name=array)"
 _PIECE = 1 << 20  # bytes decompressed at once
+_DRAWN_AT_ONCE = 1 << 16  # elements
 _HEADER_BYTES = 1 << 14  # numpy refuses longer ones, after reading them
 _LONGEST_NUMBER = 32  # bytes: a complex number of 256 bits
 _LONGEST_NAME = 80
@@ -176,7 +178,19 @@ def _write_npz(file: IO[bytes], arrays: Iterable[tuple[str, NDArray[Any]]]) -> N
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+                _write_npy(member, np.ascontiguousarray(array).reshape(array.shape))
+
+
+def _write_npy(file: IO[bytes], array: NDArray[Any]) -> None:
+    """What numpy writes; its function copies 16 MB at a time."""
+    if array.dtype.hasobject:
+        raise ValueError("an array of objects would have to be pickled")
+    header = np.lib.format.header_data_from_array_1_0(array)
+    np.lib.format.write_array_header_1_0(file, header)
+    flat: Any = array.reshape(-1).view(np.uint8)
+    content = memoryview(flat)
+    for first in range(0, len(content), _PIECE):
+        file.write(content[first : first + _PIECE])
 
 
 def complete_inputs(program: Program, given: Mapping[str, NDArray[Any]], seed: int) -> Arrays:
@@ -200,6 +214,11 @@ def complete_inputs(program: Program, given: Mapping[str, NDArray[Any]], seed: i
 def _draw(port: Port, rows: int | None, generator: np.random.Generator) -> NDArray[Any]:
     """Standard normal numbers; row numbers for a table's indices; 0 or 1 where all that is known is that it is whole."""
     dtype = numpy_dtype(port.dtype)
-    if port_dtype(port) == "float32":
-        return generator.standard_normal(port.shape).astype(dtype)
-    return generator.integers(0, rows or 2, port.shape).astype(dtype)
+    drawn = np.empty(prod(port.shape), dtype)
+    for first in range(0, drawn.size, _DRAWN_AT_ONCE):  # numpy draws in 64 bits
+        piece = drawn[first : first + _DRAWN_AT_ONCE]
+        if port_dtype(port) == "float32":
+            piece[:] = generator.standard_normal(piece.size)
+        else:
+            piece[:] = generator.integers(0, rows or 2, piece.size)
+    return drawn.reshape(port.shape)

@@ -9,16 +9,22 @@ A kernel is preceded by comments that start with `//@`:
     //@ a[row * depth + depth - 1]        the elements that are touched of a pointer
     //@ w(panels * 4 - 1, depth - 1)      the texels that are touched of a texture
     //@ require kernel_h * kernel_w <= 1048576
+    //@ over e0                           a pointer to the memory that is written: an element of it is read only by the
+                                          work-item that writes there afterwards
 
 Expressions are C's on integers, with + - * / % and min; they are worked out on ranges. `global_0` is the launch's own size,
 and `layers` how many there are. What the kernel's function `NAME_tail` reads of its operands e0, e1 ... at `row` and `col` is
 taken from the function itself.
+
+What is written ends at the tensor's last element; what is read may lie in the slack behind it. A tensor that is written shares
+no element with another one of the launch, but with one that is stated to be written over.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +32,7 @@ from itertools import takewhile
 from typing import cast
 
 from flashmem.errors import BundleError
-from flashmem.program import Launch, Program
+from flashmem.program import ITEMSIZE, Launch, Program, Tensor
 
 _ITEMSIZE = {"char": 1, "uchar": 1, "half": 2, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}
 _VECTOR = re.compile(r"([a-z]+?)(\d*)")
@@ -67,6 +73,7 @@ class _Kernel:
     ranges: list[tuple[str, _Expression]] = field(default_factory=list)
     touched: list[tuple[str, tuple[_Expression, ...], int]] = field(default_factory=list)  # the last: elements from there on
     requirements: list[tuple[_Expression, _Expression, str]] = field(default_factory=list)
+    over: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def check_reach(program: Program, source: str) -> None:
     """Raise BundleError unless every launch gives its kernel arguments of its kinds, and memory that it does not leave."""
     kernels = _kernels(source)
     known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Reach] = {}
-    tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
+    tensors = {tensor.name: tensor for tensor in program.tensors}
     slices = {part.name: part for part in program.slices}
     for launch in program.launches:
         name = f"layer {launch.name!r}"
@@ -89,6 +96,7 @@ def check_reach(program: Program, source: str) -> None:
         _require(kernel is not None, f"{name} runs the kernel {launch.kernel}, which its kernels lack")
         assert kernel is not None
         _check_kinds(name, kernel, launch)
+        _check_overlaps(name, kernel, launch, tensors)
         numbers = tuple(cast(int, arg.value) for arg in launch.args if arg.kind == "int")
         key = (launch.kernel, numbers, launch.global_size)
         if key not in known:
@@ -109,12 +117,36 @@ def check_reach(program: Program, source: str) -> None:
                 )
             elif parameter.kind == "pointer":
                 room = arg.nbytes
-                if arg.kind != "constant":
-                    room = tensors[str(arg.value)] if arg.kind == "tensor" else slices[str(arg.value)].nbytes
+                if arg.kind == "tensor":
+                    tensor = tensors[str(arg.value)]
+                    room = _elements(tensor) if parameter.written else tensor.nbytes
+                elif arg.kind == "slice":
+                    room = slices[str(arg.value)].nbytes
                 _require(
                     reach.touched[parameter.name][0] * parameter.itemsize <= room,
                     f"{name} leaves the memory of {parameter.name!r}",
                 )
+
+
+def _check_overlaps(name: str, kernel: _Kernel, launch: Launch, tensors: Mapping[str, Tensor]) -> None:
+    """What the launch writes shares no element with its other tensors, but where its kernel states so."""
+    given = [
+        (parameter, tensors[str(arg.value)])
+        for parameter, arg in zip(kernel.parameters, launch.args, strict=True)
+        if parameter.kind == "pointer" and arg.kind == "tensor"
+    ]
+    for parameter, tensor in given:
+        for other, shared in given if parameter.written else ():
+            if other is parameter or (tensor is shared and other.name in kernel.over and not other.written):
+                continue
+            before, behind = tensor.offset + _elements(tensor), shared.offset + _elements(shared)
+            apart = before <= shared.offset or behind <= tensor.offset
+            _require(apart, f"{name} writes {parameter.name!r} over {other.name!r}")
+
+
+def _elements(tensor: Tensor) -> int:
+    """Bytes of the elements of a tensor."""
+    return ITEMSIZE[tensor.dtype] * math.prod(tensor.shape)
 
 
 def _check_kinds(name: str, kernel: _Kernel, launch: Launch) -> None:
@@ -206,6 +238,8 @@ def _state(kernel: _Kernel, line: str) -> None:
         kernel.items = [_parsed(text) for text in _arguments(rest)]
     elif word in ("zero", "any"):
         kernel.least |= {name.strip(): 0 if word == "zero" else -(2**31) for name in rest.split(",")}
+    elif word == "over":
+        kernel.over.add(rest.strip())
     elif word == "require":
         small, _, large = rest.partition("<=")
         kernel.requirements.append((_parsed(small), _parsed(large), rest))

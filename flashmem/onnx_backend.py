@@ -137,7 +137,7 @@ class Representation(onnx.backend.base.BackendRep):
             except UserError as error:
                 error.args = (str(error).replace(str(path), "the model"), *error.args[1:])  # the caller named no file
                 raise
-            return Session(bundle, device=self._device.descriptor_name)
+            return Session(bundle, device=self._device.descriptor_name, build_apart=False)
 
 
 class Backend(onnx.backend.base.Backend):

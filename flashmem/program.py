@@ -7,6 +7,7 @@ or one for each slice of its weight); layers are numbered 1..N in execution orde
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -46,7 +47,7 @@ SLICE_ALIGNMENT = 4096
 """Slices start on pages of the weight file, so that each can be mapped, populated and dropped on its own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """An activation in the arena: `dtype` is what it is stored in. `nbytes` includes the slack that lets a vector load run past
     the last element.
@@ -59,13 +60,14 @@ class Tensor:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """The part of one weight that is one texture (or one buffer): the unit the plan streams.
 
     `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of `SLICE_ALIGNMENT`. For the memory path `texture`
     it is an image of `height` rows of `width` RGBA texels of `channel` type, each row padded in the file to `row_pitch`
-    bytes; `width == 0` marks a plain buffer on either path.
+    bytes; `width == 0` marks a plain buffer on either path. `raw` of its bytes are the weight's own elements, the rest is
+    padding.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Slice:
     height: int = 0
     row_pitch: int = 0
     channel: Channel = "float"
+    raw: int = 0
 
     @property
     def is_image(self) -> bool:
@@ -88,7 +91,7 @@ class Slice:
         return self.row_pitch * self.height if self.is_image else self.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Arg:
     """One kernel argument: a tensor, a slice, a constant (byte `offset` in the constants region), or a number."""
 
@@ -97,7 +100,7 @@ class Arg:
     nbytes: int = 0  # of a constant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KernelShape:
     """What a kernel does, beyond its arithmetic and its bytes: what a measured predictor tells kernels apart by.
 
@@ -123,7 +126,7 @@ class KernelShape:
     split: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Layer ℓ: one kernel launch. `macs` and `bytes` (activations read and written) describe its cost to the planner.
 
@@ -143,21 +146,23 @@ class Launch:
     shape: KernelShape = KernelShape()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Port:
     """An input or output of the model, as the user sees it: ONNX name, shape and dtype; `tensor` is its device twin.
 
     `tensor` is None for an input that no kernel reads (it only selects table rows on the host, see `RowGather`), and for an
-    output without elements.
+    output without elements. `ready` is the layer after which an output is read, since its place in the arena may be another
+    tensor's from then on; None: after the last.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # numpy name of the ONNX type: float32, float16, int64, int32, bool ...
     tensor: str | None
+    ready: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowGather:
     """Rows of a table picked on the host by the input `indices`: only the rows asked for are ever read.
 
@@ -180,6 +185,23 @@ class RowGather:
 
 
 @dataclass(frozen=True)
+class LaunchOrder:
+    """How launches were ordered: the most bytes of activations alive at once in the order of the model and in the one taken,
+    and a bound that no order is below. Each fused group counts as one launch.
+    """
+
+    given_bytes: int
+    peak_bytes: int
+    bound_bytes: int
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """By what part the peak may be above the best one."""
+        return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
+
+
+@dataclass(frozen=True)
 class Program:
     """Everything the runtime needs to execute, save the weights and the plan."""
 
@@ -195,8 +217,11 @@ class Program:
     constants_offset: int  # in weights.bin, page aligned
     constants_bytes: int
     weights_bytes: int  # size of weights.bin
+    hands_over: bool = False  # the arena is host memory, and outputs stored as the user gets them become arrays where they lie
     status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
     build_options: tuple[str, ...] = ()
+    order: LaunchOrder | None = None
+    live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""
@@ -219,8 +244,21 @@ class Program:
         def each(kind: type, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
 
+        made: dict[int, Any] = {}
+
+        def shared(kind: type, row: dict[str, Any]) -> Any:
+            """One object for one row: `parsed` gives equal ones once."""
+            if id(row) not in made:
+                made[id(row)] = kind(**row)
+            return made[id(row)]
+
         launches = [
-            {**row, "args": each(Arg, row["args"]), "shape": KernelShape(**row.get("shape", {}))} for row in data["launches"]
+            {
+                **row,
+                "args": tuple(shared(Arg, arg) for arg in row["args"]),
+                "shape": shared(KernelShape, row.get("shape", {})),
+            }
+            for row in data["launches"]
         ]
         return cls(
             **{
@@ -232,8 +270,26 @@ class Program:
                 "launches": each(Launch, launches),
                 "row_gathers": each(RowGather, data["row_gathers"]),
                 "build_options": tuple(data["build_options"]),
+                "order": LaunchOrder(**data["order"]) if data.get("order") else None,
             }
         )
+
+
+def parsed(text: str | bytes) -> Any:
+    """What JSON says, equal objects as one: a large model's launches have ten thousands of arguments, most of them equal.
+
+    Raises:
+        ValueError: not JSON.
+    """
+    seen: dict[Any, dict[str, Any]] = {}
+
+    def one(row: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return seen.setdefault((*row.items(), *map(type, row.values())), row)
+        except TypeError:  # it holds others
+            return row
+
+    return json.loads(text, object_hook=one)
 
 
 def lane_kind(program: Program) -> Channel | Literal["buffer"]:
@@ -248,7 +304,7 @@ def lane_kind(program: Program) -> Channel | Literal["buffer"]:
 
 
 def fixed_bytes(program: Program) -> int:
-    """What a session holds whatever the plan: activations, constants, the arrays that it hands back, and host scratch."""
+    """What a session holds whatever the plan: activations, constants, arrays that outputs are copied to, and host scratch."""
     return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
 
 
@@ -275,9 +331,34 @@ def panel_bytes(gather: RowGather) -> int:
     return (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
 
 
+def copied_outputs(program: Program) -> tuple[Port, ...]:
+    """The outputs that a run copies, each to an array of its own: all that do not become arrays where they lie."""
+    stored = {tensor.name: tensor.dtype for tensor in program.tensors}
+    return tuple(
+        port
+        for port in program.outputs
+        if port.tensor is not None and not (program.hands_over and stored[port.tensor] == port.dtype)
+    )
+
+
+def raw_bytes(program: Program) -> int:
+    """What of the weight file is elements of the model's weights; the rest pads rows of images, panels, and slices to pages.
+
+    Resident constants count as they lie.
+    """
+    tables = [gather for gather in program.row_gathers if gather.panel == 1]  # the others lie in a weight's panels
+    rows = {(table.offset, table.rows * table.row_stride) for table in tables}
+    return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
+
+
 def output_bytes(program: Program) -> int:
-    """The arrays that a run hands back."""
-    return sum(math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)]) for port in program.outputs)
+    """The arrays that outputs are copied to."""
+    return sum(array_bytes(port) for port in copied_outputs(program))
+
+
+def array_bytes(port: Port) -> int:
+    """The array of a port, in its own type."""
+    return math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)])
 
 
 def scratch_bytes(program: Program) -> int:

@@ -78,7 +78,7 @@ def refine(
 
     cuts: Cuts = frozenset()
     best = first
-    if not (limits.unfusion and limits.strategy == "stream" and capacity_matters(best.plan, mode)):
+    if not (may_refine(limits, mode) and capacity_matters(best.plan, mode)):
         return best.generated, best.plan
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
@@ -103,6 +103,11 @@ def refine(
     more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
     note = f"adaptive unfusion split {len(done)} layers, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
     return best.generated, replace(best.plan, notes=(*best.plan.notes, note))
+
+
+def may_refine(limits: Limits, mode: TransferMode) -> bool:
+    """Whether `refine` splits anything under such limits, whatever the plan."""
+    return limits.unfusion and limits.strategy == "stream" and (limits.resolved_objective == "paper" or mode == "interleave")
 
 
 def capacity_matters(plan: OverlapPlan, mode: TransferMode) -> bool:

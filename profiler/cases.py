@@ -24,6 +24,7 @@ from flashmem.graph.passes import prepare
 from flashmem.program import Launch, Program, Source
 
 from .dataset import SAMPLE
+from .shapes import Attention
 from .sketch import Sketch as Sketch
 
 Precision = Literal["fp32", "fp16"]
@@ -127,6 +128,17 @@ def _depthwise(draw: Draw) -> Graph:
         kernel_shape=[kernel, kernel], strides=[stride, stride], pads=[kernel // 2] * 4, group=channels,
     )  # fmt: skip
     return g.finish(g.node("Relu", [y], shape) if draw.unit() < 0.5 else y)
+
+
+def _fused_attention(draw: Draw) -> Graph:
+    """Attention of one query, of as many as keys, or of others' keys."""
+    heads, rows, width = (
+        draw.pick((3, 8, 12, 16, 20)),
+        draw.pick((1, 49, 64, 128, 197, 256, 1024)),
+        draw.pick((32, 40, 64, 80, 128)),
+    )
+    keys = draw.pick((0, 0, 77, 197, 512))
+    return Attention(heads, rows, width, max(keys, 64) if rows == 1 else keys).graph()
 
 
 def _attention(draw: Draw) -> Graph:
@@ -246,6 +258,7 @@ FAMILIES: dict[str, tuple[Maker, int]] = {
     "pool": (_pool, 1),
     "gather": (_gather, 1),
     "resize": (_resize, 1),
+    "attention": (_fused_attention, 2),
 }
 """How a kernel of each family is drawn, and how many of them to one of the rarest."""
 
@@ -300,8 +313,10 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     maker, _ = FAMILIES[family]
     draw = Draw(ordinal, seed + list(FAMILIES).index(family))
     tile_unit, half_unit, choice = draw.unit(), draw.unit(), draw.unit()
-    contraction = family in ("matmul", "conv", "matmul_dynamic")
-    if contraction and tile_unit < 0.35:
+    listed = descriptor.variants_of(family)
+    if len(listed) > 1 and tile_unit < 0.25:
+        descriptor = replace(descriptor, only=listed[int(choice * len(listed))].name)
+    elif family in ("matmul", "conv", "matmul_dynamic") and tile_unit < 0.35:
         descriptor = replace(descriptor, tile=_variant(descriptor, choice))
     precision: Precision = "fp16" if family in ("matmul", "conv") and half_unit < 0.2 else "fp32"
     found = targets_of(maker(draw), descriptor, precision, SAMPLE, f"{family}-{index}")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from flashmem.codegen.program import Generated
 from flashmem.codegen.tuned import SUFFIX, VERSION, Product, Table, Timing, read_table
-from flashmem.codegen.variants import estimate
+from flashmem.codegen.variants import candidates, estimate
 from flashmem.device import DeviceDescriptor, Variant, load_descriptor
 from flashmem.errors import RunError, UserError
 from flashmem.files import written_whole
@@ -103,7 +103,8 @@ def shapes() -> tuple[Shape, ...]:
         Batched(20, 1500, 1500, 64), Batched(12, 128, 128, 64), Convolution(128, 56, 56, 128, (3, 3), (2, 2)),
         Convolution(512, 14, 14, 512, (3, 3), (2, 2)), Convolution(960, 64, 64, 320, (3, 3)),
         Convolution(80, 1, 3000, 1024, (1, 3)), Convolution(1024, 1, 3000, 1024, (1, 3), (1, 2)),
-        Convolution(3, 224, 224, 768, (16, 16), (16, 16)),
+        Convolution(3, 224, 224, 768, (16, 16), (16, 16)), Attention(12, 1, 64, 128), Attention(16, 1, 128, 1024),
+        Attention(8, 256, 160),
     )  # fmt: skip
 
 
@@ -150,8 +151,7 @@ def tune(request: Request, progress: Progress, every: Iterable[Case] | None = No
     wanted = [
         case
         for case in listed
-        if len(descriptor.variants_of(case.product.family)) > 1
-        and (not request.families or case.product.family in request.families)
+        if len(candidates(descriptor, case.product)) > 1 and (not request.families or case.product.family in request.families)
     ]
     if not wanted:
         families = " or ".join(request.families) or "anything"
@@ -201,7 +201,7 @@ class _Growing:
     def missing(self, product: Product, descriptor: DeviceDescriptor) -> list[Variant]:
         """The variants not measured on `product`."""
         known = self.table.products.get(product.kind, {}).get(product, {})
-        return [variant for variant in descriptor.variants_of(product.family) if variant.code not in known]
+        return [variant for variant in candidates(descriptor, product) if variant.code not in known]
 
     def add(self, timings: Sequence[Timing]) -> None:
         """All that was missing of one product."""
@@ -300,8 +300,8 @@ class _Tuner:
 
     def _too_large(self, variant: Variant) -> str:
         device = self._device
-        if 0 < device.max_group_items < variant.group_items:
-            return f"work-groups of {variant.group_items}; the device has {device.max_group_items}"
+        if 0 < device.max_group_items < variant.items:
+            return f"work-groups of {variant.items}; the device has {device.max_group_items}"
         if 0 < device.local_memory_bytes < variant.local_bytes:
             return f"{variant.local_bytes} bytes of local memory; the device has {device.local_memory_bytes}"
         return ""

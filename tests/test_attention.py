@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,14 @@ from compared import DEVICES, by_runtime
 
 import flashmem
 from flashmem.codegen.program import generate
-from flashmem.device import load_descriptor
+from flashmem.device import Variant, load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
+from flashmem.request import find_device
+from flashmem.runtime.devices import descriptor_for
 
 DATA = Path(__file__).parent / "data"
 SOME = (
@@ -110,3 +113,28 @@ def test_exports_keep_no_scores(name: str, count: int) -> None:
     assert len(fused) == count and not {"Softmax", "IsNaN"} & set(operators(graph))
     program = generate(graph, fuse(graph), load_descriptor("pocl")).program
     assert sum(launch.shape.family == "attention" for launch in program.launches) == count
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("deep", ("attention",), 4, 4, 4, (4, 8), stage=32),
+        Variant("shallow", ("attention",), 8, 2, 2, (2, 4), stage=8),
+        Variant("dealt", ("attention",), 8, 2, 8, split=16),
+        Variant("rows", ("attention",), 12, 4, 4),
+    ],
+    ids=lambda variant: variant.name,
+)
+def test_any_numbers_of_a_variant(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed alone, it is taken where it can be; queries that it cannot share keys of get a plain form."""
+    device, path = DEVICES[0]
+    listed = replace(descriptor_for(find_device(device)), variants=(variant,), only=variant.name)
+    monkeypatch.setattr("flashmem.request.descriptor_for", lambda device: listed)
+    model = Model()
+    for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9)):
+        plain(model, 1, 2, rows, keys, size, value_size)
+    _compare(model, device, device, path, tmp_path)
+    launches = flashmem.Bundle.open(tmp_path / "b.flashmem").program.launches
+    taken = [launch.shape for launch in launches if launch.shape.family == "attention"]
+    numbers = [(shape.tile_columns, shape.stage, shape.split) for shape in taken]
+    assert numbers.count((variant.columns, variant.stage, variant.split)) == (1 if variant.split > 1 else 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,8 @@ def test_models_without_a_file_get_a_proven_plan(flashmem: Command, name: str, g
     assert plan["checked"] is True and plan["gap"] <= 0.01 and plan["bound"] <= plan["objective"] + 1e-6
     assert plan["weights_bytes"] / 1e9 == pytest.approx(gigabytes, rel=0.02)
     assert plan["most_in_flight_bytes"] <= plan["m_peak_bytes"] == 500_000_000
+    activations = plan["activations"]
+    assert 0 < activations["live_bytes"] <= activations["arena_bytes"] <= 1.03 * activations["live_bytes"]
     assert set(data["seconds"]) == {"fuse", "generate", "plan_and_check", "total"}
     assert sum(each["nbytes"] for each in data["why"]) == pytest.approx(plan["preload_ratio"] * plan["weights_bytes"])
     assert ("layers" in data) == (plan["layers"] <= 5000)
@@ -65,6 +68,7 @@ def test_a_long_plan_is_shown_in_few_lines_and_whole_if_asked(flashmem: Command)
     limits = ("zoo:gptneo-1.3b", *LIMITS[:-4], "--chunk", "256KiB", *LIMITS[-2:])
     code, short, _ = flashmem("plan", *limits)
     assert code == 0 and len(short.splitlines()) < 220
+    assert re.search(r"activations +[\d.]+ MB, of which [\d.]+ MB are needed at once", short)
     assert "h.0.c_fc + " in short and "in 16 launches" in short and "--all shows everything" in short
     assert "why they are preloaded" in short and "no capacity left" in short
     code, whole, _ = flashmem("plan", *limits, "--all")

@@ -289,7 +289,7 @@ def test_staged_contractions_read_and_leave_halves(variant: Variant, tmp_path: P
     monkeypatch.setattr(Choices, "variant", lambda self, *given: variant)
     _check(STAGED, QUICKEST, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b").program.launches
-    staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == variant.group_items}
+    staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == variant.items}
     assert staged >= set(variant.families)
 
 

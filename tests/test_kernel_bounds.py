@@ -39,7 +39,8 @@ void k(__global float* restrict y, __global const float* restrict e0, __global c
 
 def program(rows: int, columns: int, first: int, size: tuple[int, ...], y: int, e0: int, e1: int) -> Program:
     """One launch of KERNEL on memories of so many floats."""
-    tensors = tuple(Tensor(name, (1,), "float32", 0, 4 * n) for name, n in (("y", y), ("e0", e0), ("e1", e1)))
+    sizes = {"y": y, "e0": e0, "e1": e1}
+    tensors = tuple(Tensor(name, (n,), "float32", i << 20, 4 * n) for i, (name, n) in enumerate(sizes.items()))
     args = (*(Arg("tensor", tensor.name) for tensor in tensors), *(Arg("int", n) for n in (rows, columns, first)))
     launch = Launch("it", "k", size, (2, 1), args, "elemental", (), 0, 0)
     return Program("buffer", "fp32", (), (), tensors, (), (launch,), (), 0, 0, 0, 0)
@@ -90,6 +91,41 @@ def test_a_kernel_says_all_of_it(old: str, new: str, message: str) -> None:
     assert old in KERNEL
     with pytest.raises(BundleError, match=message):
         check_reach(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL.replace(old, new))
+
+
+def _moved(whole: Program, offset: int) -> Program:
+    """`whole` with e0 at `offset`: y takes the bytes from 0 to 320."""
+    y, e0, e1 = whole.tensors
+    return replace(whole, tensors=(y, replace(e0, offset=offset, nbytes=448), e1))
+
+
+@pytest.mark.parametrize("offset", [0, 64, 319])
+def test_what_is_written_is_no_other_tensors(offset: int) -> None:
+    with pytest.raises(BundleError, match="writes 'y' over 'e0'"):
+        check_reach(_moved(program(10, 8, 0, (2, 10), 80, 80, 10), offset), KERNEL)
+
+
+def test_slack_is_read_only() -> None:
+    whole = program(10, 8, 0, (2, 10), 80, 27, 10)
+    check_reach(_moved(whole, 320), KERNEL)
+    y, *others = whole.tensors
+    with pytest.raises(BundleError, match="leaves the memory of 'y'"):
+        check_reach(replace(whole, tensors=(replace(y, shape=(79,), nbytes=448), *others)), KERNEL)
+
+
+def test_a_kernel_says_what_it_writes_over() -> None:
+    whole = program(10, 8, 0, (2, 10), 80, 80, 10)
+    (launch,) = whole.launches
+    y, e0, *numbers = launch.args
+    twice = replace(whole, launches=(replace(launch, args=(y, y, *numbers)),))
+    with pytest.raises(BundleError, match="writes 'y' over 'e0'"):
+        check_reach(twice, KERNEL)
+    states = KERNEL.replace("//@ zero first", "//@ zero first\n//@ over e0")
+    check_reach(twice, states)
+    with pytest.raises(BundleError, match="writes 'y' over 'e0'"):  # it may be the same tensor, not one beside it
+        check_reach(_moved(whole, 0), states)
+    with pytest.raises(BundleError, match="writes 'y' over 'e1'"):
+        check_reach(replace(whole, launches=(replace(launch, args=(y, e0, y, *numbers[1:])),)), states)
 
 
 def test_only_tensors_are_written() -> None:

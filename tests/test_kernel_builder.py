@@ -28,7 +28,7 @@ from flashmem.commands.bundles import check_bundle
 from flashmem.errors import BundleError, RunError, UserError
 from flashmem.program import kernel_texts
 from flashmem.request import find_device
-from flashmem.runtime import kernel_builder
+from flashmem.runtime import kernel_builder, kernel_processes
 from flashmem.runtime.kernel_list import SMALL_GRID
 from flashmem.runtime.opencl import Context
 
@@ -126,7 +126,7 @@ def test_a_run_after_compile_builds_nothing(
         assert there > 0 and same and last == "True"
     # A network of other sizes has the same kernels.
     write_model(tmp_path / "n.onnx", 80, 64)
-    monkeypatch.setattr(kernel_builder, "_run", refuse_to_run)
+    monkeypatch.setattr(kernel_processes, "_start", refuse_to_run)
     flashmem.compile(tmp_path / "n.onnx", tmp_path / "n.flashmem", device=device, memory_path=path)
 
 
@@ -140,7 +140,8 @@ def test_only_the_lanes_that_the_plan_uses_are_built(device: str, cache: Path, t
     bundle = flashmem.compile(
         tmp_path / "m.onnx", tmp_path / "m.flashmem", device=device, mode="interleave", strategy="always-next"
     )
-    built = kernel_builder.build_kernels(bundle, device)
+    with kernel_builder.KernelBuilder(device) as kernels:
+        built = kernels.finish(bundle)
     assert built is not None and built.built == 0
     texts = kernel_texts(bundle.source.plain) | kernel_texts(bundle.source.lane)
     assert len(built.keys) < len(texts) + len(bundle.source.kernels)
@@ -152,7 +153,7 @@ def test_only_the_lanes_that_the_plan_uses_are_built(device: str, cache: Path, t
 def test_nothing_is_built_where_that_is_not_asked_for_or_the_device_is_elsewhere(
     empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_builder, "_run", refuse_to_run)
+    monkeypatch.setattr(kernel_processes, "_start", refuse_to_run)
     write_model(tmp_path / "m.onnx", 40, 32)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0], build=False)
     flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device="adreno750")
@@ -235,7 +236,9 @@ def test_kernels_for_another_driver_are_not_used(carrying: Any, empty: Path, mon
     monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: other)
     loaded: list[bytes] = []
     monkeypatch.setattr(Context, "load", lambda _, binary, options: loaded.append(binary))
-    for got, wanted in zip(answers(bundle, device, inputs), expected, strict=True):
+    with Session(bundle, device=device, build_apart=False) as session:
+        answered = session.run(None, inputs)
+    for got, wanted in zip(answered, expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
     assert not loaded
 

@@ -142,6 +142,11 @@ def test_the_ledger_refuses_what_would_pass_the_budget_and_keeps_accounts() -> N
     assert (ledger.total, ledger.peak) == (7_000, 10_000)
     assert ledger.peak_by_category == {"arena": 6_000, "weights": 4_000}
     assert [held for _, held in ledger.history] == [0, 6_000, 10_000, 7_000]
+    assert [(category, held) for _, category, held in ledger.changes] == [
+        ("arena", 6_000),
+        ("weights", 4_000),
+        ("weights", 1_000),
+    ]
     times = [at for at, _ in ledger.history]
     spans = np.diff([*times, times[-1] + 1.0])
     expected = np.average([0, 6_000, 10_000, 7_000], weights=spans)

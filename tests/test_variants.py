@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 
 import flashmem
 from flashmem.codegen.choices import Choices
-from flashmem.codegen.tile import Tile
 from flashmem.codegen.variants import Product, choose
 from flashmem.device import DeviceDescriptor, Variant, descriptor_names, load_descriptor
-from flashmem.program import MemoryPath
-from flashmem.runtime.devices import descriptor_for
+from flashmem.errors import UserError
+from flashmem.program import MemoryPath, kernel_texts
+from flashmem.runtime.devices import HALF_ARITHMETIC, descriptor_for
 from flashmem.runtime.opencl import list_devices
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic")
@@ -55,6 +56,12 @@ def model() -> Nodes:
     nodes.node("Conv", image, nodes.constant(numbers(21, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
     nodes.node("Conv", image, nodes.constant(numbers(6, 8, 3, 3)), group=2, dilations=[1, 2])
     nodes.node("Conv", image, nodes.constant(numbers(5, 16, 1, 1)))
+    nodes.node(
+        "Conv", nodes.input(numbers(2, 3, 13, 15)), nodes.constant(numbers(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2]
+    )
+    ragged = nodes.input(numbers(1, 10, 8, 7))
+    nodes.node("Conv", ragged, nodes.constant(numbers(6, 5, 3, 2)), pads=[1, 0, 1, 1], group=2, dilations=[1, 3])
+    nodes.node("Conv", ragged, nodes.constant(numbers(6, 10, 2, 3)), pads=[0, 1, 1, 1], dilations=[2, 1])
     return nodes
 
 
@@ -82,31 +89,100 @@ def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path
             np.testing.assert_array_equal(other[number], answers[0][number])
 
 
+def stored_model() -> Nodes:
+    """Products of activations that are large enough to be stored in half, which a model's own inputs are not."""
+    nodes, random = Nodes(), np.random.default_rng(6)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    def kept(op: str, *inputs: str, **attributes: Any) -> str:
+        [made] = nodes.node(op, *inputs, **attributes)
+        nodes.outputs.pop()
+        return made
+
+    def stored(*shape: int) -> str:
+        return kept("Tanh", nodes.input(numbers(*shape)))
+
+    nodes.node("MatMul", stored(2, 39, 50), nodes.constant(numbers(50, 45)))
+    nodes.node("MatMul", stored(3, 2, 29, 20), stored(2, 20, 64))
+    nodes.node("MatMul", stored(2, 19, 70), kept("Transpose", stored(2, 31, 70), perm=[0, 2, 1]))
+    nodes.node("Conv", stored(2, 16, 9, 11), nodes.constant(numbers(21, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
+    nodes.node("Conv", stored(1, 3, 25, 21), nodes.constant(numbers(9, 3, 5, 5)), pads=[2, 2, 2, 2])
+    return nodes
+
+
+HALVES = [
+    Variant("plain", FAMILIES, 4, 8, 8, (2, 2), half=8),
+    Variant("staged", FAMILIES, 4, 8, 4, (2, 2), stage=16, double=True, split=2, half=3),
+]
+HALF_PLACES = [
+    (device.descriptor_name, path)
+    for device in list_devices()
+    if HALF_ARITHMETIC in device.extensions
+    for path in descriptor_for(device).memory_paths
+]
+
+
+@pytest.mark.parametrize("variant", HALVES, ids=lambda each: each.name)
+@pytest.mark.parametrize(("device", "path"), HALF_PLACES, ids=lambda each: each)
+def test_sums_in_half(variant: Variant, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Choices, "variant", lambda *asked: variant)
+    nodes, file = stored_model(), tmp_path / "m.onnx"
+    file.write_bytes(nodes.proto().SerializeToString())
+    expected = onnxruntime.InferenceSession(file).run(None, nodes.feeds)
+    for precision in ("fp32", "fp16"):
+        bundle = flashmem.compile(file, tmp_path / precision, device=device, memory_path=path, precision=precision)
+        texts = kernel_texts(bundle.source.plain)
+        in_half = {launch.shape.family for launch in bundle.program.launches if HALF_ARITHMETIC in texts[launch.kernel]}
+        assert in_half == (set(FAMILIES) if precision == "fp16" else set())
+    with flashmem.Session(bundle, device=device) as session:
+        answers = session.run(None, nodes.feeds)
+    for answer, wanted, port in zip(answers, expected, nodes.outputs, strict=True):
+        np.testing.assert_allclose(answer, wanted, atol=5e-3 * np.ptp(wanted), err_msg=port.name)
+
+
+@pytest.mark.skipif(not HALF_PLACES, reason="no device here computes in half")
+@pytest.mark.parametrize("device", [d.descriptor_name for d in list_devices() if HALF_ARITHMETIC not in d.extensions])
+def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choices, "variant", lambda *asked: HALVES[0])
+    (tmp_path / "m.onnx").write_bytes(stored_model().proto().SerializeToString())
+    bundle = flashmem.compile(
+        tmp_path / "m.onnx", tmp_path / "b", device=HALF_PLACES[0][0], memory_path="buffer", precision="fp16", build=False
+    )
+    with pytest.raises(UserError, match=r"compute in half .*; compile the model for this device"):
+        flashmem.Session(bundle, device=device)
+
+
+def test_a_device_without_arithmetic_in_half_gets_no_such_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = list_devices()[0]
+    listed = replace(load_descriptor(device.descriptor_name), variants=tuple(HALVES))
+    monkeypatch.setattr("flashmem.runtime.devices.load_descriptor", lambda name: listed)
+    for extensions, wanted in (({HALF_ARITHMETIC}, tuple(HALVES)), (set[str](), ())):
+        assert descriptor_for(replace(device, extensions=frozenset(extensions))).variants == wanted
+
+
 @pytest.mark.parametrize("name", descriptor_names())
 def test_shipped_variants_can_be_built(name: str) -> None:
     """What the templates take for granted, and local memory that every device of the kind has."""
     for variant in load_descriptor(name).variants:
+        attends = variant.families == ("attention",)
         assert variant.stage % variant.split == 0 == variant.stage % 4
-        assert variant.columns % variant.vector == 0
+        assert (variant.rows if attends and not variant.stage else variant.columns) % variant.vector == 0
+        assert attends or "attention" not in variant.families
         if variant.stage:
-            assert variant.vector == 4
-            tile = Tile(
-                variant.rows,
-                variant.columns,
-                4,
-                True,
-                variant.local_size,
-                stage=variant.stage,
-                double=variant.double,
-                split=variant.split,
-            )
-            assert 16 * tile.staged_quads <= 48 << 10
-            assert tile.items <= 1024
+            assert variant.vector == (variant.columns if attends else 4)
+            assert 0 < variant.local_bytes <= 48 << 10
+            assert variant.local_bytes % 16 == 0 and variant.items <= 1024
+        elif attends:
+            assert variant.local_bytes <= 48 << 10 and variant.items <= 1024
 
 
 @given(
     st.sampled_from(descriptor_names()).map(load_descriptor),
-    st.sampled_from(FAMILIES),
+    st.sampled_from((*FAMILIES, "attention")),
     st.tuples(*[st.integers(1, 5000)] * 3),
     st.integers(1, 64),
 )

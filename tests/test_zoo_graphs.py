@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.planning.problem import build_problem
-from flashmem.program import Program
+from flashmem.program import ITEMSIZE, Program
 from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 
 DATA = Path(__file__).parent / "data"
@@ -70,6 +72,48 @@ def test_models_have_the_published_number_of_weights(name: str, weights: float) 
     graph = zoo_graph(name)
     found = sum(math.prod(value.shape) for value in graph.constants() if value.dtype == "float32")
     assert found / 1e6 == pytest.approx(weights, rel=0.005)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["resnet50", "vit-b16", "deepvit-204m", "whisper-medium-encoder", "gptneo-125m"])
+def test_the_arena_is_hardly_larger_than_what_is_needed_at_once(name: str, precision: Any) -> None:
+    graph = prepare(zoo_graph(name))
+    made = generate(graph, fuse(graph), load_descriptor("pocl"), precision=precision)
+    needed = max(_needed(made.program, made.source.plain))
+    assert made.program.live_bytes == pytest.approx(needed, rel=0.01)
+    assert needed <= made.program.arena_bytes <= 1.03 * needed
+
+
+def _needed(program: Program, source: str) -> list[int]:
+    """At each layer, the bytes of the arena that it reads or writes, or that hold what is read later.
+
+    The launches of one operator, which write parts of its result, are one step.
+    """
+    tensors = {t.name: (t.offset, t.offset + ITEMSIZE[t.dtype] * math.prod(t.shape)) for t in program.tensors}
+    writes = {
+        name: ["const" not in parameter for parameter in parameters.split(",")]
+        for name, parameters in re.findall(r"void (\w+)\s*\(([^)]*)\)\s*{", source)
+    }
+    last = len(program.launches) + 1
+    uses = [(*tensors[port.tensor], 0, True) for port in program.inputs if port.tensor is not None]
+    uses += [(*tensors[gather.tensor], 0, True) for gather in program.row_gathers]
+    for layer, launch in enumerate(program.launches, start=1):
+        for is_written, arg in zip(writes[launch.kernel], launch.args, strict=True):
+            if arg.kind == "tensor":
+                again = layer > 1 and program.launches[layer - 2].operators == launch.operators
+                uses.append((*tensors[str(arg.value)], layer, is_written and not again))
+    uses += [(*tensors[port.tensor], last, False) for port in program.outputs if port.tensor is not None]
+    change = [0] * (last + 2)
+    for start, end in pairwise(sorted({edge for use in uses for edge in use[:2]})):
+        here = sorted({(layer, not is_new) for low, high, layer, is_new in uses if low <= start and end <= high})
+        held = -1  # the last layer that is counted
+        for (before, _), (layer, is_read) in pairwise([here[0], *here] if here else []):
+            first = max(held + 1, before if is_read else layer)
+            if first <= layer:
+                change[first] += end - start
+                change[layer + 1] -= end - start
+                held = layer
+    return list(accumulate(change))
 
 
 def test_grouped_queries_share_their_keys() -> None:

@@ -20,7 +20,7 @@ Matrix = NDArray[np.float32]
 
 FAMILIES: Final = (
     "matmul", "conv", "depthwise", "matmul_dynamic", "elementwise", "reduce_rows", "reduce_columns", "gather", "movement",
-    "pool", "resize",
+    "pool", "resize", "attention",
 )  # fmt: skip
 """Kernel families: the templates. A launch of another one is priced by its size alone."""
 

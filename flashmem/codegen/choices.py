@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.codegen.variants import Product, seconds
+from flashmem.codegen.variants import Product, cut, panel, seconds
 from flashmem.device import DeviceDescriptor, Variant
 from flashmem.program import Optimize
 
@@ -38,7 +38,8 @@ class Use:
     def kernel(self) -> tuple[object, ...]:
         """What uses must share to be one kernel if they take one variant."""
         p = self.product
-        return p.family, p.path, p.storage, p.taps > 1, self.ending
+        heads = p.depth if p.family == "attention" else 0
+        return p.family, p.path, p.storage, p.taps > 1, heads, self.ending
 
 
 class Choices:
@@ -86,7 +87,7 @@ class Choices:
         """Seconds of one layer by variant: running it and, where a first answer counts, loading what it reads."""
         times = seconds(self._descriptor, use.product)
         if use.widest is not None:
-            plain = self._descriptor.plain(use.product.family)
+            [plain] = self._descriptor.plain(use.product.family)
             narrow = {v: time for v, time in times.items() if v == plain or v.block[1] <= use.widest}
             times = narrow or {plain: 0.0}
         if self._optimize == "steady":
@@ -135,6 +136,6 @@ def packed_bytes(product: Product, variant: Variant) -> float:
     """Bytes of the packed weights, whose last panel is filled up; 0 for products of activations."""
     if product.family not in ("matmul", "conv"):
         return 0.0
-    panel = variant.block[1] if variant.stage else min(variant.columns, 1 << (product.columns - 1).bit_length())
-    columns = -(-product.columns // panel) * panel
+    width = panel(cut(variant, product))
+    columns = -(-product.columns // width) * width
     return product.batches * product.depth * columns * _ITEMSIZE.get(product.storage, 1.0)

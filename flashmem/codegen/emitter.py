@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,14 +14,15 @@ from flashmem.codegen.choices import Choices
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.codegen.packing_list import PackingList
+from flashmem.codegen.places import Place, Places
 from flashmem.codegen.slicing import Slicing
-from flashmem.codegen.storage import root_of
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.vector import STORED, Vector
+from flashmem.graph.ranges import unreshaped
 from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, Arg, KernelShape, Launch, MemoryPath, Slice, StoredType
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
@@ -30,11 +32,25 @@ WORK_GROUP = 64
 """Work-items of a work-group where a kernel has no tile of its own."""
 
 
+@dataclass(frozen=True)
+class Held:
+    """A tensor: its shape, what it is stored in, and where it lies."""
+
+    shape: tuple[int, ...]
+    dtype: StoredType
+    place: Place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return ITEMSIZE[self.dtype] * math.prod(self.shape)
+
+
 @dataclass
 class Emitter:
-    """Collects a program. Values become tensors by identity; a Reshape shares its source's tensor.
+    """Collects a program. Values become tensors by where they lie: those of one place and size share one.
 
-    `half`: float weights are packed in half. `halves`: the activations that are stored in half (`codegen.storage`).
+    `half`: float weights are packed in half.
     """
 
     descriptor: DeviceDescriptor
@@ -43,22 +59,23 @@ class Emitter:
     slicing: Slicing
     kernels: KernelLibrary
     choices: Choices
-    halves: frozenset[Value] = frozenset()
+    places: Places
     weights: PackingList = field(default_factory=PackingList)
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
-    tensors: dict[str, Value] = field(default_factory=dict)
+    tensors: dict[str, Held] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
     status_value: Value | None = None
-    _names: dict[Value, str] = field(default_factory=dict)
+    _names: dict[tuple[Place, int], str] = field(default_factory=dict)
+    _asked: set[Value] = field(default_factory=set)
     _placed: dict[object, Arg] = field(default_factory=dict)
 
     # -- memory
 
     def storage(self, value: Value) -> StoredType:
         """What the elements of a tensor or constant are in memory."""
-        return "float16" if root_of(value) in self.halves else value.dtype
+        return self.places.storage(value)
 
     def stored(self, value: Value) -> str:
         """OpenCL C's name of an element of `value` in memory."""
@@ -75,21 +92,23 @@ class Emitter:
 
     def tensor(self, value: Value) -> Arg:
         """The tensor of an activation."""
-        root = root_of(value)
-        if root not in self._names:
-            name = root.name if root.name not in self.tensors else f"{root.name}#{len(self.tensors)}"
-            self._names[root] = name
-            self.tensors[name] = root
-        return Arg("tensor", self._names[root])
+        key = self.places.of(value), self.nbytes(value)
+        if key not in self._names:
+            source = unreshaped(value)
+            name = source.name if source.name not in self.tensors else f"{source.name}#{len(self.tensors)}"
+            self._names[key] = name
+            self.tensors[name] = Held(source.shape, self.storage(value), key[0])
+        self._asked.add(self.places.ranges.base(value))
+        return Arg("tensor", self._names[key])
 
     def known(self, value: Value) -> str | None:
-        """The name of the tensor of `value` if any launch has asked for it."""
-        return self._names.get(root_of(value))
+        """The name of the tensor of `value` if any launch has asked for it, or for a range of it."""
+        return str(self.tensor(value).value) if self.places.ranges.base(value) in self._asked else None
 
     def operand(self, value: Value) -> Arg:
         """A tensor or constant, wherever it lives."""
-        root = root_of(value)
-        return self.tensor(root) if root.constant is None else self.constant(root)
+        base = self.places.ranges.base(value)
+        return self.tensor(value) if base.constant is None else self.constant(base)
 
     def constant(self, value: Value) -> Arg:
         """A constant in its plain order: resident if it is small, else a slice of its own."""
@@ -110,9 +129,9 @@ class Emitter:
                 self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
                 self._placed[content] = Arg("constant", offset, len(content) + SLACK)
             return self._placed[content]
-        nbytes += SLACK
-        [offset] = self.weights.place(name, [nbytes], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
-        self.slices.append(Slice(name, name, offset, nbytes))
+        size = nbytes + SLACK
+        [offset] = self.weights.place(name, [size], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
+        self.slices.append(Slice(name, name, offset, size, raw=nbytes))
         return Arg("slice", name)
 
     def parts(self, weight: Value, packing: Packing, row_items: int) -> list[PackedSlice]:
@@ -190,16 +209,27 @@ class Emitter:
         """The elementwise end of `layer`, seeded by its main operator's output."""
         seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
         return Expression(
-            tuple(layer.tail), seed, seed.shape, columns(layer.main) if columns else len(seed.shape), vector, self.storage
+            tuple(layer.tail),
+            seed,
+            seed.shape,
+            columns(layer.main) if columns else len(seed.shape),
+            vector,
+            self.storage,
+            overwritten=self.places.overwritten.get(layer.main),
         )
 
     def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
-        """Template variables of an expression: its function, its parameters, and the call that finishes `seed`."""
+        """Template variables of an expression: its function, its parameters, the call that finishes `seed`, and the operand
+        that the kernel writes over, or "".
+        """
         names = ([seed] if expression.seed is not None else []) + [*expression.places(), *expression.names()]
         parameters = "".join(f", {parameter}" for parameter in expression.parameters())
+        overwritten = [i for i, operand in enumerate(expression.operands) if operand.value is expression.overwritten]
+        over = f"e{overwritten[0]}" if overwritten else ""
         if not expression.nodes:
-            return {"tail": "", "operands": "", "finish": ""}
+            return {"tail": "", "operands": "", "finish": "", "over": over}
         return {
+            "over": over,
             "tail": expression.function("KERNEL_NAME_tail"),
             "operands": parameters,
             "finish": f"KERNEL_NAME_tail({', '.join(names)})",
@@ -214,10 +244,6 @@ class Emitter:
         """The arguments of an expression's operands and of its numbers, in order."""
         operands = [self.operand(operand.value) for operand in expression.operands]
         return operands + [Arg("int", number) for number in expression.numbers]
-
-    def tensor_bytes(self, value: Value) -> int:
-        """Bytes of `value` in the arena, with slack, as a multiple of the alignment."""
-        return -(-(self.nbytes(value) + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
 
 def nbytes_of(value: Value) -> int:

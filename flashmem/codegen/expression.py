@@ -33,6 +33,7 @@ class Expression:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
     `seed` is the value that arrives in registers (None if everything is loaded). `storage` says what each value is stored in.
+    `overwritten`: the operand whose memory the kernel's output takes.
     `down`: a vector is of rows `row`, `row` + 1 ... at one column, and the function takes the number of `rows` too.
     """
 
@@ -43,6 +44,7 @@ class Expression:
     vector: int
     storage: Callable[[Value], StoredType]
     down: bool = False
+    overwritten: Value | None = None
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -85,7 +87,10 @@ class Expression:
 
     def parameters(self) -> list[str]:
         """Kernel parameters, in the order of `operands`, then of `numbers`."""
-        pointers = [f"__global const {STORED[self.storage(o.value)]}* restrict e{i}" for i, o in enumerate(self.operands)]
+        pointers = [
+            f"__global const {STORED[self.storage(o.value)]}*{' restrict' if o.value is not self.overwritten else ''} e{i}"
+            for i, o in enumerate(self.operands)
+        ]
         return pointers + [f"const int f{i}" for i in range(len(self.numbers))]
 
     def names(self) -> list[str]:

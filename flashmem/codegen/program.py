@@ -9,19 +9,22 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.codegen.arena import Use, place_blocks, shapes
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters import emit
+from flashmem.codegen.outputs import lifetimes_of, read_early
 from flashmem.codegen.packing_list import PackingList
+from flashmem.codegen.places import find_places
 from flashmem.codegen.row_gather import host_indices, place_rows
 from flashmem.codegen.slicing import FINEST, Slicing
-from flashmem.codegen.storage import root_of, stored_in_half
+from flashmem.codegen.storage import stored_in_half
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
-from flashmem.planning.memory_layout import Interval, lay_out
-from flashmem.program import TENSOR_ALIGNMENT, Port, Program, RowGather, Source, Tensor, lane_kind
+from flashmem.graph.ranges import Ranges
+from flashmem.program import SLACK, TENSOR_ALIGNMENT, Port, Program, RowGather, Source, StoredType, Tensor, lane_kind
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,27 @@ def generate(
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
-    halves = stored_in_half(graph) if half else frozenset()
-    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), halves)
-    results, copies = _results(graph, emitter)
-    layers = [*layers, *copies]
+    ranges = Ranges(graph, half=half)
+    halves = stored_in_half(graph, ranges) if half else frozenset()
+
+    def storage(value: Value) -> StoredType:
+        return "float16" if ranges.base(value) in halves else value.dtype
+
+    results, copies = _results(graph, ranges)
     gathered: dict[Value, tuple[Node, str]] = {}
-    for layer in layers:
+    launched = []
+    for layer in (*layers, *copies):
         indices = host_indices(layer.main, graph)
         if indices is not None:
             gathered[layer.main.outputs[0]] = (layer.main, indices)
-            emitter.tensor(layer.main.outputs[0])
-            continue
+        elif not ranges.moves_nothing(layer.main):
+            launched.append(layer)
+    early = [*(port.value for port in graph.inputs), *gathered]
+    places = find_places(launched, early, [port.value for port in results if port.value.size], ranges, storage)
+    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places)
+    for value in gathered:
+        emitter.tensor(value)
+    for layer in launched:
         emit(emitter, layer)
     gathers = [
         place_rows(emitter, node, indices, str(emitter.tensor(value).value)) for value, (node, indices) in gathered.items()
@@ -70,7 +83,9 @@ def generate(
         Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value) if port.value.size else None)
         for port in results
     ]
-    tensors, arena_bytes = _arena(emitter, inputs, outputs, gathers)
+    hands_over = descriptor.uses_host_memory
+    outputs = outputs if hands_over else read_early(emitter, outputs, gathers)
+    tensors, arena_bytes, live_bytes = _arena(emitter, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     [constants_offset] = emitter.weights.place("constants", [constants.nbytes], lambda: [constants])
     program = Program(
@@ -83,6 +98,8 @@ def generate(
         launches=tuple(emitter.launches),
         row_gathers=tuple(gathers),
         arena_bytes=arena_bytes,
+        live_bytes=live_bytes,
+        hands_over=hands_over,
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,
         weights_bytes=emitter.weights.size,
@@ -92,47 +109,50 @@ def generate(
     return Generated(program, emitter.kernels.source(lane_kind(program), channels), emitter.weights, constants)
 
 
-def _results(graph: Graph, emitter: Emitter) -> tuple[list[GraphPort], list[Layer]]:
+def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]]:
     """The outputs, each with a tensor of its own: one that is an input or a constant as it stands is copied, by a layer."""
     results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
     for port in graph.outputs:
-        root, value = root_of(port.value), port.value
+        base, value = ranges.base(port.value), port.value
         if value.size == 0:
             results.append(port)
             continue
-        if root in inputs or root.constant is not None or root in seen:
+        if base in inputs or base.constant is not None or base in seen:
             value = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
             copies.append(Layer(Node("Copy", f"{port.name}.copy", [port.value], [value])))
         results.append(GraphPort(port.name, port.dtype, value))
-        seen.add(root)
+        seen.add(base)
     return results, copies
 
 
 def _arena(
     emitter: Emitter, inputs: Sequence[Port], outputs: Sequence[Port], gathers: Sequence[RowGather]
-) -> tuple[tuple[Tensor, ...], int]:
-    """Activations laid out by lifetime: from the layer that writes them first to the last that reads them."""
+) -> tuple[tuple[Tensor, ...], int, int]:
+    """The activations in the arena, its bytes, and how many of them are needed at once.
+
+    A tensor is needed from the layer that writes it first to the last that reads it.
+    """
     last = len(emitter.launches) + 1
-    lifetimes: dict[str, tuple[int, int]] = {}
-    for layer, launch in enumerate(emitter.launches, start=1):
-        for arg in launch.args:
-            if arg.kind == "tensor":
-                first, _ = lifetimes.get(str(arg.value), (layer, layer))
-                lifetimes[str(arg.value)] = (first, layer)
+    lifetimes = lifetimes_of(emitter)
     status = None if emitter.status_value is None else str(emitter.status().value)  # holds from before the run to after it
     early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
     for name in early:
         if name is not None:
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
-    for name in (*(port.tensor for port in outputs), status):
+    for name in (*(port.tensor for port in outputs if port.ready is None), status):
         if name is not None:
             lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last)
-    sizes = {name: emitter.tensor_bytes(emitter.tensors[name]) for name in lifetimes}
-    intervals = [Interval(name, sizes[name], first, end) for name, (first, end) in lifetimes.items()]
-    offsets, total = lay_out(intervals, TENSOR_ALIGNMENT)
+    held = {name: emitter.tensors[name] for name in lifetimes}
+    blocks: dict[Value, str] = {}
+    for name, tensor in held.items():
+        blocks.setdefault(tensor.place.root, name)
+    uses = [
+        Use(blocks[tensor.place.root], tensor.place.offset, tensor.nbytes, *lifetimes[name]) for name, tensor in held.items()
+    ]
+    starts, total, bound = place_blocks(shapes(uses), last - 1)
     tensors = tuple(
-        Tensor(name, emitter.tensors[name].shape, emitter.storage(emitter.tensors[name]), offsets[name], sizes[name])
-        for name in lifetimes
+        Tensor(name, t.shape, t.dtype, starts[blocks[t.place.root]] + t.place.offset, t.nbytes + SLACK)
+        for name, t in held.items()
     )
-    return tensors, max(total, TENSOR_ALIGNMENT)  # a device has no buffers without bytes
+    return tensors, max(total, TENSOR_ALIGNMENT), bound  # a device has no buffers without bytes

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
 from flashmem.graph.ir import Graph, NibbleConstant, Node, Value, pack_nibbles
+from flashmem.graph.ranges import unreshaped
 from flashmem.program import RowGather, TableType
 
 ROWS_AT_ONCE = 4096
@@ -28,9 +29,7 @@ def host_indices(node: Node, graph: Graph) -> str | None:
         return None
     if nbytes_of(table) <= RESIDENT_CONSTANT_BYTES:
         return None
-    source: Value = indices
-    while source.producer is not None and source.producer.op == "Reshape":
-        source = source.producer.input(0)
+    source = unreshaped(indices)
     return next((port.name for port in graph.inputs if port.value is source), None)
 
 
@@ -41,7 +40,7 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
     for (weight, packing), parts in emitter.packed.items():
         if (
             weight is not table
-            or packing.path != "buffer"
+            or any(part.width for _, part in parts)
             or packing.storage not in ("float32", "float16")
             or packing.depth != columns
             or packing.group_columns != rows

@@ -2,7 +2,8 @@
 
 Small slices let reading overlap with computing and keep budgets small; a launch of few work-items leaves most of a GPU idle.
 So a weight is cut into slices of `least` bytes, and into larger ones where their launches would not fill the device. A GPU is
-quicker than the reading: where nothing limits memory, it gets every weight whole.
+quicker than the reading: where nothing limits memory, it gets every weight whole. So does a CPU for the sake of later runs, in
+which all weights are there and each launch costs.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Slicing:
-    """Sizes of slices in bytes: up to `least` always, and up to `most` where the launch would not fill the device.
+    """Sizes of slices in bytes, the padding of images included: up to `least` always, and up to `most` where the launch would
+    not fill the device.
 
-    `most` None: nothing limits memory.
+    `most` None: nothing limits memory; `later`: later runs count, and not the first one.
 
     A slice has one panel at least, however large that is.
     """
 
     least: int = LEAST_BYTES
     most: int | None = LEAST_BYTES
+    later: bool = False
 
     def slices(self, packing: Packing, row_items: int) -> list[PackedSlice]:
         """The slices of a weight whose launches have `row_items` work-items for each panel."""
         device = packing.descriptor
-        full = -(-ROUNDS * device.parallelism // row_items) * packing.panel_bytes
-        if self.most is None:
-            wished = packing.panels * packing.panel_bytes if device.kind == "gpu" else full
+        full = -(-ROUNDS * device.parallelism // row_items)  # panels
+        if full >= packing.panels or (self.most is None and (self.later or device.kind == "gpu")):
+            wished = MOST_BYTES
         else:
-            wished = min(full, self.most)
-        return packing.slices(min(max(self.least, wished), MOST_BYTES))
+            wished = full * packing.panel_bytes
+        return packing.slices(min(max(self.least, min(wished, self.most or wished)), MOST_BYTES))
 
     def widest(self, column_bytes: int) -> int | None:
         """The most columns of `column_bytes` each that a panel may have, so that a slice is no larger; None: any."""

@@ -1,4 +1,5 @@
-"""Which activations `--precision fp16` stores in half. All arithmetic is in float32, whatever the operands are stored in.
+"""Which activations `--precision fp16` stores in half. Arithmetic is in float32, whatever operands are stored in, but for the
+products of a few steps of depth where a device's variant says so (`Variant.half`).
 
 What a layer leaves in memory is stored in half, but for
 
@@ -20,26 +21,20 @@ from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.registry import INTEGERS
+from flashmem.graph.ranges import Ranges
 from flashmem.program import SLACK, TENSOR_ALIGNMENT
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Elements of float32 that fit where a tensor starts, whatever they are stored in."""
 
 
-def root_of(value: Value) -> Value:
-    """The value whose tensor holds `value`: a Reshape shares its source's."""
-    while value.producer is not None and value.producer.op == "Reshape":
-        value = value.producer.input(0)
-    return value
-
-
-def stored_in_half(graph: Graph) -> frozenset[Value]:
-    """The activations of `graph` that are stored in half."""
+def stored_in_half(graph: Graph, ranges: Ranges) -> frozenset[Value]:
+    """The activations of `graph` that are stored in half: those that have memory of their own, or share it (`ranges`)."""
     layers = fuse(graph)
     inputs = [port for port in graph.inputs if port.dtype == "float16"]
-    found = {root_of(value) for value in (*(port.value for port in inputs), *(layer.output for layer in layers))}
-    whole = {root_of(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
-    whole |= {root_of(value) for layer in layers for value in _whole(layer)}
+    found = {ranges.base(value) for value in (*(port.value for port in inputs), *(layer.output for layer in layers))}
+    whole = {ranges.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16"}
+    whole |= {ranges.base(value) for layer in layers for value in _whole(layer)}
     return frozenset(value for value in found - whole if value.dtype == "float32" and value.size > SMALL)
 
 

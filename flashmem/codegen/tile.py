@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 from flashmem.codegen.scaling import Scaling
+from flashmem.codegen.variants import panel
+from flashmem.device import Variant
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.program import DType, KernelShape
 
@@ -14,19 +16,16 @@ _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uc
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(Variant):
     """A variant cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
-    where zero points and scales are. `block`: steps of depth that share a zero point and a scale; 0 if all of them do.
+    where zero points and scales are. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do.
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
+    `looped`: one copy of the fused tail finishes all sums, for compilers that take long and processors whose stack is near.
     `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
     `scattered`: what is written has columns first.
     """
 
-    rows: int
-    columns: int
-    vector: int
-    texture: bool
-    local: tuple[int, int]
+    texture: bool = False
     weights: str = "float32"
     scalar: str = "float"
     activation: str = "float"
@@ -35,15 +34,18 @@ class Tile:
     scale: Scaling | None = None
     weight_zero: Scaling | None = None
     weight_scale: Scaling | None = None
-    block: int = 0
-    stage: int = 0
-    double: bool = False
-    split: int = 1
+    block_depth: int = 0
     aligned: bool = False
     aligned_columns: bool = False
     whole: bool = False
     folded: bool = False
     scattered: bool = False
+    looped: bool = False
+
+    @classmethod
+    def of(cls, variant: Variant, **types: Any) -> Tile:
+        """`variant`, and the fields that a tile has beside."""
+        return cls(**{each.name: getattr(variant, each.name) for each in fields(Variant)}, **types)
 
     @property
     def vectors(self) -> int:
@@ -77,7 +79,7 @@ class Tile:
     @property
     def panel(self) -> int:
         """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares what it reads."""
-        return self.block_columns if self.stage else self.columns
+        return panel(self)
 
     @property
     def panel_elements(self) -> int:
@@ -116,17 +118,17 @@ class Tile:
     @property
     def group(self) -> tuple[int, int]:
         """The work-group in both directions: flat where its work-items share what they read."""
-        return (self.items, 1) if self.stage else self.local
+        return (self.items, 1) if self.stage else self.local_size
 
     @property
     def down(self) -> int:
         """Work-items of one part of a group, one below the other."""
-        return self.local[0]
+        return self.local_size[0]
 
     @property
     def across(self) -> int:
         """Work-items of one part of a group, side by side."""
-        return self.local[1]
+        return self.local_size[1]
 
     @property
     def part_items(self) -> int:
@@ -134,19 +136,19 @@ class Tile:
         return self.down * self.across
 
     @property
-    def items(self) -> int:
-        """Work-items of a group."""
-        return self.part_items * self.split
-
-    @property
     def block_rows(self) -> int:
         """Rows of a group's outputs."""
-        return self.rows * self.down
+        return self.block[0]
 
     @property
     def block_columns(self) -> int:
         """Columns of a group's outputs."""
-        return self.columns * self.across
+        return self.block[1]
+
+    @property
+    def right_pitch(self) -> int:
+        """From one step to the next in the right operand's stage, in elements."""
+        return self.block_columns
 
     @property
     def row_run(self) -> int:
@@ -154,19 +156,14 @@ class Tile:
         return next(run for run in (4, 2, 1) if self.rows % run == 0)
 
     @property
+    def staged(self) -> str:
+        """What operands are in local memory."""
+        return "half" if self.half else "float"
+
+    @property
     def row_type(self) -> str:
-        """The type of those rows at one step of the depth."""
-        return Vector(self.row_run).named("float")
-
-    @property
-    def left_pitch(self) -> int:
-        """From one step to the next in the left operand's stage, in floats."""
-        return -(-self.block_rows // 4) * 4 + 4
-
-    @property
-    def right_pitch(self) -> int:
-        """From one step to the next in the right operand's stage, in floats."""
-        return self.block_columns
+        """The type of neighbouring rows at one step of the depth."""
+        return Vector(self.row_run).named(self.staged)
 
     @property
     def left_quads(self) -> int:
@@ -177,14 +174,3 @@ class Tile:
     def right_quads(self) -> int:
         """Quads of the right operand's stage that a work-item copies."""
         return -(-self.block_columns * self.stage // 4 // self.items)
-
-    @property
-    def stage_quads(self) -> int:
-        """Quads of local memory of one stage of both operands."""
-        return self.stage * (self.left_pitch + self.right_pitch) // 4
-
-    @property
-    def staged_quads(self) -> int:
-        """Quads of local memory: the stages, or where the parts hand over their sums."""
-        sums = self.rows * self.vectors * self.part_items if self.split > 1 else 0
-        return max(self.stage_quads * (2 if self.double else 1), sums)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from flashmem.codegen.attention_form import LEAST_BLOCK
 from flashmem.codegen.tuned import Product as Product
 from flashmem.codegen.tuned import tuned_table
 from flashmem.device import DeviceDescriptor, Variant
@@ -15,6 +17,36 @@ def choose(descriptor: DeviceDescriptor, product: Product) -> Variant:
     return min(times, key=lambda variant: times[variant])
 
 
+def candidates(descriptor: DeviceDescriptor, product: Product) -> tuple[Variant, ...]:
+    """The device's variants that can compute `product`: `descriptor.only` alone, if that one can."""
+    found = [each for each in descriptor.variants_of(product.family) if _fits(each, product)]
+    return tuple(found) or candidates(replace(descriptor, only=""), product)
+
+
+def _fits(variant: Variant, product: Product) -> bool:
+    """Sums in half are of operands that are stored so; who shares the keys of few queries has no others."""
+    if product.family == "attention":
+        return bool(variant.stage) or variant.split == 1 or product.rows <= variant.rows
+    return not variant.half or product.storage == "float16"
+
+
+def cut(variant: Variant, product: Product) -> Variant:
+    """`variant` cut to `product`: a number of rows that wastes few, panels no wider. Staged ones stay as they are."""
+    if variant.stage:
+        return variant
+    least = 8 if product.storage.endswith("int4") else 4
+    columns = max(least, min(variant.columns, 1 << (product.columns - 1).bit_length()))
+    most = min(variant.rows, product.rows)
+    whole = {height: -(-product.rows // height) * height for height in range(most, most // 2, -1)}
+    rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
+    return replace(variant, rows=rows, columns=columns, vector=min(variant.vector, columns))
+
+
+def panel(variant: Variant) -> int:
+    """Columns of a panel of packed weights: those of a work-item, or of a work-group that shares what it reads."""
+    return variant.block[1] if variant.stage else variant.columns
+
+
 def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, float]:
     """What the device's variants take for `product`: as measured on the nearest product of the tuned table, else estimated.
 
@@ -23,7 +55,7 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
     Raises:
         UserError: the tuned table that the descriptor names is missing or damaged.
     """
-    variants = descriptor.variants_of(product.family)
+    variants = candidates(descriptor, product)
     if len(variants) > 1:
         table = tuned_table(descriptor)
         measured = table.seconds(product, variants) if table else {}
@@ -34,7 +66,12 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
 
 
 def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
-    """What `variant` costs where nothing was measured, in multiplications of a full device.
+    """What `variant` costs where nothing was measured, in multiplications of a full device."""
+    return (_attention if product.family == "attention" else _contraction)(descriptor, product, variant)
+
+
+def _contraction(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+    """See `estimate`.
 
     Work-groups run in waves of as many as the device holds. A work-item with many sums hides latency by itself, so fewer fill
     the device: by the square root of its outputs, it is assumed. A step of depth costs the multiplications and what is read
@@ -43,16 +80,50 @@ def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -
     down, across = variant.block
     outputs = variant.rows * variant.columns
     groups = product.batches * math.ceil(product.rows / down) * math.ceil(product.columns / across)
-    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * variant.group_items))
+    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * variant.items))
     reads: float = variant.rows + variant.columns
     if variant.stage:
-        reads = reads * _LOCAL + (down + across) * variant.split / variant.group_items
+        reads = reads * _LOCAL + (down + across) * variant.split / variant.items
+    multiplication = 0.5 + _FOLD / variant.half if variant.half else 1.0
+    reads *= 0.5 if variant.half else 1.0  # which need no conversion
     steps = math.ceil(groups / at_once) * math.ceil(product.depth / variant.split)
-    return steps * math.sqrt(outputs) * (1 + _READ * reads / outputs)
+    return steps * math.sqrt(outputs) * (multiplication + _READ * reads / outputs)
 
+
+def _attention(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+    """See `estimate`. As for contractions: for each query and key a multiplication for each channel of both products, and the
+    reads that come with it. Values are taken to be as wide as heads. Where channels pass through local memory, a stage is
+    whole, and the group waits for it.
+    """
+    fitting = 1 << (product.rows - 1).bit_length()
+    if variant.stage:
+        block, keys = variant.block
+        queries, items = min(block, max(math.prod(LEAST_BLOCK), fitting)), variant.items
+        rounds = math.ceil(product.columns / keys)
+        stages = 2 * math.ceil(product.depth / variant.stage)
+        outputs = queries * keys / items
+        reads = _LOCAL * (1 / variant.rows + 1 / variant.columns) + 1 / queries + 1 / keys
+        steps = rounds * stages * (variant.stage * outputs * (1 + _READ * reads) + _WAIT)
+    else:
+        queries, items = min(variant.rows, fitting), variant.split
+        outputs = queries * variant.columns
+        steps = 2 * product.depth * queries * math.ceil(product.columns / items) * (1 + _READ / queries)
+    groups = product.batches * math.ceil(product.rows / queries)
+    at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * items))
+    return math.ceil(groups / at_once) * steps / math.sqrt(outputs)
+
+
+_WAIT = 64.0
+"""A group that waits for local memory to be filled, and to be read, in multiplications: assumed."""
 
 _READ = 8.0
 """A read from global memory or a texture, in multiplications: assumed."""
+
+_FOLD = 2.0
+"""Adding a sum in half to one in float, in multiplications in float, two of which are four in half: assumed."""
+
+_IDLE_ROWS = 1.02
+"""The tallest tile is taken whose rows are no more than 2 % above the fewest: other heights are other kernels."""
 
 _LOCAL = 0.25
 """A read from local memory, in reads from global memory: assumed."""

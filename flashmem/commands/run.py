@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.files import check_target
 from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
-from flashmem.runtime.report import RunReport
+from flashmem.runtime.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
 from flashmem.units import format_size
 
@@ -46,7 +46,11 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of one session left: the answers of the last one, and a report of each."""
+    """What the runs of one session left: the answers of the last one, and a report of each.
+
+    `bare_bytes`: resident memory of the process as it would be without a session: interpreter, numpy, pyopencl, the driver and
+    the device's context, but neither the bundle nor the inputs. None where the system does not say.
+    """
 
     bundle: Bundle
     device: str
@@ -54,6 +58,7 @@ class Outcome:
     strategy: str
     outputs: list[NDArray[Any]]
     reports: list[RunReport]
+    bare_bytes: int | None
 
 
 def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> None:
@@ -74,11 +79,18 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not model.is_dir() and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
-    bundle = Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME, build=options.build))
-    given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
-    inputs = complete_inputs(bundle.program, given, options.seed)
+    place = bundle_of(model, compiling, still_open=RUN_TIME, build=options.build)
+    before = process_rss() or 0
+    bundle = Bundle.open(place)
+
+    def make_inputs() -> dict[str, NDArray[Any]]:
+        given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
+        return complete_inputs(bundle.program, given, options.seed)
+
+    inputs = HandedOver(make_inputs)
+    opened = (process_rss() or 0) - before
     # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
-    outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None)
+    outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None, opened=opened)
     names = [port.name for port in bundle.program.outputs]
     if options.output is not None:
         write_outputs(options.output, names, outcome.outputs)
@@ -89,7 +101,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     verification = None
     if options.verify:
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
-        verification = compare(outcome.outputs, reference(original, inputs, names), bundle.program.precision)
+        verification = compare(outcome.outputs, reference(original, make_inputs(), names), bundle.program.precision)
     if options.json:
         emit_json(report_json(outcome, options, verification))
     else:
@@ -98,8 +110,35 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise RunError(complaint(verification, bundle.program.precision))
 
 
+class HandedOver(Mapping[str, NDArray[Any]]):
+    """Inputs of each run, which whoever asks for them gets for good: they are not held while layers run. Made again for the
+    next run, where there is one.
+    """
+
+    def __init__(self, make: Callable[[], dict[str, NDArray[Any]]]) -> None:
+        self._make, self._arrays = make, make()
+        self._names = tuple(self._arrays)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._arrays and name in self._names:
+            self._arrays |= self._make()
+        return self._arrays.pop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _run(
-    bundle: Bundle, inputs: dict[str, NDArray[Any]], options: RunOptions, compiling: CompileOptions, *, budget: str | None
+    bundle: Bundle,
+    inputs: HandedOver,
+    options: RunOptions,
+    compiling: CompileOptions,
+    *,
+    budget: str | None,
+    opened: int,
 ) -> Outcome:
     reports = []
     with (
@@ -115,6 +154,7 @@ def _run(
         ) as session,
     ):
         for _ in range(options.repeat):
+            outputs: list[NDArray[Any]] = []  # what the run before gave is not held beside what this one gives
             try:
                 outputs = session.run(None, inputs)
             except ValueError as error:  # an input of the wrong shape, type or range, as the Python API says it
@@ -122,7 +162,9 @@ def _run(
             assert session.last_run is not None
             reports.append(session.last_run)
         device = f"{session.device.platform}: {session.device.name}"
-        return Outcome(bundle, device, session.mode, session.strategy, outputs, reports)
+        start = reports[0].memory.process_start_rss_bytes
+        bare = None if start is None else start - opened
+        return Outcome(bundle, device, session.mode, session.strategy, outputs, reports, bare)
 
 
 def _learn(outcome: Outcome) -> None:
@@ -158,6 +200,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
             "average_bytes": memory.average_bytes,
             "budget_bytes": memory.budget_bytes,
             "process_peak_rss_bytes": outcome.reports[-1].memory.process_peak_rss_bytes,
+            "process_bare_rss_bytes": outcome.bare_bytes,
             "by_category": dict(memory.by_category),
         },
         "plan": summary(outcome.bundle.plan),
@@ -176,7 +219,10 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
     plan, memory, latency = outcome.bundle.plan, first.memory, first.latency
     peak = max(report.memory.peak_bytes for report in outcome.reports)
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
-    process = "" if memory.process_peak_rss_bytes is None else f"; process {format_size(memory.process_peak_rss_bytes)}"
+    process = ""
+    if (most := later[-1].memory if later else memory).process_peak_rss_bytes is not None and outcome.bare_bytes is not None:
+        held = format_size(most.process_peak_rss_bytes)
+        process = f"; process {held}, of which {format_size(outcome.bare_bytes)} without a session"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
     how = f"{outcome.bundle.program.memory_path} path, mode {outcome.transfer_mode}, {outcome.strategy}"
     facts = {

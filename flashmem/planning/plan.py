@@ -39,7 +39,7 @@ class PlanViolation(ValueError):  # noqa: N818 - a finding, named as such in the
         self.constraint = constraint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedWeight:
     """What the plan decided for weight w.
 
@@ -59,7 +59,7 @@ class PlannedWeight:
     moves: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TextureSlot:
     """A texture that several slices take turns in; large enough, in both directions, for each of them."""
 

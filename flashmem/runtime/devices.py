@@ -15,6 +15,7 @@ from flashmem.errors import NoDeviceError
 from flashmem.program import MemoryPath
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
+HALF_ARITHMETIC = "cl_khr_fp16"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
         image_max_height=device.image_max_height or base.image_max_height,
         image_pitch_alignment=device.image_pitch_alignment,
         max_alloc_bytes=device.max_alloc_bytes,
+        variants=tuple(each for each in base.variants if not each.half or HALF_ARITHMETIC in device.extensions),
     )
 
 

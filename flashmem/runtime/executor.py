@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +31,10 @@ SECONDS_APART = 0.01
 """How long the layers between two such events take, about: an interrupted run ends once what is enqueued is done."""
 
 
-@dataclass(frozen=True)
+_NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """One kernel launch, ready to be enqueued. `arguments` are held because a kernel does not keep its memory alive."""
 
@@ -40,7 +44,7 @@ class Command:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One layer: wait for `needs` (slices), then enqueue `commands`."""
 
@@ -149,8 +153,15 @@ class Executor:
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
         self._apart = LAYERS_APART[0]
 
-    def run(self, loader: LoaderRun | None, trace: list[Span] | None = None, check: Callable[[], None] | None = None) -> None:
-        """Run all layers; `loader` brings in what they need (None: everything is resident); `check` is called before each.
+    def run(
+        self,
+        loader: LoaderRun | None,
+        trace: list[Span] | None = None,
+        check: Callable[[], None] | None = None,
+        after: Mapping[int, Callable[[], None]] = _NOTHING,
+    ) -> None:
+        """Run all layers; `loader` brings in what they need (None: everything is resident); `check` is called before each, and
+        `after`, by layer, once it is enqueued.
 
         Returns when the last layer is done. Raises RunError when a load or a launch fails, and what `check` raises; layers may
         then still be running.
@@ -197,6 +208,8 @@ class Executor:
                 queue.launch_all(launches)
                 if layer == 1:
                     queue.flush()
+            if layer in after:
+                after[layer]()
             while flying and layer - flying[0][0] >= self._apart:
                 retire()
         while flying:

@@ -1,36 +1,23 @@
-"""Kernels built ahead of the first run, in processes of their own: the program cache is full before anything runs.
-
-Compilers inside of drivers use one processor and hundreds of megabytes, which stay with the process. So each kernel goes to a
-child process (`flashmem.runtime.kernel_worker`), which builds it, runs it where the driver compiles at the first launch, and
-leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end with their
-parent.
-"""
+"""Kernels built ahead of the first run: the program cache is full before anything runs."""
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import subprocess
-import sys
-import tempfile
-import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Self
 
 from flashmem.bundle import Bundle, replace_binaries
-from flashmem.errors import FlashmemWarning, RunError, UserError
-from flashmem.interrupts import blocked
-from flashmem.paths import VARIABLE, can_be_written, no_temporary_folder
-from flashmem.program import Program, lane_kind
+from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.errors import FlashmemWarning, UserError
+from flashmem.paths import VARIABLE, can_be_written
+from flashmem.planning.plan import OverlapPlan, Strategy
+from flashmem.program import Program, Source, lane_kind
 from flashmem.request import choose_mode, device_for
 from flashmem.runtime.devices import Device, descriptor_for
-from flashmem.runtime.kernel_list import SMALL_GRID, Size, Use, Wanted, variant, wanted_kernels
-from flashmem.runtime.lanes import layer_moves
+from flashmem.runtime.kernel_list import wanted_kernels
+from flashmem.runtime.kernel_processes import Builders
+from flashmem.runtime.lanes import LayerMoves, layer_moves
 from flashmem.runtime.program_cache import ProgramCache, kernel_key, packed_entries
 
 Report = Callable[[float], None]
@@ -45,186 +32,106 @@ class Built:
     built: int
 
 
-def build_kernels(bundle: Bundle, device: str = "auto", report: Report = lambda fraction: None) -> Built | None:
-    """Fill the program cache with the kernels of `bundle`, for a session as it is opened without options.
-
-    Args:
-        bundle: what was compiled.
-        device: what it was compiled for, as `flashmem.compile` takes it.
-        report: called with the fraction done.
-
-    Returns:
-        None where that device is not here: nothing is built then.
-
-    Raises:
-        RunError: the driver refuses a kernel, or ends the process that builds it.
+@dataclass(frozen=True)
+class Wish:
+    """A program whose kernels are wanted, as a session plays it that is opened without options. `planned`: the transfer mode
+    that it is planned for. `plan`: None as long as there is none; nothing is known then of kernels that stream.
     """
-    here = device_for(bundle.descriptor.name, device)
-    if here is None:
-        return None
-    program, plan = bundle.program, bundle.plan
-    slices = {part.name: part for part in program.slices}
-    try:
-        mode = choose_mode(
-            descriptor_for(here), path=program.memory_path, planned=bundle.meta.get("mode"), strategy=plan.strategy
-        )
-    except UserError:  # a descriptor of that name, but not of this device
-        return None
-    moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
-    plain, lane = wanted_kernels(program, bundle.source, moves)
-    cache, options = ProgramCache(), program.build_options
-    wanted = {kernel_key(here, each, options): each for each in (*plain, *lane)}
-    missing = [key for key in wanted if cache.read(key) is None]
-    if missing and not can_be_written(cache.folder):
-        warnings.warn(
-            f"the program cache {cache.folder} cannot be written, so kernels are built when they first run; set "
-            f"{VARIABLE} to a folder that can",
-            FlashmemWarning,
-            stacklevel=3,
-        )
-        return None
-    if missing:
-        report(0.0)
-        jobs = [_job(key, wanted[key], program, here) for key in missing]
-        _run(jobs, here, cache, report)
-    return Built(here, tuple(wanted), len(missing))
+
+    program: Program
+    source: Source
+    descriptor: DeviceDescriptor
+    strategy: Strategy
+    planned: TransferMode | None
+    plan: OverlapPlan | None = None
 
 
-def _job(key: str, wanted: Wanted, program: Program, device: Device) -> dict[str, Any]:
-    """What a child needs to know of one kernel: its text, and a launch for each variant."""
-    trials: list[dict[str, Any]] = []
-    if device.compiles_at_launch:
-        first: dict[str, Use] = {}
-        for use in wanted.uses:
-            first.setdefault(variant(use.size), use)
-        trials = [{"size": _trial_size(use.size), "args": _arguments(use, program)} for use in first.values()]
-    return {"key": key, "name": wanted.name, "text": wanted.text, "options": program.build_options, "trials": trials}
+class KernelBuilder:
+    """Fills the program cache while its owner goes on. Used in a `with`: to leave it ends the child processes."""
 
+    def __init__(self, device: str = "auto", report: Report = lambda fraction: None) -> None:
+        """Nothing starts yet.
 
-def _trial_size(size: Size) -> Size:
-    """The smallest launch of the same variant: one work-group, or as many in one direction as make a large grid."""
-    whole, group = size
-    if group is None:
-        return size
-    longest = whole.index(max(whole))
-    least = list(group)
-    if whole[longest] >= SMALL_GRID:
-        least[longest] = min(whole[longest], -(-(SMALL_GRID + 1) // group[longest]) * group[longest])
-    return tuple(least), group
+        Args:
+            device: what is compiled for, as `flashmem.compile` takes it.
+            report: called with the fraction done, in `begin`, `poll` and `finish`.
+        """
+        self._asked, self._report, self._cache = device, report, ProgramCache()
+        self._builders = Builders(self._cache.write, "compile with --no-build to leave the kernels to the first run")
 
+    def __enter__(self) -> Self:
+        return self
 
-def _arguments(use: Use, program: Program) -> list[list[Any]]:
-    """The arguments of a launch as kinds and sizes: memory of these sizes is all that the kernel reaches."""
-    tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
-    slices = {part.name: part for part in program.slices}
-    found: list[list[Any]] = []
-    for arg in use.args:
-        if arg.kind == "slice":
-            found.append(_memory(slices[str(arg.value)]))
-        elif arg.kind in ("tensor", "constant"):
-            found.append(["buffer", tensors[str(arg.value)] if arg.kind == "tensor" else arg.nbytes])
-        else:
-            found.append([arg.kind, arg.value])
-    if use.move is not None:
-        move = use.move
-        found += [["buffer", move.part.file_bytes], _memory(move.part)]
-        found += [["int", number] for number in (move.first, move.count, move.width, move.pitch)]
-    return found
+    def begin(self, wish: Wish) -> None:
+        """Start to build what is missing of the kernels of a program; to ask again costs nothing.
 
+        Nothing is built if the device is not here, or the cache cannot be written.
 
-def _memory(part: Any) -> list[Any]:
-    return ["image", part.width, part.height, part.channel] if part.is_image else ["buffer", part.file_bytes]
+        Raises:
+            RunError: no process can be started.
+        """
+        self._begin(wish)
 
+    def poll(self) -> None:
+        """Report how far it is. Does not wait."""
+        while self._builders.step(wait=False):
+            self._report(self._builders.fraction)
 
-def _run(jobs: list[dict[str, Any]], device: Device, cache: ProgramCache, report: Report) -> None:
-    """All jobs, each by a child that is free. Ends the children, whatever happens."""
-    waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    for job in sorted(jobs, key=lambda job: -len(job["text"]) * max(1, len(job["trials"]))):
-        waiting.put(job)
-    done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # why a kernel cannot be built, or None
-    children: list[subprocess.Popen[str]] = []
-    threads: list[threading.Thread] = []
-    with _folder() as folder:
+    def finish(self, bundle: Bundle) -> Built | None:
+        """Wait until all kernels of `bundle` are in the program cache.
+
+        Returns:
+            None where its device is not here, or the cache cannot be written, with a warning: nothing is built then.
+
+        Raises:
+            RunError: the driver refuses a kernel, or ends the process that builds it.
+        """
+        planned, plan = bundle.meta.get("mode"), bundle.plan
+        found = self._begin(Wish(bundle.program, bundle.source, bundle.descriptor, plan.strategy, planned, plan))
+        if found is None:
+            return None
+        device, keys, missing = found
+        if missing:
+            warnings.warn(
+                f"the program cache {self._cache.folder} cannot be written, so kernels are built when they first run; set "
+                f"{VARIABLE} to a folder that can",
+                FlashmemWarning,
+                stacklevel=3,
+            )
+            return None
+        while self._builders.step():
+            self._report(self._builders.fraction)
+        self._builders.check()
+        return Built(device, keys, len(self._builders.submitted))
+
+    def _begin(self, wish: Wish) -> tuple[Device, tuple[str, ...], bool] | None:
+        """As `begin`: the device, the keys of all kernels, and whether some are missing that cannot be built."""
+        device = device_for(wish.descriptor.name, self._asked)
+        if device is None:
+            return None
+        program = wish.program
         try:
-            for _ in range(min(len(jobs), _processors())):
-                with blocked():  # an interrupt now would leave a child that nobody knows of
-                    children.append(_start(device, folder))
-                threads.append(threading.Thread(target=_feed, args=(children[-1], waiting, done, cache)))
-                threads[-1].start()
-            for number in range(1, len(jobs) + 1):
-                failure = done.get()
-                if failure is not None:
-                    raise RunError(f"{failure}; compile with --no-build to leave the kernels to the first run")
-                report(number / len(jobs))
-        finally:
-            for child in children:
-                child.kill()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            for child in children:
-                child.wait()
-                for pipe in (child.stdin, child.stdout):
-                    if pipe is not None:
-                        with suppress(OSError):  # what is left of a line that a child did not take
-                            pipe.close()
+            mode = choose_mode(descriptor_for(device), path=program.memory_path, planned=wish.planned, strategy=wish.strategy)
+        except UserError:  # a descriptor of that name, but not of this device
+            return None
+        moves: Mapping[int, LayerMoves] = {}
+        if mode == "interleave":
+            if wish.plan is None:
+                return None
+            moves = layer_moves(wish.plan, {part.name: part for part in program.slices}, lane_kind(program))
+        plain, lane = wanted_kernels(program, wish.source, moves)
+        options = program.build_options
+        wanted = {kernel_key(device, each, options): each for each in (*plain, *lane)}
+        missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
+        if missing and not can_be_written(self._cache.folder):
+            return device, tuple(wanted), True
+        if missing:
+            self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # with the weights
+            self._report(self._builders.fraction)
+        return device, tuple(wanted), False
 
-
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="flashmem-build-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise no_temporary_folder(error) from error
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _start(device: Device, folder: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "flashmem.runtime.kernel_worker", device.key, folder],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise RunError(
-            f"no process that builds kernels can be started ({error.strerror}); compile with --no-build to leave them to the "
-            "first run"
-        ) from error
-
-
-def _feed(
-    child: subprocess.Popen[str],
-    waiting: queue.SimpleQueue[dict[str, Any]],
-    done: queue.SimpleQueue[str | None],
-    cache: ProgramCache,
-) -> None:
-    """Give one child one job after the other, and put what it makes into the cache."""
-    assert child.stdin is not None and child.stdout is not None
-    while True:
-        try:
-            job = waiting.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            child.stdin.write(json.dumps(job) + "\n")
-            child.stdin.flush()
-            answer = json.loads(child.stdout.readline() or "null")
-            if answer is not None and answer["error"] is None:
-                cache.write(job["key"], Path(answer["file"]).read_bytes())
-        except (OSError, ValueError):
-            answer = None
-        if answer is None:
-            done.put(f"the driver ended the process that built the kernel {job['name']}")
-            return
-        error = answer["error"]
-        done.put(None if error is None else f"the kernel {job['name']} cannot be built: {error}")
+    def __exit__(self, *exception: object) -> None:
+        self._builders.close()
 
 
 def with_binaries(bundle: Bundle, built: Built | None) -> Bundle:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from flashmem.errors import RunError
 from flashmem.program import TEXEL_BYTES, Channel
-from flashmem.runtime.opencl import Context, Memory, release
+from flashmem.runtime.opencl import Bytes, Context, Memory, release
 from flashmem.units import format_size
 
 Category = Literal["constants", "arena", "outputs", "staging", "weights"]
@@ -29,7 +29,8 @@ class Ledger:
         self.peak_by_category: dict[Category, int] = {}  # when the total was highest
         self.total = 0
         self.peak = 0
-        self.history: list[tuple[float, int]] = [(time.perf_counter(), 0)]  # (seconds, bytes from then on)
+        self.changes: list[tuple[float, Category, int]] = []  # (seconds, category, its bytes from then on)
+        self._began = (time.perf_counter(), dict[Category, int]())  # what the changes start from
         self._context = context
         self._objects: list[Memory] = []
         self._lock = threading.Lock()
@@ -56,7 +57,7 @@ class Ledger:
     def _change(self, category: Category, nbytes: int) -> None:
         self.total += nbytes
         self.by_category[category] = self.by_category.get(category, 0) + nbytes
-        self.history.append((time.perf_counter(), self.total))
+        self.changes.append((time.perf_counter(), category, self.by_category[category]))
         if self.total > self.peak:
             self.peak = self.total
             self.peak_by_category = dict(self.by_category)
@@ -64,6 +65,10 @@ class Ledger:
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
         """A device buffer that lives as long as the session. Raises RunError past the budget or if the device refuses."""
         return self._allocate(category, nbytes, what, lambda: self._context.buffer(nbytes, host_visible=host_visible))
+
+    def wrapped(self, category: Category, data: Bytes, what: str) -> Memory:
+        """Host memory that kernels use where it is, for as long as the session lives. Raises RunError as `buffer` does."""
+        return self._allocate(category, data.nbytes, what, lambda: self._context.scratch(data))
 
     def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Memory:
         """A texture that lives as long as the session. Raises RunError past the budget or if the device refuses."""
@@ -83,13 +88,24 @@ class Ledger:
     def restart_history(self) -> None:
         """Begin a new account over time: a new run."""
         with self._lock:
-            self.history = [(time.perf_counter(), self.total)]
+            self._began = (time.perf_counter(), dict(self.by_category))
+            self.changes = [(self._began[0], category, nbytes) for category, nbytes in self.by_category.items()]
             self.peak, self.peak_by_category = self.total, dict(self.by_category)
+
+    @property
+    def history(self) -> list[tuple[float, int]]:
+        """(seconds, bytes of all categories from then on)."""
+        with self._lock:
+            begun, held = self._began[0], dict(self._began[1])
+            moments = [(begun, sum(held.values()))]
+            for at, category, nbytes in self.changes[len(held) :]:
+                held[category] = nbytes
+                moments.append((at, sum(held.values())))
+            return moments
 
     def average(self, until: float) -> float:
         """Time-weighted mean of the total since the history began, in bytes; `until` as `time.perf_counter()` gives it."""
-        with self._lock:
-            moments = [*self.history, (until, 0)]
+        moments = [*self.history, (until, 0)]
         weighted = sum(held * (after - at) for (at, held), (after, _) in pairwise(moments))
         duration = until - moments[0][0]
         return weighted / duration if duration > 0 else float(moments[0][1])

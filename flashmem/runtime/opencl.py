@@ -149,15 +149,25 @@ def _raw_info(device: Any, parameter: int) -> int:
     return 0 if failed else value.value
 
 
+_NO_EVENTS = ctypes.c_uint(0)
+
+
+@functools.lru_cache(4096)
+def _sizes(numbers: tuple[int, ...]) -> Any:
+    """As C takes them; launches of equal sizes share them."""
+    return (ctypes.c_size_t * len(numbers))(*numbers)
+
+
 class Launch:
     """One launch of a kernel on a queue: its sizes, and the call that makes it as C takes it, converted once."""
 
+    __slots__ = ("arguments", "global_size", "kernel", "local_size")
+
     def __init__(self, queue: Any, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> None:
-        sizes = ctypes.c_size_t * len(global_size)
         self.kernel, self.global_size, self.local_size = kernel, global_size, local_size
         self.arguments = (
             ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(len(global_size)), None,
-            sizes(*global_size), sizes(*local_size) if local_size else None, ctypes.c_uint(0), None, None,
+            _sizes(global_size), _sizes(local_size) if local_size else None, _NO_EVENTS, None, None,
         )  # fmt: skip
 
 
@@ -214,6 +224,11 @@ class Queue:
         with _explained("read a buffer"):
             cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=True)
 
+    def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
+        """Copy a buffer into a contiguous host array behind what was enqueued so far; the event completes when it is there."""
+        with _explained("read a buffer"):
+            return cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=False)
+
     def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
         """Copy `rows` rows of `width` texels, `row_pitch` bytes apart in host memory, into an image, and wait."""
         with _explained("write to a texture"):
@@ -255,6 +270,35 @@ def event_seconds(event: Event) -> tuple[float, float]:
         return event.profile.start * 1e-9, event.profile.end * 1e-9
 
 
+class _Quiet:
+    """While any thread is inside, pyopencl does not warn that a compiler said something.
+
+    Filters of warnings are the process's: with each thread restoring what it found, one would end what another began.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = warnings.catch_warnings()
+                self._before.__enter__()
+                warnings.simplefilter("ignore", cl.CompilerWarning)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._before.__exit__(None, None, None)
+
+
+_QUIET = _Quiet()
+
+
 class Context:
     """A device in use: what makes queues, memory objects, programs."""
 
@@ -285,7 +329,7 @@ class Context:
             return cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
     def scratch(self, data: Bytes) -> Memory:
-        """A buffer that *is* the host memory `data`, which must outlive it; kernels read and write it. For CPUs."""
+        """A buffer that *is* the host memory `data`, which it keeps alive; kernels read and write it. For CPUs."""
         with _explained(f"use {data.nbytes} bytes in place"):
             return cl.Buffer(self.handle, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
@@ -307,14 +351,12 @@ class Context:
 
     def build(self, source: str, options: Sequence[str]) -> Program:
         """Compile OpenCL C."""
-        with _explained("compile the kernels"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", cl.CompilerWarning)
+        with _explained("compile the kernels"), _QUIET:
             return Program(cl.Program(self.handle, source).build(list(options), cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> Program:
         """A program from what `Program.binary` gave."""
-        with _explained("load compiled kernels"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", cl.CompilerWarning)
+        with _explained("load compiled kernels"), _QUIET:
             return Program(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
 

@@ -6,8 +6,9 @@ Key      SHA-256 (hex) over: the format version; the device key (platform, its v
          the driver compiles anew for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model:
          kernels of the same text are one entry.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  By `flashmem compile` (`kernel_builder`), or after the session's kernels have all run once: into a temporary file in
-         the same folder, renamed when whole. A cache that cannot be written costs a warning, never a run.
+Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`kernel_processes`); by a session that
+         builds them itself (`build_apart=False`), after its kernels have all run once. Into a temporary file in the same
+         folder, renamed when whole. A cache that cannot be written costs a warning, never a run.
 Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses.
          An entry found wrong is deleted. Nothing is ever migrated: another format version is another key.
 
@@ -21,17 +22,20 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flashmem.errors import FlashmemWarning, RunError
+from flashmem.errors import FlashmemWarning, RunError, UserError
 from flashmem.paths import cache_folder
 from flashmem.program import kernel_texts
-from flashmem.runtime.devices import Device
+from flashmem.runtime.devices import HALF_ARITHMETIC, Device
 from flashmem.runtime.kernel_list import Wanted, variant
 from flashmem.runtime.opencl import Context, Kernel, Program
+
+Build = Callable[[Mapping[str, Wanted]], Mapping[str, bytes]]
+"""Gives the binaries of kernels by key. Raises RunError."""
 
 FORMAT_VERSION = 2
 _MAGIC = b"flashmem program\n"
@@ -44,6 +48,10 @@ class ProgramCache:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = cache_folder("programs") if folder is None else folder
+
+    def holds(self, key: str) -> bool:
+        """Whether there is an entry for `key`, which may yet be found wrong as it is read."""
+        return self._path(key).is_file()
 
     def read(self, key: str) -> bytes | None:
         """The binary stored under `key`, or None."""
@@ -88,9 +96,10 @@ class ProgramCache:
 
 
 class CachedKernels:
-    """The kernels of a session, from the cache or compiled; `save` puts compiled ones into the cache once they have all run.
+    """The kernels of a session: from the cache, from the bundle, or built.
 
-    What is in the cache is loaded in a thread: a driver takes a millisecond or two for each, in which opening can go on.
+    What is there is loaded in a thread: a driver takes a millisecond or two for each, in which opening can go on. What is not
+    is built by `build`, which gives binaries; without it by this process, and `save` puts it into the cache once it has run.
     """
 
     def __init__(
@@ -100,29 +109,39 @@ class CachedKernels:
         options: Sequence[str],
         wanted: Iterable[Wanted],
         carried: bytes = b"",
+        build: Build | None = None,
     ) -> None:
-        """Find or compile, and begin to load. `carried`: entries that the bundle brings (`packed_entries`).
+        """Find or build, and begin to load. `carried`: entries that the bundle brings (`packed_entries`).
 
         Raises:
+            UserError: the kernels compute in half, and the device does not.
             RunError: the driver refuses the kernels.
         """
-        self._cache, self._context, self._options = cache, context, options
+        self._cache, self._context, self._options, self._build = cache, context, options, build
         self._programs: dict[str, Program] = {}
-        self._compiled: dict[str, Program] = {}  # by key: what is not in the cache
+        self._compiled: dict[str, Program] = {}  # by key: what this process has built
         self._error: RunError | None = None
+        self._refused: dict[str, Wanted] = {}  # what the driver does not take from the cache
         brought: dict[str, bytes] | None = None
-        found: list[tuple[str, Wanted, bytes]] = []
+        found: list[tuple[str, Wanted, bytes | None]] = []  # None: in the cache
+        missing: dict[str, Wanted] = {}
         for each in wanted:
+            if HALF_ARITHMETIC in each.text and HALF_ARITHMETIC not in context.device.extensions:
+                raise UserError(
+                    f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; "
+                    "compile the model for this device"
+                )
             key = kernel_key(context.device, each, options)
-            binary = cache.read(key)
-            if binary is None and carried:
-                brought = unpacked_entries(carried) if brought is None else brought
-                binary = brought.get(key)
-            if binary is None:
-                self._compile(key, each)
+            if cache.holds(key):
+                found.append((key, each, None))
+                continue
+            brought = unpacked_entries(carried) if brought is None else brought
+            if key in brought:
+                found.append((key, each, brought[key]))
             else:
-                found.append((key, each, binary))
-        self._loading = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
+                missing[key] = each
+        self._make(missing)
+        self._loading: threading.Thread | None = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
         self._loading.start()
 
     @property
@@ -131,22 +150,35 @@ class CachedKernels:
         self._wait()
         return len(self._compiled)
 
-    def _compile(self, key: str, wanted: Wanted) -> None:
-        self._programs[wanted.name] = self._compiled[key] = self._context.build(wanted.text, self._options)
+    def _make(self, missing: Mapping[str, Wanted]) -> None:
+        """Build what is missing, by key."""
+        if self._build is not None and missing:
+            for key, binary in self._build(missing).items():
+                self._programs[missing[key].name] = self._context.load(binary, self._options)
+            return
+        for key, each in missing.items():
+            self._programs[each.name] = self._compiled[key] = self._context.build(each.text, self._options)
 
-    def _load(self, found: list[tuple[str, Wanted, bytes]]) -> None:
-        try:
-            for key, each, binary in found:
-                try:
+    def _load(self, found: list[tuple[str, Wanted, bytes | None]]) -> None:
+        for key, each, carried in found:
+            binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
+            try:
+                if binary is not None:
                     self._programs[each.name] = self._context.load(binary, self._options)
-                except RunError:
-                    self._cache.delete(key)
-                    self._compile(key, each)
-        except RunError as error:
-            self._error = error
+                    continue
+            except RunError:
+                self._cache.delete(key)
+            self._refused[key] = each
 
     def _wait(self) -> None:
-        self._loading.join()
+        """All kernels are there. Raises RunError where the driver refuses one, each time."""
+        if self._loading is not None:
+            self._loading.join()
+            self._loading = None
+            try:
+                self._make(self._refused)
+            except RunError as error:
+                self._error = error
         if self._error is not None:
             raise self._error
 

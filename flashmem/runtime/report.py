@@ -26,8 +26,9 @@ class MemoryUse:
     """Bytes that the session held, as its ledger counted them; the process and the page cache apart.
 
     `peak_bytes` and `average_bytes` (over time) are of the run, for the first run since the session's creation; `by_category`
-    is what made up the peak. `process_peak_rss_bytes` is the whole process since its start, drivers included; None where the
-    system does not say. `over_time`: (seconds, bytes from then on).
+    is what made up the peak. `process_peak_rss_bytes` is the whole process since its start, drivers included, and
+    `process_start_rss_bytes` what it held when the device's context was there and nothing else of the session; None where the
+    system does not say. `over_time`: (seconds, bytes from then on); `changes`: (seconds, category, its bytes from then on).
     """
 
     peak_bytes: int
@@ -36,6 +37,8 @@ class MemoryUse:
     by_category: dict[Category, int]
     process_peak_rss_bytes: int | None
     over_time: tuple[tuple[float, int], ...]
+    process_start_rss_bytes: int | None = None
+    changes: tuple[tuple[float, Category, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,18 @@ class RunReport:
 
 
 def process_peak_rss() -> int | None:
-    """VmHWM of this process in bytes; None where /proc does not say."""
+    """The most memory that this process has had resident, in bytes; None where /proc does not say."""
+    return _resident("VmHWM")
+
+
+def process_rss() -> int | None:
+    """The memory of this process that is resident now, in bytes; None where /proc does not say."""
+    return _resident("VmRSS")
+
+
+def _resident(field: str) -> int | None:
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -18,7 +19,7 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import table_blocks
 from flashmem.errors import RunError, UserError
-from flashmem.program import Port, fixed_bytes
+from flashmem.program import Port, copied_outputs, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
@@ -51,6 +52,7 @@ class Session:
         lanes: bool = True,
         trace: bool = False,
         verify_weights: bool = False,
+        build_apart: bool = True,
     ) -> None:
         """Make everything ready that is not weights (`strategy` "preload": weights too).
 
@@ -66,6 +68,8 @@ class Session:
             trace: record when each layer ran on the device.
             verify_weights: compare every slice and table row that is read with its digest; a damaged one fails the run.
                 Constants are compared always.
+            build_apart: kernels that no cache has are built in child processes, whose memory goes with them; if not, in this
+                one, which keeps a compiler's 200 to 400 MB. For those who open many sessions, or cannot start processes.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
@@ -92,6 +96,9 @@ class Session:
             plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
         else:
             layout = streamed_layout(plan, self.mode)
+        if program.hands_over and not self._uses_host_memory:  # compiled for a CPU, run elsewhere
+            program = replace(program, hands_over=False)
+        self._program = program
         needed = fixed_bytes(program) + layout.total_bytes
         self.budget = choose_budget(budget, self.bundle.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
@@ -114,8 +121,8 @@ class Session:
         self._file.announce([constants, *(load.place for load in first)])
         try:
             self._engine = Engine(
-                self.bundle, self._file, self.device, self.mode, plan, layout, self.budget,
-                lanes=lanes, trace=trace, verify_weights=verify_weights,
+                replace(self.bundle, program=program), self._file, self.device, self.mode, plan, layout, self.budget,
+                lanes=lanes, trace=trace, verify_weights=verify_weights, build_apart=build_apart,
             )  # fmt: skip
         except BaseException:
             self._file.close()
@@ -158,13 +165,19 @@ class Session:
                 self._engine.ledger.restart_history()
             with self._closed_by_failure(but=ValueError):  # an index outside a table: nothing has started yet
                 self._write_inputs(inputs)
+            inputs.clear()  # of this run: who calls may have given them for good
             with self._closed_by_failure():
-                played = self._engine.run()
+                played = self._engine.run([outputs[name] for name in dict.fromkeys(chosen)])
             self._check_status()
             with self._closed_by_failure():
-                results = {name: self._read_output(outputs[name]) for name in dict.fromkeys(chosen)}
+                results = self._collect([outputs[name] for name in dict.fromkeys(chosen)], played)
             self._report(begun, played)
             return [results[name] for name in chosen]
+
+    @property
+    def _uses_host_memory(self) -> bool:
+        """Whether kernels use the host's memory where it is."""
+        return self.device.kind == "cpu"
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -202,11 +215,17 @@ class Session:
                     f"check the inputs that hold indices or rectangles"
                 )
 
+    def _collect(self, ports: Sequence[Port], played: Played) -> dict[str, Array]:
+        """The outputs, by name: read in the run, copied now, or memory of the arena."""
+        results = {port.name: np.empty(port.shape, numpy_dtype(port.dtype)) for port in ports if port.tensor is None}
+        results |= {port.name: played.read[port.name] for port in ports if port.name in played.read}
+        copied = copied_outputs(self._program)
+        results |= {port.name: self._read_output(port) for port in ports if port in copied and port.name not in results}
+        return results | self._engine.hand_over([port for port in ports if port.name not in results])
+
     def _read_output(self, port: Port) -> Array:
-        if port.tensor is None:  # it has no elements
-            return np.empty(port.shape, numpy_dtype(port.dtype))
-        data = np.empty(port.shape, np.dtype(self._tensors[port.tensor].dtype))
-        self._engine.read(data, port.tensor)
+        data = np.empty(port.shape, np.dtype(self._tensors[str(port.tensor)].dtype))
+        self._engine.read(data, str(port.tensor))
         return from_device(port, data)
 
     @contextmanager
@@ -232,6 +251,8 @@ class Session:
                 dict(ledger.peak_by_category),
                 process_peak_rss(),
                 tuple(ledger.history),
+                self._engine.start_rss,
+                tuple(ledger.changes),
             ),
             played.loads,
             played.layers,

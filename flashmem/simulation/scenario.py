@@ -23,6 +23,7 @@ from flashmem.program import (
     Port,
     Program,
     Slice,
+    copied_outputs,
     lane_kind,
     output_bytes,
     panel_bytes,
@@ -102,9 +103,9 @@ class Scenario:
 
     The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
     accounted for, `kernel_seconds` (and layers') before anything is allocated. `constants_bytes` are read while opening;
-    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes` after the last. `w_threads`: threads that
-    bring W in before the first layer; None: W comes in with the rest. `resident_first`: every load belongs to the opening
-    (strategy preload).
+    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes`, of outputs that are copied, after the last.
+    `w_threads`: threads that bring W in before the first layer; None: W comes in with the rest. `resident_first`: every load
+    belongs to the opening (strategy preload).
     """
 
     machine: Machine
@@ -205,7 +206,7 @@ def describe(
         constants_bytes=program.constants_bytes,
         gathered_bytes=_gathered_bytes(program),
         input_bytes=_port_bytes(program, program.inputs),
-        output_bytes=_port_bytes(program, program.outputs),
+        output_bytes=_port_bytes(program, copied_outputs(program)),
         w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
         resident_first=strategy == "preload",
     )

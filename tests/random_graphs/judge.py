@@ -68,7 +68,7 @@ def _answers(drawn: Drawn, device: str, path: str, precision: Precision) -> list
         place: Any = {"device": device, "memory_path": path}
         # Processes of their own build PoCL's kernels in less time, as nothing is compiled when their binaries are fetched.
         bundle = flashmem.compile(file, file.with_suffix(".flashmem"), precision=precision, build=device == "pocl", **place)
-        with flashmem.Session(bundle, device=device) as session:
+        with flashmem.Session(bundle, device=device, build_apart=False) as session:
             return session.run(None, drawn.feeds)
 
 

@@ -15,7 +15,7 @@ from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.codegen.scaling import Kept, read_both, read_weights
 from flashmem.codegen.tile import Tile
-from flashmem.codegen.variants import Product
+from flashmem.codegen.variants import Product, cut
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, scalar_literal
@@ -23,38 +23,31 @@ from flashmem.graph.placement import broadcast_strides
 from flashmem.program import ITEMSIZE, Arg, KernelShape, Slice
 
 DEPTH_BLOCK = 64
-"""Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
-
-_IDLE_ROWS = 1.02
-"""The tallest tile is taken whose rows are no more than 2 % above the fewest: other heights are other kernels."""
+"""Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
 
 
-def _tile(
-    emitter: Emitter, layer: Layer, product: Product, run: int, weights: str, *, packed: bool = True, plain: bool = False
-) -> Tile:
-    """The variant for `product`, or the plain one, cut to the matrix: a number of rows that wastes few, panels no wider."""
-    node = layer.main
-    types = (REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0)))
-    floats = types in (("float", "float"), ("float", "half")) and weights in ("float32", "float16")
+FEW_CHANNELS = 16
+"""A CPU copies taps of fewer channels before it multiplies them."""
+
+
+def _tile(emitter: Emitter, layer: Layer, product: Product, run: int, *, packed: bool = True, plain: bool = False) -> Tile:
+    """The variant for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek."""
+    node, weights = layer.main, product.storage
+    scalar, activation = REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0))
+    floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
-        variant = emitter.descriptor.plain(product.family)
+        [variant] = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
         variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
-    texture = packed and emitter.memory_path == "texture"
-    rows, columns, vector = variant.rows, variant.columns, variant.vector
-    if not variant.stage:
-        least = 8 if weights.endswith("int4") else 4
-        columns = max(least, min(columns, 1 << (product.columns - 1).bit_length()))
-        most = min(rows, product.rows)
-        whole = {height: -(-product.rows // height) * height for height in range(most, most // 2, -1)}
-        rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))
-        vector = min(vector, columns)
-    return Tile(
-        rows, columns, vector, texture, variant.local_size, weights, *types, emitter.stored(layer.output),
-        stage=variant.stage, double=variant.double, split=variant.split,
-        aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
+    if activation != "half" or weights != "float16":
+        variant = replace(variant, half=0)
+    variant = cut(variant, product)
+    return Tile.of(
+        variant, texture=packed and emitter.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
+        stored=emitter.stored(layer.output), aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
         whole=bool(variant.stage) and run % variant.stage == 0,
+        looped=emitter.descriptor.kind == "cpu" and not variant.stage and variant.rows * variant.columns > variant.vector,
     )  # fmt: skip
 
 
@@ -66,7 +59,7 @@ def _with(tile: Tile, kept: Kept) -> Tile:
         scale=kept.scale,
         weight_zero=kept.weight_zero,
         weight_scale=kept.weight_scale,
-        block=kept.block,
+        block_depth=kept.block,
     )
 
 
@@ -107,8 +100,11 @@ def emit_convolution(emitter: Emitter, layer: Layer) -> None:
         *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
     dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
-    stageable = not volume and not transposed and channels // group % 4 == 0
-    _emit_packed(emitter, layer, "conv", rows, group, channels // group, dims, stageable=stageable, volume=volume)
+    _emit_packed(
+        emitter, layer, "conv", rows, group, channels // group, dims, stageable=not volume and not transposed,
+        volume=volume, quads=channels // group % 4 == 0,
+        row=weight.shape[-1] * channels if group == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
+    )  # fmt: skip
 
 
 def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
@@ -140,12 +136,14 @@ def _emit_packed(
     *,
     sampled: Sequence[Arg] = (),
     stageable: bool = True,
+    row: int = 0,
     **context: Any,
 ) -> None:
     """Pack the weights and launch `template` once for each slice.
 
     `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether variants that
-    share what they read can compute it. `context`: what else the template takes.
+    share what they read can compute it. `row`: elements of a row of taps, where they lie side by side in the image and taps are
+    short; 0 elsewhere. `context`: what else the template takes.
     """
     node = layer.main
     depth, columns = weight_matrix(node)
@@ -154,15 +152,25 @@ def _emit_packed(
         template, emitter.memory_path, rows, depth, columns // groups, groups, kept.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
-    plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
-    tile = _with(_tile(emitter, layer, product, run, kept.storage, packed=kept.codes is not None, plain=plain), kept)
+    only_plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
+    tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
-    fold_unit = step if template == "matmul" else run
+    fold_unit = run if template == "deform_conv" else step if kept.block else 1
     packing = Packing(
         depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
     )
-    tile = replace(tile, folded=packing.folds > 1, scattered=layer.moved is not None)
+    if kept.codes is None:
+        parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
+    else:
+        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
+    folded, scattered = parts[0].width > 0 and parts[0].height < depth, layer.moved is not None
+    tile = replace(tile, texture=bool(parts[0].width), folded=folded, scattered=scattered)
+    if template == "conv":
+        direct = tile.scalar == tile.activation == "float" and not (
+            tile.stage or tile.integers or tile.folded or context["volume"]
+        )
+        context["gathered"] = row if direct and emitter.descriptor.kind == "cpu" and node.op == "Conv" else 0
     if template != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
     tail = emitter.tail(layer, tile.vector)
@@ -178,18 +186,18 @@ def _emit_packed(
     x, y = emitter.operand(node.input(0)), emitter.tensor(layer.output)
     zeros = [emitter.zeros(dims[3])] if template != "matmul" else []
     if kept.codes is None:
-        parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
-        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [
-        _placed(emitter, node, replace(blocks, storage=by_block.storage), parts, by_block.array) for by_block in kept.by_block
+        _placed(emitter, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
+        for by_block in kept.by_block
+        for each in (replace(blocks, storage=by_block.storage),)
     ]
     operands = [*sampled, *emitter.operand_args(tail)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
-        folds = [packing.fold_rows, part.panels * packing.panel_texels] if tile.texture else []
+        folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
         places = [layer.places] if layer.moved is not None else []
         scales = [*kept.args, *(Arg("slice", names[i]) for names in scaling)]
         emitter.launch(
@@ -244,17 +252,16 @@ def _placed(
     if key not in emitter.packed:
         taken = any(each.name == f"{weight.name}[0]" for each in emitter.slices)
         name = f"{weight.name}#{len(emitter.packed)}" if taken else weight.name
-        sizes = [packing.sized(part.first_panel, part.panels) for part in parts]
 
         def pieces() -> Iterator[NDArray[Any]]:
             columns = weight_columns(node, read())
-            return (packing.pack(part, columns) for part in sizes)
+            return (packing.pack(part, columns) for part in parts)
 
-        offsets = emitter.weights.place(weight.name, [part.nbytes for part in sizes], pieces)
-        for i, (part, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        offsets = emitter.weights.place(weight.name, [part.nbytes for part in parts], pieces)
+        for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
             image = (part.width, part.height, part.row_pitch)
-            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, packing.channel))
-        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(sizes)]
+            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, packing.channel, part.raw))
+        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(parts)]
     return [name for name, _ in emitter.packed[key]]
 
 
@@ -268,10 +275,11 @@ def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
     kept = read_weights(emitter, node, blocks=False)
     stored, accumulator = emitter.stored(layer.output), REGISTER[y.dtype]
     storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
-    tile = Tile(
-        1, vector, vector, False, (1, 1), storage, accumulator, emitter.stored(x), stored,
-        kept.zero, kept.scale, kept.weight_zero, kept.weight_scale,
+    plain = Tile(
+        "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=emitter.stored(x),
+        stored=stored,
     )  # fmt: skip
+    tile = _with(plain, replace(kept, block=0))
     tail = emitter.tail(layer, vector)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
@@ -300,9 +308,9 @@ def _emit_dynamic(emitter: Emitter, layer: Layer) -> None:
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
     right, kept = read_both(emitter, layer.main)
-    product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches)
+    product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches, kept.storage)
     floats = kept.storage in ("float32", "float16") and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
-    tile = _with(_tile(emitter, layer, product, depth, kept.storage, packed=False, plain=not floats), kept)
+    tile = _with(_tile(emitter, layer, product, depth, packed=False, plain=not floats), kept)
     tail = emitter.tail(layer, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = emitter.kernels.kernel(

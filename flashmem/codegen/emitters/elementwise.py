@@ -18,7 +18,8 @@ def emit_elementwise(emitter: Emitter, layer: Layer) -> None:
     split = best_split(domain, values)
     rows, columns = matrix_of(domain, split)
     vector = emitter.vector_for(columns)
-    expression = Expression(layer.nodes, None, domain, split, vector, emitter.storage)
+    overwritten = emitter.places.overwritten.get(layer.main)
+    expression = Expression(layer.nodes, None, domain, split, vector, emitter.storage, overwritten=overwritten)
     items = (-(-columns // vector), rows)
     local = emitter.work_group(items)
     kernel = emitter.kernels.kernel(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.places import parts_in_place
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.vector import STORED, scalar_literal
@@ -175,11 +176,13 @@ def emit_tile(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_concat(emitter: Emitter, layer: Layer) -> None:
-    """Concat: one copy for each input."""
+    """Concat: one copy for each input that does not lie there already."""
     y, axis = layer.output, layer.main.attributes["axis"]
     target, start = _strides(y.shape), 0
+    there = {i for i, (x, at) in enumerate(parts_in_place(layer.main)) if emitter.places.holds(y, x, at)}
     for i, x in enumerate(value for value in layer.main.inputs if value is not None):
-        move(emitter, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
+        if i not in there:
+            move(emitter, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")
         start += x.shape[axis]
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.expression import Expression
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.reduction import whole_rows
@@ -72,6 +73,12 @@ def _typed(context: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]
     }
 
 
+def _over(emitter: Emitter, layer: Layer, tail: Expression) -> dict[str, Any]:
+    """The context of the tail; what is written over may be the input itself, `a`."""
+    context = emitter.tail_context(tail)
+    return {**context, "over": "a"} if emitter.places.overwritten.get(layer.main) is layer.main.input(0) else context
+
+
 def emit_reduction(emitter: Emitter, layer: Layer) -> None:
     """Rows if the reduced axes are the last ones, columns otherwise."""
     node = layer.main
@@ -95,7 +102,7 @@ def _emit_rows(emitter: Emitter, layer: Layer, context: dict[str, Any], pointers
         attributes=emitter.attributes(local),
         lanes=lanes,
         **_typed(context, layer.main.input(0).dtype, vector),
-        **emitter.tail_context(tail),
+        **_over(emitter, layer, tail),
     )
     args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth]
     shape = KernelShape(rows=outer, columns=layer.main.outputs[0].size // outer, depth=depth, run=depth, vector=vector)
@@ -119,7 +126,7 @@ def _emit_columns(
         "reduce_columns",
         attributes=emitter.attributes(local),
         **_typed(context, layer.main.input(0).dtype, vector),
-        **emitter.tail_context(tail),
+        **_over(emitter, layer, tail),
     )
     shape = KernelShape(rows=layer.main.outputs[0].size // inner, columns=inner, depth=depth, stride=inner, vector=vector)
     args: list[Arg | int] = [*pointers, *emitter.operand_args(tail), outer, depth, inner]
@@ -145,7 +152,7 @@ def emit_group_normalization(emitter: Emitter, layer: Layer) -> None:
         stored=emitter.stored(x),
         made=emitter.stored(layer.output),
         epsilon=scalar_literal("float32", layer.main.attributes["epsilon"]),
-        **emitter.tail_context(tail),
+        **_over(emitter, layer, tail),
     )
     pointers = [emitter.operand(x), emitter.tensor(layer.output), *emitter.operand_args(tail)]
     args: list[Arg | int] = [*pointers, outer, depth, groups, columns]

@@ -246,15 +246,15 @@ register(
     ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
-        columns=last_columns, retypes=True, operator_class="reusable",
+        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
     ),
     Operator(
         "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
-        layout="channels_last", columns=last_columns, retypes=True, operator_class="reusable",
+        layout="channels_last", columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
     ),
     Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
     Operator(
-        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns, retypes=True,
-        operator_class="reusable", empty=True,
+        "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns,
+        overwrites="tail", retypes=True, operator_class="reusable", empty=True,
     ),
 )  # fmt: skip

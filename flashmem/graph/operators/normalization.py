@@ -277,15 +277,15 @@ register(
     ),
     *each(
         ("Softmax", "LogSoftmax"), inputs=(FLOAT,), check=_check_axis, rewrite=_rewrite_softmax, kernel="reduction",
-        layout="either", remap=axes_last, columns=_columns, operator_class="hierarchical",
+        layout="either", remap=axes_last, columns=_columns, overwrites="input", operator_class="hierarchical",
     ),
     Operator(
-        "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns,
+        "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, overwrites="input",
         operator_class="hierarchical", onnx=False,
     ),
     # Of [outer, depth, groups, columns], over depth and columns: groups of channels in images that are channels-last.
     Operator(
-        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, operator_class="hierarchical",
-        onnx=False,
+        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, overwrites="input",
+        operator_class="hierarchical", onnx=False,
     ),
 )  # fmt: skip

@@ -71,6 +71,9 @@ class Operator:
         remap: for layout "either": its attributes in channels-last order.
         columns: for an operator whose kernel finishes with fused elementwise operators: the first dimension of its output
             that the kernel walks along (the others make rows). None: nothing may be fused after it.
+        overwrites: what that kernel reads element by element, each by the one work-item that then writes there: "tail":
+            operands of the fused operators that have its output's shape; "input": its first input too. Its output may take
+            their memory. An expression's operands are all read so. Templates state it (`//@ over`).
         retypes: whether that kernel writes whatever element type those operators end in; if not, they are of float32 only.
         whole: its tensors that are never stored in half: places, scales, statistics, and what it adds to in memory.
         special: whether an element costs a function call or more, rather than an instruction or two.
@@ -89,6 +92,7 @@ class Operator:
     layout: Layout = "logical"
     remap: Remap = lambda node: {}
     columns: Callable[[Node], int] | None = None
+    overwrites: Literal["", "tail", "input"] = ""
     retypes: bool = False
     whole: Whole = lambda node: ()
     special: bool = False

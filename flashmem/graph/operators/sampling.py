@@ -143,7 +143,7 @@ register(
     Operator("AffineGrid", (FLOAT, INDEX), check=all_of(constant_inputs(1), _check_affine_grid), rewrite=_rewrite_affine_grid),
     Operator(
         "DeformConv", (FLOAT,), check=_check_deform_conv, rewrite=_rewrite_deform_conv, kernel="deform_convolution",
-        layout="channels_last", columns=lambda node: 3, whole=whole_inputs(2, 3), operator_class="reusable",
+        layout="channels_last", columns=lambda node: 3, overwrites="tail", whole=whole_inputs(2, 3), operator_class="reusable",
     ),
     Operator(
         "GridSample", (FLOAT,), check=_check_grid_sample, rewrite=_rewrite_grid_sample, kernel="grid_sample",

@@ -1,0 +1,144 @@
+"""The arena: tensors laid out by when each of their bytes is needed.
+
+Tensors that share memory (`codegen.places`) form one block, in which each has its fixed place. Of a block only some bytes may
+be needed at a time: a part of a Concat before the others are written, a Slice after the rest has been read. What is not needed
+is room for other blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from flashmem.planning.memory_layout import Interval, lay_out
+from flashmem.program import SLACK, TENSOR_ALIGNMENT
+
+_ENOUGH = 1.005
+"""A layout of whole blocks that is this close to the bound is taken; otherwise their parts are placed one by one."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of a block that are needed during layers `first` to `last`, both included."""
+
+    block: str
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+
+
+Rectangle = tuple[int, int, int, int]
+"""Where bytes of a block start, where they end, and the first and the last layer that needs them."""
+
+
+def shapes(uses: Iterable[Use], *, slack: int = SLACK) -> dict[str, list[Rectangle]]:
+    """Which bytes of each block are needed when. Bytes are counted in whole TENSOR_ALIGNMENT, `slack` behind the last one.
+
+    A block's bytes are needed from their first use to their last: what is written is read later.
+    """
+    by_block: dict[str, list[Use]] = {}
+    for use in uses:
+        by_block.setdefault(use.block, []).append(use)
+    return {block: _shape(each, slack) for block, each in by_block.items()}
+
+
+def _shape(uses: Sequence[Use], slack: int) -> list[Rectangle]:
+    last = max(use.offset + use.nbytes for use in uses)
+    spans = [(use.offset, _whole(use.offset + use.nbytes + (slack if use.offset + use.nbytes == last else 0))) for use in uses]
+    cuts = sorted({cut for span in spans for cut in span})
+    index = {cut: at for at, cut in enumerate(cuts)}
+    first, end = np.full(len(cuts), np.iinfo(np.int64).max), np.full(len(cuts), -1)
+    for use, (start, stop) in zip(uses, spans, strict=True):
+        part = slice(index[start], index[stop])
+        np.minimum(first[part], use.first, out=first[part])
+        np.maximum(end[part], use.last, out=end[part])
+    found: list[Rectangle] = []
+    for at, (start, stop) in enumerate(pairwise(cuts)):
+        life = int(first[at]), int(end[at])
+        if life[1] < 0:
+            continue
+        if found and found[-1][1] == start and found[-1][2:] == life:
+            start = found.pop()[0]
+        found.append((start, stop, *life))
+    return found
+
+
+def alive(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> list[int]:
+    """The bytes that are needed before the first layer, at each of `layers`, and after the last."""
+    change = [0] * (layers + 3)
+    for rectangles in blocks.values():
+        for start, end, first, last in rectangles:
+            change[first] += end - start
+            change[last + 1] -= end - start
+    return list(accumulate(change))[: layers + 2]
+
+
+def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tuple[dict[str, int], int, int]:
+    """Where each block starts, the bytes that hold all of them, and how many are needed at once: no layout is smaller."""
+    needed = alive(blocks, layers)
+    bound = max(needed, default=0)
+    whole = [Interval(name, _end(shape), _first(shape), _last(shape)) for name, shape in blocks.items()]
+    best = lay_out(whole, TENSOR_ALIGNMENT)
+    levels = np.array(needed)
+    tight = {name: int(levels[_first(shape) : _last(shape) + 1].max()) for name, shape in blocks.items()}
+    orders: tuple[Callable[[str, Sequence[Rectangle]], tuple[int, ...]], ...] = (
+        lambda name, shape: (-tight[name], _first(shape), -_end(shape)),  # those alive where most is, in the order of time
+        lambda name, shape: (-tight[name], _first(shape) - _last(shape)),  # the same, those that are needed for long first
+        lambda name, shape: (-_end(shape), _first(shape)),  # large ones first
+        lambda name, shape: (-_area(shape), _first(shape)),  # those that are large for long
+        lambda name, shape: (_first(shape), -_end(shape)),  # in the order of time
+    )
+    for order in orders:
+        if best[1] <= bound * _ENOUGH:
+            break
+        best = _place_parts(sorted(blocks.items(), key=lambda block: order(*block)), best[1]) or best
+    return *best, bound
+
+
+def _first(shape: Sequence[Rectangle]) -> int:
+    return min(first for _, _, first, _ in shape)
+
+
+def _last(shape: Sequence[Rectangle]) -> int:
+    return max(last for *_, last in shape)
+
+
+def _end(shape: Sequence[Rectangle]) -> int:
+    return max(end for _, end, _, _ in shape)
+
+
+def _area(shape: Sequence[Rectangle]) -> int:
+    return sum((end - start) * (last - first + 1) for start, end, first, last in shape)
+
+
+def _place_parts(blocks: Sequence[tuple[str, Sequence[Rectangle]]], limit: int) -> tuple[dict[str, int], int] | None:
+    """Blocks one after the other, each as low as its parts fit beside those placed; None if that is no less than `limit`."""
+    offsets: dict[str, int] = {}
+    placed = np.zeros((sum(len(shape) for _, shape in blocks), 4), np.int64)
+    count = top = 0
+    for name, shape in blocks:
+        taken: list[tuple[int, int]] = []  # a block that starts above the one and below the other overlaps something
+        for start, end, first, last in shape:
+            there = placed[:count]
+            there = there[(there[:, 2] <= last) & (there[:, 3] >= first)]
+            taken += zip((there[:, 0] - end).tolist(), (there[:, 1] - start).tolist(), strict=True)
+        at = 0
+        for low, high in sorted(taken):
+            if low >= at:
+                break
+            at = max(at, high)
+        offsets[name] = at
+        for start, end, first, last in shape:
+            placed[count] = (at + start, at + end, first, last)
+            count, top = count + 1, max(top, at + end)
+        if top >= limit:
+            return None
+    return offsets, top
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT

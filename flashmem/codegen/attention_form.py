@@ -1,0 +1,109 @@
+"""Attention's variants as its template sees them (`f`): cut to one attention, in one of two forms (docs/kernels.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashmem.device import JOINED, Variant
+from flashmem.graph.operators.vector import Vector
+from flashmem.program import KernelShape
+
+PRIVATE_BYTES = 24 << 10
+"""Of queries and sums that a work-item of several vectors keeps: more of them share a load, but the nearest cache has to hold
+them.
+"""
+
+LEAST_BLOCK = (2, 4)
+"""Work-items below each other in a block of keys, and queries of each, however few queries there are."""
+
+WIDE_HEAD = 128
+"""Channels beyond which a work-item of a block has fewer queries: their sums of values have to fit its registers."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A work-item has `vectors` vectors of `vector` queries. `lanes` of them share the keys, `keys` at a time; `unroll` keys or
+    channels are summed up side by side; `joined` channels at a time are joined over lanes. One query alone reads vectors of
+    `wide` channels.
+    """
+
+    vector: int
+    vectors: int
+    lanes: int
+    keys: int
+    unroll: int
+    wide: int
+    joined: int = JOINED
+    form: str = "rows"
+
+    @property
+    def rows(self) -> int:
+        """Queries of a work-item."""
+        return self.vector * self.vectors
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The work-group."""
+        return (self.lanes, 1)
+
+    def described(self, shape: KernelShape) -> KernelShape:
+        """`shape`, with what it says of the variant."""
+        return replace(shape, vector=self.vector, tile_rows=self.rows, tile_columns=self.unroll, split=self.lanes)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A work-group of `across` x `down` work-items, each with `each` queries and `vector` keys of the block; `staged` channels
+    are in local memory at a time.
+    """
+
+    across: int
+    down: int
+    each: int
+    vector: int
+    staged: int
+    form: str = "block"
+
+    @property
+    def rows(self) -> int:
+        """Queries of a work-group."""
+        return self.down * self.each
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return self.across * self.vector
+
+    @property
+    def ivec(self) -> str:
+        """Integers beside a vector of scores."""
+        return Vector(self.vector).named("int")
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The work-group."""
+        return (self.across, self.down, 1)
+
+    def described(self, shape: KernelShape) -> KernelShape:
+        """`shape`, with what it says of the variant."""
+        return replace(shape, vector=self.vector, tile_rows=self.each, tile_columns=self.vector, stage=self.staged)
+
+
+def form_of(variant: Variant, rows: int, depth: int, channels: int, wide: int) -> Rows | Block:
+    """`variant` for `rows` queries of a matrix, with heads of `depth` channels and values of `channels`, of which `wide`
+    lie side by side.
+    """
+    fitting = 1 << (rows - 1).bit_length()
+    if variant.stage:
+        least, few = LEAST_BLOCK
+        down = min(variant.local_size[0], max(least, fitting // few))
+        many = rows > few * down and max(depth, channels) <= WIDE_HEAD
+        return Block(
+            variant.local_size[1], down, variant.rows if many else min(few, variant.rows), variant.vector, variant.stage
+        )
+    vector = min(variant.vector, fitting)
+    if variant.split > 1:
+        return Rows(vector, 1, variant.split, 2 * variant.columns, variant.columns, wide)
+    most = PRIVATE_BYTES // (4 * vector * (depth + channels))
+    vectors = max(1, min(variant.rows // variant.vector, -(-rows // vector), most))
+    return Rows(vector, vectors, 1, 8 * variant.columns, variant.columns, wide)

@@ -1,0 +1,308 @@
+"""Where each activation lies: in a tensor of its own, or in another's. Lifetimes are those of layers.
+
+- What is a contiguous range of another value lies inside it (`graph.ranges`).
+- Parts of a Concat that are contiguous ranges of its result are written there by the layers that compute them; only what lies
+  elsewhere is copied. A part that is an input, a result of the model, or in another Concat lies elsewhere.
+- A layer whose kernel can (`Operator.overwrites`) writes its output over an operand that nobody reads later: one of the
+  output's shape and storage, of which each element is read only by the work-item that then writes that place. Kernels that do
+  so are others than those that do not (their pointers are no `restrict` ones), so this is done only in layers that need it:
+  where, without it, more would be alive than is anywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from flashmem.codegen.arena import Use, alive, shapes
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators import REGISTRY
+from flashmem.graph.ranges import Ranges
+from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
+
+Storage = Callable[[Value], StoredType]
+
+
+@dataclass(frozen=True)
+class Place:
+    """`offset` bytes behind the start of `root`, which has a tensor of its own."""
+
+    root: Value
+    offset: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of all activations of a graph.
+
+    Attributes:
+        moved: of values that have no tensor of their own though layers compute them, where they lie.
+        overwritten: by a layer's main operator, the operand whose memory its output takes.
+    """
+
+    ranges: Ranges
+    storage: Storage
+    moved: Mapping[Value, Place] = field(default_factory=dict)
+    overwritten: Mapping[Node, Value] = field(default_factory=dict)
+
+    def of(self, value: Value) -> Place:
+        """Where `value` lies."""
+        found = self.ranges.of(value)
+        place = self.moved.get(found.base, Place(found.base, 0))
+        return Place(place.root, place.offset + found.start * ITEMSIZE[self.storage(found.base)])
+
+    def holds(self, whole: Value, part: Value, start: int) -> bool:
+        """Whether `part` lies in `whole` from element `start` on: then no copy is needed to put it there."""
+        outer, inner = self.of(whole), self.of(part)
+        at = outer.offset + start * ITEMSIZE[self.storage(whole)]
+        return outer.root is inner.root and inner.offset == at and self.storage(whole) == self.storage(part)
+
+
+def find_places(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> Places:
+    """The places of what `layers` read and write, in the order in which they run.
+
+    `early`: inputs, and what else the host writes before the first layer. `results`: what it reads after the last one.
+    """
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    apart = trees.alive()
+    everywhere = trees.copy()
+    everywhere.overwrite(layers, range(len(apart)))
+    trees.overwrite(layers, where_needed(apart, max(everywhere.alive(), default=0)))
+    moved = {
+        item.base: Place(root, item.at) for root, items in trees.members.items() for item in items if item.base is not root
+    }
+    return Places(ranges, storage, moved, trees.overwritten)
+
+
+def held_by(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
+
+    Arguments as in `find_places`. Layers count from 1; 0 stands for what is before them, one more than their number for what is
+    after. A piece is needed from the first of its layers to the last, in whatever order they run.
+    """
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    return list(trees.pieces())
+
+
+def where_needed(apart: Sequence[int], least: int) -> set[int]:
+    """The layers at which more than `least` bytes are alive. `apart`: those that are, where nothing is overwritten."""
+    return {at for at, nbytes in enumerate(apart) if nbytes > least}
+
+
+def read_by(layer: Layer) -> list[Value]:
+    """What a layer reads: the operands of its main operator, each as often as it is one, and those of its tail."""
+    return [*(value for value in layer.main.inputs if value is not None), *layer.operands()]
+
+
+@dataclass
+class _Item:
+    """A value that is computed, `at` bytes behind the start of its root. It is written by layer `first` and read as `reads`
+    says: (first byte, the byte behind the last, layer), counted from its own start.
+    """
+
+    base: Value
+    nbytes: int
+    at: int
+    first: int
+    reads: list[tuple[int, int, int]]
+
+    def last(self, start: int, end: int, *, spared: int = -1) -> int:
+        """The last layer that needs bytes `start` to `end` of the root; that layer `spared` reads them does not count."""
+        reads = (layer for low, high, layer in self.reads if self.at + low < end and start < self.at + high and layer != spared)
+        return max(reads, default=self.first)
+
+
+class _Trees:
+    """Values by the root that their memory belongs to, and when they are needed. Layers count from 1."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        early: Collection[Value],
+        results: Collection[Value],
+        ranges: Ranges,
+        storage: Storage,
+    ) -> None:
+        self._ranges, self._storage, self._layers = ranges, storage, len(layers)
+        self.overwritten: dict[Node, Value] = {}
+        self._early, self._results = set(early), {ranges.base(value) for value in results}
+        items = {value: self._item(value, 0) for value in early}
+        for at, layer in enumerate(layers, start=1):
+            items[layer.output] = self._item(layer.output, at)
+            for value in read_by(layer):
+                self._read(items, value, at)
+        for value in results:
+            self._read(items, value, len(layers) + 1)
+        self.members = {base: [item] for base, item in items.items()}
+        self._item_of, self._root_of = items, {base: base for base in items}
+
+    def copy(self) -> _Trees:
+        """The same trees, to be changed apart."""
+        made = object.__new__(_Trees)
+        made.__dict__.update(self.__dict__)
+        made._item_of = {base: _Item(i.base, i.nbytes, i.at, i.first, i.reads) for base, i in self._item_of.items()}
+        made._root_of = dict(self._root_of)
+        made.members = {root: [made._item_of[item.base] for item in items] for root, items in self.members.items()}
+        made.overwritten = dict(self.overwritten)
+        return made
+
+    def _item(self, base: Value, first: int) -> _Item:
+        return _Item(base, ITEMSIZE[self._storage(base)] * base.size, 0, first, [])
+
+    def _span(self, value: Value) -> tuple[Value, int, int]:
+        """The value that `value` is a range of, and its bytes there."""
+        found = self._ranges.of(value)
+        itemsize = ITEMSIZE[self._storage(found.base)]
+        return found.base, found.start * itemsize, (found.start + value.size) * itemsize
+
+    def _read(self, items: Mapping[Value, _Item], value: Value, layer: int) -> None:
+        base, start, end = self._span(value)
+        if base in items:
+            items[base].reads.append((start, end, layer))
+
+    def alive(self) -> list[int]:
+        """The bytes that are needed at each layer, the first of them before the first layer."""
+        uses = [
+            Use(str(number), item.at + low, high - low, item.first, layer)
+            for number, items in enumerate(self.members.values())
+            for item in items
+            for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
+        ]
+        return alive(shapes(uses), self._layers)
+
+    def pieces(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Bytes that the same layers touch, and those layers; see `held_by`."""
+        for items in self.members.values():
+            spans = [
+                (item.at + low, item.at + high, item.first, layer)
+                for item in items
+                for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
+                if high > low
+            ]
+            end = max((high for _, high, *_ in spans), default=0)
+            whole = -(-(end + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+            cuts = sorted({cut for low, high, *_ in spans for cut in (low, high)} - {end} | {whole})
+            for start, stop in pairwise(cuts):
+                touching = {layer for low, high, *both in spans if low <= start < high for layer in both}
+                if touching:
+                    yield stop - start, tuple(sorted(touching))
+
+    # -- parts of a Concat
+
+    def join_parts(self, layers: Sequence[Layer]) -> None:
+        """Let parts of Concats be written where they are needed."""
+        for layer in layers:
+            if layer.main.op == "Concat":
+                parts = list(parts_in_place(layer.main))
+                for i, (part, start) in enumerate(parts):
+                    others = {self._ranges.base(other) for other, _ in parts[:i] + parts[i + 1 :]}
+                    # A part that is copied must not be read from where the copy is written.
+                    if not any(self._root_of.get(other) is self._ranges.base(part) for other in others):
+                        self._join_part(layer.output, part, start)
+
+    def _join_part(self, whole: Value, part: Value, start: int) -> None:
+        base, low, high = self._span(part)
+        item = self._item_of.get(base)
+        if item is None or (low, high) != (0, item.nbytes) or base in self._early or base in self._results:
+            return
+        storage = self._storage(whole)
+        at = start * ITEMSIZE[storage]
+        if self._root_of[base] is base and storage == self._storage(base) and at % TENSOR_ALIGNMENT == 0:
+            self._merge(base, self._root_of[whole], self._item_of[whole].at + at)
+
+    def _merge(self, root: Value, into: Value, at: int) -> None:
+        """The tree of `root` lies `at` bytes behind the start of `into`, which is another's."""
+        for item in self.members.pop(root):
+            item.at += at
+            self._root_of[item.base] = into
+            self.members[into].append(item)
+
+    # -- outputs in the place of operands
+
+    def overwrite(self, layers: Sequence[Layer], where: Collection[int]) -> None:
+        """Let the layers that are numbered in `where` overwrite an operand, if they can."""
+        for at, layer in enumerate(layers, start=1):
+            if at in where:
+                for operand in self._candidates(layer):
+                    if self._give(operand, layer, at):
+                        self.overwritten[layer.main] = operand
+                        break
+
+    def _candidates(self, layer: Layer) -> Iterator[Value]:
+        """The operands that the layer's kernel reads element by element, of the shape and the storage of what it writes."""
+        operator, output = REGISTRY[layer.main.op], layer.output
+        if layer.moved is not None:  # it writes elsewhere than it reads
+            return
+        if operator.expression is not None:
+            read = dict.fromkeys(read_by(layer))
+            possible = list(read)
+        elif operator.overwrites:
+            read = dict.fromkeys(read_by(layer))
+            possible = layer.operands() + ([layer.main.input(0)] if operator.overwrites == "input" else [])
+            possible = [value for value in possible if read_by(layer).count(value) == 1]
+        else:
+            return
+        for value in possible:
+            base = self._ranges.base(value)
+            if value.shape != output.shape or value.dtype != output.dtype or base not in self._item_of:
+                continue
+            _, start, end = self._span(value)
+            alike = self._storage(base) == self._storage(output)
+            if alike and not any(self._overlap(other, base, start, end) for other in read if other is not value):
+                yield value
+
+    def _overlap(self, value: Value, base: Value, start: int, end: int) -> bool:
+        """Whether `value` shares memory with bytes `start` to `end` of `base`."""
+        other, low, high = self._span(value)
+        if other not in self._item_of or self._root_of[other] is not self._root_of[base]:
+            return False
+        shift = self._item_of[other].at - self._item_of[base].at
+        return low + shift < end and start < high + shift
+
+    def _give(self, operand: Value, layer: Layer, at: int) -> bool:
+        """Give the memory of `operand` to the output of layer `at`, if nobody needs it any more."""
+        base, start, _ = self._span(operand)
+        read, made = self._item_of[base], self._item_of[layer.output]
+        old, new = self._root_of[base], self._root_of[layer.output]
+        if old is new:
+            return False
+        shift = read.at + start - made.at  # from the new root's start to the old one's
+        for one in self.members[old]:
+            for other in self.members[new]:
+                low, high = max(one.at, other.at + shift), min(one.at + one.nbytes, other.at + shift + other.nbytes)
+                if low >= high:
+                    continue
+                handed = one is read and other is made
+                before = one.last(low, high, spared=at if handed else -1)
+                apart = before < other.first or other.last(low - shift, high - shift) < one.first
+                if not apart:
+                    return False
+        inside = self._item_of[new].nbytes + shift <= self._item_of[old].nbytes and shift >= 0
+        if shift <= 0 and self._item_of[old].nbytes - shift <= self._item_of[new].nbytes:
+            self._merge(old, new, -shift)
+        elif inside and new not in self._results:
+            self._merge(new, old, shift)
+        else:
+            return False
+        return True
+
+
+def parts_in_place(node: Node) -> Iterator[tuple[Value, int]]:
+    """The parts of a Concat, each with the element of the result at which it starts; none if they are not contiguous there."""
+    shape, axis = node.outputs[0].shape, node.attributes["axis"]
+    if math.prod(shape[:axis]) != 1:
+        return
+    start = 0
+    for value in node.inputs:
+        if value is not None:
+            yield value, start
+            start += value.size
