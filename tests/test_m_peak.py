@@ -56,5 +56,32 @@ def test_no_run_passes_m_peak(
     whole = flashmem.compile(MODEL, folder / "whole.flashmem", **options)
     with flashmem.Session(whole, mode=mode) as session:
         expected = session.run(None, _inputs(whole))
+        again = session.run(None, _inputs(whole))
+        assert session.last_run is not None
+        # Without limits the planner's own plan keeps everything for later runs, and those read nothing.
+        assert paper or not session.last_run.loads
+    for got, wanted in zip(again, expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
     for got, wanted in zip(_held(bundle, mode, m_peak), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_budget_leaves_over_stays_for_later_runs(mode: TransferMode, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "pocl", "memory_path": "buffer", "mode": mode, "build": False, "objective": "steady"}
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(MODEL, tmp_path / "m.flashmem", budget=1, **options)
+    budget = refused.value.smallest_bytes + 300_000
+    bundle = flashmem.compile(MODEL, tmp_path / "m.flashmem", budget=budget, **options)
+    kept = {w.name for w in bundle.plan.weights if w.keep}
+    assert kept and bundle.plan.objective_kind == "steady"
+    with flashmem.Session(bundle, mode=mode) as session:
+        answers = []
+        for number in range(3):
+            answers.append(session.run(None, _inputs(bundle)))
+            assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
+            read = {span.name for span in session.last_run.loads}
+            assert read & kept == (kept if number == 0 else set())
+    for other in answers[1:]:
+        for got, wanted in zip(other, answers[0], strict=True):
+            np.testing.assert_array_equal(got, wanted)

@@ -10,6 +10,7 @@ from mini_bundle import write_mini_bundle
 
 from flashmem import Session
 from flashmem.device import DeviceDescriptor, Rates, TransferMode
+from flashmem.errors import UserError
 from flashmem.program import fixed_bytes
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
@@ -79,7 +80,7 @@ def test_rates_of_the_descriptor_are_what_a_run_takes(mode: TransferMode, tmp_pa
 
 def test_interleaved_moves_delay_their_layers_by_the_contention(tmp_path: Path) -> None:
     bundle = write_mini_bundle(tmp_path / "mini.flashmem", preload=0).open()
-    quiet = DeviceDescriptor("made-up", rates=Rates(copy_bandwidth=1e6, contention={}))
+    quiet = DeviceDescriptor("made-up", rates=Rates(copy_bandwidth=1e6, contention={"interleave": 0.0}))
     crowded = DeviceDescriptor("made-up", rates=Rates(copy_bandwidth=1e6, contention={"interleave": 0.5}))
     plain, slowed = (describe(bundle.program, bundle.plan, descriptor, "interleave") for descriptor in (quiet, crowded))
     delay = sum(layer.seconds for layer in slowed.layers) - sum(layer.seconds for layer in plain.layers)
@@ -90,3 +91,6 @@ def test_interleaved_moves_delay_their_layers_by_the_contention(tmp_path: Path) 
             weight, chunks = moves[0]
             riding += weight.nbytes * chunks / weight.chunks
     assert delay == pytest.approx(0.5 * riding / 1e6, rel=0.01)
+    unknown = DeviceDescriptor("made-up", rates=Rates(contention={"map": 0.5}))
+    with pytest.raises(UserError, match="no contention rate for transfer mode 'interleave'"):
+        describe(bundle.program, bundle.plan, unknown, "interleave")
