@@ -12,7 +12,7 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure
-from flashmem.planning.keep import later_seconds, leanest, with_kept
+from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
@@ -166,7 +166,7 @@ def _for_later_runs(
             if objective == "steady":
                 rooms += [make(least + (plan.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
         kept = [with_kept(problem, each, limit, measure) for each in rooms if measure(each) <= limit]
-        plan = min(kept, key=lambda each: later_seconds(problem, each))
+        plan = min(kept, key=lambda each: by_later_runs(problem, each))
     if objective == "first":
         return plan
     seconds = later_seconds(problem, plan)
