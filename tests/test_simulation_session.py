@@ -10,6 +10,7 @@ from mini_bundle import write_mini_bundle
 
 from flashmem import Session
 from flashmem.device import DeviceDescriptor, Rates, TransferMode
+from flashmem.errors import UserError
 from flashmem.program import fixed_bytes
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
@@ -88,3 +89,6 @@ def test_interleaved_moves_delay_their_layers_by_the_contention(tmp_path: Path) 
         moved = [w.nbytes * chunks / w.chunks for w in bundle.plan.weights for layer, chunks in w.moves if layer == number]
         riding += sum(sorted(moved)[-4:])
     assert delay == pytest.approx(0.5 * riding / 1e6, rel=0.01)
+    unknown = DeviceDescriptor("made-up", rates=Rates(contention={"map": 0.5}))
+    with pytest.raises(UserError, match="no contention rate for transfer mode 'interleave'"):
+        describe(bundle.program, bundle.plan, unknown, "interleave")

@@ -63,13 +63,16 @@ def earliest_gates(problem: Problem, preload: Collection[str], limit: int) -> di
     return gates
 
 
-def gates_ahead(problem: Problem, preload: Collection[str], moves: Moves, limit: int) -> dict[str, int]:
+def gates_ahead(
+    problem: Problem, preload: Collection[str], moves: Moves, limit: int, *, staging: bool = False
+) -> dict[str, int]:
     """g_w of every weight (0 for W) for moves that are decided: in the order of z_w, each as early as `limit` bytes permit.
 
-    Without room to read ahead, g_w = z_w.
+    They limit what C2 counts; with `staging` (mode `interleave`) only what waits to be moved. Without room to read ahead,
+    g_w = z_w.
     """
     gates = {w.name: 0 if w.name in preload else moves[w.name][0][0] for w in problem.weights}
-    held = held_bytes(problem, gates, moves)
+    held = staged_bytes(problem, moves) if staging else held_bytes(problem, gates, moves)
     earliest = 1
     for w in sorted((w for w in problem.weights if w.name not in preload), key=lambda w: (gates[w.name], w.first_use)):
         gate = gates[w.name]
@@ -83,6 +86,17 @@ def gates_ahead(problem: Problem, preload: Collection[str], moves: Moves, limit:
                 break
         gates[w.name] = earliest = gate
     return gates
+
+
+def staged_bytes(problem: Problem, moves: Moves) -> NDArray[np.int64]:
+    """Bytes that are in staging at each layer, index l, if every read gate is at the first move (mode `interleave`)."""
+    change = np.zeros(len(problem.layers) + 3, np.int64)
+    for w in problem.weights:
+        if parts := moves.get(w.name):
+            change[parts[0][0]] += w.nbytes
+            change[parts[-1][0] + 1] -= w.nbytes
+    staged: NDArray[np.int64] = np.cumsum(change)
+    return staged
 
 
 def closed_late(

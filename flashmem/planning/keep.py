@@ -41,13 +41,13 @@ def with_kept(problem: Problem, plan: OverlapPlan, limit: int | None, measure: M
         return _keeping(plan, {w.name for w in streamed})
     if measure(everything := _keeping(plan, {w.name for w in streamed})) <= limit:
         return everything
-    best, fastest = plan, later_seconds(problem, plan)
-    for order in _ORDERS:
-        kept = _filled(plan, sorted(streamed, key=order), limit, measure)
-        seconds = later_seconds(problem, kept)
-        if seconds < fastest * (1 - 1e-9):
-            best, fastest = kept, seconds
-    return best
+    filled = [_filled(plan, sorted(streamed, key=order), limit, measure) for order in _ORDERS]
+    return min((*filled, plan), key=lambda each: by_later_runs(problem, each))
+
+
+def by_later_runs(problem: Problem, plan: OverlapPlan) -> tuple[float, int]:
+    """Plans in the order of their later runs: the faster, to a microsecond; of equals the one that reads less."""
+    return round(later_seconds(problem, plan), 6), -sum(w.nbytes for w in plan.weights if w.keep)
 
 
 _ORDERS: Sequence[Callable[[PlannedWeight], tuple[int, ...]]] = (

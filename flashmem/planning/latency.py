@@ -166,7 +166,8 @@ _NOTICED = 1e-9
 def allowance(problem: Problem, preload: Collection[str], lambda_: float) -> int:
     """The most bytes in flight that lambda admits: from M_peak at 0 to `smallest_m_peak` at 1."""
     smallest, _ = smallest_m_peak(problem, preload)
-    streamed = sum(w.nbytes for w in problem.weights if w.name not in forced_preload(problem, preload))
+    chosen = forced_preload(problem, preload)
+    streamed = sum(w.nbytes for w in problem.weights if w.name not in chosen)
     most = min(problem.m_peak, max(smallest, streamed * (2 if problem.mode == "interleave" else 1)))
     return smallest + int((most - smallest) * (1 - lambda_))
 

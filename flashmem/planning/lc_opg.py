@@ -97,19 +97,19 @@ def _solve_paper(
     return replace(plan, units=units)
 
 
-def read_ahead(problem: Problem, preload: frozenset[str], moves: Moves, limit: int) -> dict[str, int]:
+def read_ahead(problem: Problem, preload: frozenset[str], moves: Moves, limit: int, *, staging: bool = False) -> dict[str, int]:
     """Read gates for moves that are decided: as early as `limit` bytes permit, then as late as nobody notices."""
-    gates = gates_ahead(problem, preload, moves, limit)
+    gates = gates_ahead(problem, preload, moves, limit, staging=staging)
     clock = play(problem, gates, moves)
     late = closed_late(problem, gates, moves, clock)
     return late if play(problem, late, moves).seconds <= clock.seconds * (1 + 1e-9) else gates
 
 
-def with_room(problem: Problem, plan: OverlapPlan, limit: int) -> OverlapPlan:
-    """`plan` with the reads running ahead within `limit` bytes only."""
+def with_room(problem: Problem, plan: OverlapPlan, limit: int, *, staging: bool = False) -> OverlapPlan:
+    """`plan` with the reads running ahead within `limit` bytes only, of all that is in flight or of staging."""
     preload = frozenset(w.name for w in plan.weights if w.preload)
     moves = {w.name: w.moves for w in plan.weights}
-    gates = read_ahead(problem, preload, moves, limit)
+    gates = read_ahead(problem, preload, moves, limit, staging=staging)
     return replace(plan, weights=tuple(replace(w, read_layer=gates[w.name]) for w in plan.weights))
 
 

@@ -12,12 +12,12 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure
-from flashmem.planning.keep import later_seconds, leanest, with_kept
+from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import PASSING_BYTES, Objective, OverlapPlan, Units
+from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES, Objective, OverlapPlan, Units
 from flashmem.planning.problem import Problem, build_problem
 from flashmem.program import Program, fixed_bytes
 
@@ -105,7 +105,9 @@ def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits
         limit = limits.m_peak if limits.m_peak is not None else limits.budget
         return _first_plan(problem, program, limits, preload, limit, measure)
     if limits.budget is None:
-        return _paper_plan_inside(problem, preload, lambda_, limits.units, in_flight, limited=limits.m_peak is not None)
+        return _paper_plan_inside(
+            problem, preload, lambda_, limits.units, program, in_flight, limited=limits.m_peak is not None
+        )
     return _paper_plan_within(problem, program, limits, preload, in_all)
 
 
@@ -164,7 +166,7 @@ def _for_later_runs(
             if objective == "steady":
                 rooms += [make(least + (plan.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
         kept = [with_kept(problem, each, limit, measure) for each in rooms if measure(each) <= limit]
-        plan = min(kept, key=lambda each: later_seconds(problem, each))
+        plan = min(kept, key=lambda each: by_later_runs(problem, each))
     if objective == "first":
         return plan
     seconds = later_seconds(problem, plan)
@@ -185,7 +187,14 @@ _SEARCHED = 20_000
 
 
 def _paper_plan_inside(
-    problem: Problem, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
+    problem: Problem,
+    preload: frozenset[str],
+    lambda_: float,
+    units: Units,
+    program: Program,
+    in_flight: Measure,
+    *,
+    limited: bool,
 ) -> OverlapPlan:
     """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak.
 
@@ -197,13 +206,9 @@ def _paper_plan_inside(
     plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units)
     if not limited:
         return plan
-    least = needed = in_flight(plan)
-    for share in _READ_AHEAD:
-        if needed <= problem.m_peak:
-            return plan
-        plan = with_room(problem, plan, int(problem.m_peak * share))
-        needed = in_flight(plan)
-        least = min(least, needed)
+    roomy, least = _reading_ahead(problem, plan, program, in_flight)
+    if roomy is not None:
+        return roomy
     for share in _SHARES:
         try:
             smaller = solve(
@@ -213,10 +218,10 @@ def _paper_plan_inside(
         except BudgetError:
             break
         smaller = replace(smaller, m_peak=problem.m_peak, bound=min(plan.bound, smaller.objective))
-        needed = in_flight(smaller)
+        roomy, needed = _reading_ahead(problem, smaller, program, in_flight)
         least = min(least, needed)
-        if needed <= problem.m_peak:
-            return replace(smaller, status="OPTIMAL" if smaller.bound >= smaller.objective else "FEASIBLE")
+        if roomy is not None:
+            return replace(roomy, status="OPTIMAL" if roomy.bound >= roomy.objective else "FEASIBLE")
     raise BudgetError(
         f"M_peak of {problem.m_peak} bytes is too small: {least} bytes are in flight with what staging and the layout take; "
         f"raise the limit to {least} bytes or more",
@@ -225,8 +230,31 @@ def _paper_plan_inside(
     )
 
 
-_READ_AHEAD = (0.9, 0.75, 0.5, 0.25, 0.0)
-"""Parts of M_peak within which reads may run ahead, where a layout wastes the rest."""
+def _reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, in_flight: Measure) -> tuple[OverlapPlan | None, int]:
+    """`plan` with its reads running as far ahead as its layout has room in M_peak; None if it has none even without that.
+
+    And the bytes that it takes with no read ahead of the first move.
+    """
+    if (taken := in_flight(plan)) <= problem.m_peak:
+        return plan, taken
+    tight = with_room(problem, plan, 0)
+    needed = in_flight(tight)
+    if needed > problem.m_peak:
+        return None, needed
+    staging = problem.mode == "interleave"
+    most = problem.m_peak
+    if staging:  # what reads ahead waits in staging, and takes nothing else
+        layout = lay_out_pools(program.slices, tight, [problem.mode])[problem.mode]
+        most -= needed - layout.staging_bytes + LOADER_THREADS * layout.entrance_bytes
+    for share in _READ_AHEAD:
+        roomy = with_room(problem, plan, int(most * share), staging=staging)
+        if in_flight(roomy) <= problem.m_peak:
+            return roomy, needed
+    return tight, needed
+
+
+_READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Parts of what there is within which reads may run ahead, where a layout wastes the rest."""
 
 
 def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
@@ -271,7 +299,7 @@ def _paper_plan_within(
             preload_limit=max(0, limits.budget - m_peak),
             units=limits.units,
         )
-        for ahead in (None, *_READ_AHEAD):
+        for ahead in (None, *_READ_AHEAD[1::2], 0.0):
             roomy = plan if ahead is None else with_room(replace(program_problem, m_peak=m_peak), plan, int(m_peak * ahead))
             if measure(roomy) <= limits.budget:
                 return roomy
