@@ -20,7 +20,7 @@ import numpy as np
 
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
-from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout, passing_bytes
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import (
     ITEMSIZE,
     SLICE_ALIGNMENT,
@@ -258,6 +258,7 @@ class _HeldProblem:
     weights: tuple[_Weight, ...]
     chunk_bytes: int
     m_peak: int
+    mode: str
 
 
 def _check_plan(program: Program, plan: OverlapPlan) -> None:
@@ -266,11 +267,20 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     _require(plan.chunk_bytes > 0, "its plan has no chunk size")
     _require(len(plan.capacities) == len(program.launches), "its plan has another number of layers")
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
-    problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak)
+    problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
     try:
         plan.check(cast(Any, problem), program.slices)
     except (PlanViolation, KeyError, IndexError) as error:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
+
+
+def plan_holds(program: Program, plan: OverlapPlan) -> bool:
+    """What the checker says of `plan` as a plan of `program`: C0-C3, its objective and its layouts."""
+    try:
+        _check_plan(program, plan)
+    except BundleError:
+        return False
+    return True
 
 
 def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Collection[str]) -> None:
@@ -291,7 +301,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
         if mode == "interleave":
-            staged = passing_bytes(part) if part.name in preloaded else words
+            staged = LOADER_THREADS * layout.entrance_bytes if part.name in preloaded else words
             _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
     if mode == "dma":
         rows = max((part.row_pitch for part in program.slices), default=0)

@@ -268,16 +268,19 @@ def sweep(
     m_peak: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on weights in flight.")] = None,
     budget: Annotated[str | None, typer.Option(metavar="SIZE,...", help="Limits on all memory.")] = None,
     lambda_: Annotated[
-        str, typer.Option("--lambda", metavar="NUMBER,...", help="Weights of preloading against loading early.")
-    ] = "0.9",
+        str | None,
+        typer.Option("--lambda", metavar="NUMBER,...", help="Latency (0) against memory (1).", show_default="0; paper: 0.9"),
+    ] = None,
     mu: Annotated[str, typer.Option(metavar="NUMBER,...", help="Weights of loading distance in adaptive unfusion.")] = "0.1",
     precision: Annotated[
         str, typer.Option(metavar="NAME,...", help="What weights and activations are stored in: fp32, fp16.")
     ] = "fp32",
     device: Annotated[str, typer.Option(metavar="NAME,...", help="Devices here, descriptors, or 'auto'.")] = "auto",
-    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer.")] = "1MiB",
+    chunk: Annotated[str, typer.Option(metavar="SIZE", help="Unit of transfer (S).")] = "auto",
     shape: Shape = None,
-    objective: Annotated[Objective, typer.Option(help="auto: latency for a --budget, paper for an --m-peak.")] = Objective.AUTO,
+    objective: Annotated[
+        Objective, typer.Option(help="The first answer (auto), later runs, or the paper's sum.")
+    ] = Objective.AUTO,
     mode: Annotated[Mode, typer.Option(help="How weights reach the kernels.")] = Mode.AUTO,
     disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
     measured: Annotated[bool, typer.Option("--measured/--simulated", help="Run every point, or predict it.")] = False,

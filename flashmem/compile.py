@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
+from flashmem.banding import fitting_bands
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
-from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
-from flashmem.errors import MissingFileError, UserError
+from flashmem.errors import BudgetError, MissingFileError, UserError
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
@@ -30,8 +31,8 @@ from flashmem.graph.passes import prepare
 from flashmem.ordering import in_lowest_order
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan, Strategy
-from flashmem.planning.planner import make_plan, plan_problem, planning_problem
+from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
+from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.program import LaunchOrder, MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
@@ -50,8 +51,8 @@ def compile(
     device: str = "auto",
     budget: int | str | None = None,
     m_peak: int | str | None = None,
-    lambda_: float = 0.9,
-    chunk: int | str = "1MiB",
+    lambda_: float | None = None,
+    chunk: int | str | None = None,
     precision: Literal["fp32", "fp16"] = "fp32",
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     preload: Sequence[str] = (),
@@ -62,6 +63,7 @@ def compile(
     unfusion: bool = True,
     mu: float = 0.1,
     alpha: float = 0.1,
+    units: Units = "share",
     build: bool = True,
     with_binaries: bool = False,
     optimize: Optimize = "cold",
@@ -76,17 +78,19 @@ def compile(
         device: "auto", part of the name of a device that is here, or the name or file of a descriptor.
         budget: most bytes flashmem may hold on the device and in host staging together; None for no limit.
         m_peak: most bytes in flight beside W (FlashMem §3.1), for those who plan with the paper's parameters.
-        lambda_: the paper's weight of W against loading distance.
-        chunk: S, the unit of transfer.
+        lambda_: weighs latency (0) against memory (1), in the paper's objective loading distance against W; by default 0, or
+            the paper's 0.9.
+        chunk: S, the unit of transfer; by default a size of which the median layer carries four.
         precision: what weights and activations are stored in; sums are fp32.
         shapes: sizes for open dimensions, by input.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
         mode: how weights travel; "auto" takes the first the device has on that path.
-        objective: "latency" (default unless `m_peak` is given) or "paper".
+        objective: "first" answer (the default), "steady" (later runs), or "paper".
         strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, to compare with.
         unfusion: split fused layers where that makes the plan better (FlashMem §4.3).
         mu: weight of loading distance when fused layers are ranked for a split.
+        units: of the paper's objective: "share" of all chunks and all layers, or chunks and layers as "printed".
         alpha: the least gain in load capacity, as a share, for which a fused layer is split.
         build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
         with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
@@ -114,6 +118,7 @@ def compile(
         unfusion=unfusion,
         mu=mu,
         alpha=alpha,
+        units=units,
     )
     options = resolve(
         limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
@@ -175,12 +180,35 @@ def plan_graph(
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
+    Under a budget that is too small for that, chains of operators are computed in bands.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made. `final` is called with
-    the program before it is planned, where no plan can ask for another: without limits on memory, and without unfusion.
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
+    `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
+    without unfusion.
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
+    """
+    try:
+        return _plan(graph, options, watch, final)
+    except BudgetError as refused:
+        if options.limits.budget is None:
+            raise
+        banded, note = fitting_bands(graph, options, refused, lambda banded: _plan(banded, options, watch, finest=True), watch)
+    generated, plan = _plan(banded, options, watch)
+    return generated, replace(plan, notes=(*plan.notes, note))
+
+
+def _plan(
+    graph: Graph,
+    options: Options,
+    watch: Watch,
+    final: Callable[[Generated], None] = lambda generated: None,
+    *,
+    finest: bool = False,
+) -> tuple[Generated, OverlapPlan]:
+    """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
+    and no layer split.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
@@ -208,14 +236,18 @@ def plan_graph(
 
     def plan(problem: Problem, program: Program) -> OverlapPlan:
         with watch("plan_and_check"):
-            return plan_problem(problem, program, mode, limits)
+            return plan_problem(problem, program, mode, limits, complete=False)
 
     def pipeline_for(slicing: Slicing) -> Pipeline:
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
 
-    pipeline, first = first_attempt(pipeline_for, limits, descriptor.rates.layer_seconds)
-    chunk_seconds = limits.chunk / descriptor.rates.copy_bandwidth  # what moving one takes where nothing hides it
-    generated, made = refine(graph, pipeline, first, limits, mode, chunk_seconds)
+    if finest:
+        attempt = pipeline_for(FINEST).attempt(frozenset())
+        return attempt.generated, attempt.plan
+    pipeline, first = first_attempt(pipeline_for, limits)
+    generated, made = refine(graph, pipeline, first, limits, mode)
+    if limits.resolved_objective == "first":
+        made = completed(problem(generated.program), made, generated.program, mode, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

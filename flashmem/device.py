@@ -115,7 +115,9 @@ class Rates:
     """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds.
 
     `contention`, by transfer mode, is the share of a transfer's time by which it delays what computes meanwhile: 0 with a copy
-    engine to spare, 1 where compute stands still until the bytes are there.
+    engine to spare, 1 where compute stands still until the bytes are there. The defaults are a plain CPU's; a table that is
+    given
+    has to name every mode that is used.
     """
 
     gemm_flops: float = 100e9
@@ -128,7 +130,26 @@ class Rates:
     session_seconds: float = 50e-3  # opening a session, beside kernels and weights; the driver is loaded
     kernel_seconds: float = 1e-3  # one kernel from the program cache
     layer_seconds: float = 1e-4  # one layer: read from the bundle, its arguments set
-    contention: dict[TransferMode, float] = field(default_factory=dict)  # 0 for a mode that is not named
+    contention: dict[TransferMode, float] = field(
+        default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
+    )
+
+    def contention_of(self, mode: TransferMode) -> float:
+        """The contention of `mode`.
+
+        Raises:
+            UserError: it is not known; 0 would be a claim.
+        """
+        if mode not in self.contention:
+            raise UserError(
+                f"the device's descriptor has no contention rate for transfer mode {mode!r}; measure it with flashmem profile, "
+                f"or add it under [rates.contention]"
+            )
+        return self.contention[mode]
+
+    def transfer_bandwidth(self, mode: TransferMode) -> float:
+        """Bytes per second of the last step of `mode`: a read into shared memory (`alias`), or a copy."""
+        return self.cached_bandwidth if mode == "alias" else self.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -187,6 +208,11 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        for mode in {mode for modes in descriptor.modes.values() for mode in modes}:
+            if mode not in descriptor.rates.contention:
+                raise UserError(
+                    f"{where}: [rates.contention] has no rate for transfer mode {mode!r}, which [modes] lists; add it"
+                )
         return descriptor
 
     def plain(self, family: str) -> tuple[Variant, ...]:

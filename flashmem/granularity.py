@@ -8,6 +8,7 @@ planned with slices of any size, then with smaller ones while that answers soone
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.errors import BudgetError
@@ -22,12 +23,8 @@ WORTH = 0.01
 """By what part smaller slices must make the objective better to be taken."""
 
 
-def first_attempt(
-    pipeline_for: Callable[[Slicing], Pipeline], limits: Limits, layer_seconds: float
-) -> tuple[Pipeline, Attempt]:
+def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -> tuple[Pipeline, Attempt]:
     """The pipeline with the slices that are best under `limits`, and what it makes of a graph that nothing was split in.
-
-    `layer_seconds`: what a launch costs while a session opens.
 
     Raises:
         BudgetError: even the smallest slices do not fit; it names the smallest budget of all that were tried.
@@ -48,13 +45,18 @@ def first_attempt(
             if refused is None or error.smallest_bytes < refused.smallest_bytes:
                 refused = error
             continue
-        if best is not None and not _is_better(tried, best[1], layer_seconds):
+        if best is not None and not _is_better(tried, best[1]):
             break
         best = pipeline, tried
-    if best is None:
-        assert refused is not None
+    if best is not None:
+        return best
+    assert refused is not None
+    if limits.m_peak is None:
         raise refused
-    return best
+    pipeline = pipeline_for(FINEST)  # M_peak does not limit W
+    generated = pipeline.generate(frozenset())
+    problem = replace(pipeline.problem(generated.program), w_may_grow=True)
+    return pipeline, Attempt(generated, problem, pipeline.plan(problem, generated.program))
 
 
 def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
@@ -66,24 +68,22 @@ def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:
 
 def _sizes(limits: Limits) -> Iterator[Slicing]:
     limit = limits.budget or limits.m_peak
-    if limit is None or limits.resolved_objective == "latency":
+    if limit is None or limits.resolved_objective != "paper":
         yield Slicing(most=None)
     if limit is None:
         return
-    most = limit if limits.resolved_objective == "latency" else limit // STEP  # what does not fit M_peak becomes part of W
+    most = limit if limits.resolved_objective != "paper" else limit // STEP  # what does not fit M_peak becomes part of W
     while most > LEAST_BYTES:
         yield Slicing(most=most)
         most //= STEP
     yield FINEST
 
 
-def _is_better(tried: Attempt, best: Attempt, layer_seconds: float) -> bool:
+def _is_better(tried: Attempt, best: Attempt) -> bool:
     """Whether the plan of smaller slices is worth their launches: by seconds, or by the paper's objective."""
     if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget the paper's may have given way to latency
         return tried.plan.objective_kind == "paper"
-    per_layer = layer_seconds if tried.plan.objective_kind == "latency" else 0.0
-    old, new = (each.plan.objective + per_layer * len(each.problem.layers) for each in (best, tried))
-    return new < (1 - WORTH) * old
+    return tried.plan.objective < (1 - WORTH) * best.plan.objective
 
 
 def _largest(program: Program) -> int:

@@ -71,7 +71,7 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
     earlier = _learned_from(bundle)
     learned = observed(bundle, mode, reports).joined_to(earlier)
     problem = learned.applied_to(planning_problem(bundle.program, bundle.descriptor, mode, limits))
-    plan = plan_problem(problem, bundle.program, mode, limits)
+    plan = plan_problem(replace(problem, w_may_grow=True), bundle.program, mode, limits)
     layouts = lay_out_pools(bundle.program.slices, plan, bundle.descriptor.modes[bundle.program.memory_path])
     note = f"learned from {learned.runs} runs in mode {mode}; loads came in at {learned.load_bandwidth / 1e6:.0f} MB/s"
     plan = replace(plan, layouts=dict(layouts), notes=(*plan.notes, note))
@@ -101,7 +101,7 @@ def _moved_bytes(plan: OverlapPlan) -> list[int]:
 
 def _moving_seconds(descriptor: DeviceDescriptor, mode: TransferMode, nbytes: int) -> float:
     rates = descriptor.rates
-    return rates.contention.get(mode, 0.0) * nbytes / rates.copy_bandwidth
+    return rates.contention_of(mode) * nbytes / rates.copy_bandwidth
 
 
 def _load_rate(bundle: Bundle, loads: Sequence[Span]) -> float | None:

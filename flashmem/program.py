@@ -331,16 +331,6 @@ def panel_bytes(gather: RowGather) -> int:
     return (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
 
 
-def copied_outputs(program: Program) -> tuple[Port, ...]:
-    """The outputs that a run copies, each to an array of its own: all that do not become arrays where they lie."""
-    stored = {tensor.name: tensor.dtype for tensor in program.tensors}
-    return tuple(
-        port
-        for port in program.outputs
-        if port.tensor is not None and not (program.hands_over and stored[port.tensor] == port.dtype)
-    )
-
-
 def raw_bytes(program: Program) -> int:
     """What of the weight file is elements of the model's weights; the rest pads rows of images, panels, and slices to pages.
 
@@ -349,6 +339,16 @@ def raw_bytes(program: Program) -> int:
     tables = [gather for gather in program.row_gathers if gather.panel == 1]  # the others lie in a weight's panels
     rows = {(table.offset, table.rows * table.row_stride) for table in tables}
     return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
+
+
+def copied_outputs(program: Program) -> tuple[Port, ...]:
+    """The outputs that a run copies, each to an array of its own: all that do not become arrays where they lie."""
+    stored = {tensor.name: tensor.dtype for tensor in program.tensors}
+    return tuple(
+        port
+        for port in program.outputs
+        if port.tensor is not None and not (program.hands_over and stored[port.tensor] == port.dtype)
+    )
 
 
 def output_bytes(program: Program) -> int:

@@ -17,7 +17,7 @@ from flashmem.errors import BudgetError
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.planning.limits import Limits
-from flashmem.planning.penalty import Penalties, chunks_above_capacity
+from flashmem.planning.penalty import Penalties
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem
 from flashmem.program import Program
@@ -66,19 +66,19 @@ class Split:
 
 
 def refine(
-    graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode, chunk_seconds: float
+    graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode
 ) -> tuple[Generated, OverlapPlan]:
     """The program of `graph` and its plan, with those fused layers split that made the plan better; its notes say which.
 
-    `first`: what `pipeline` made with nothing split. `chunk_seconds`: what moving a chunk above C_l costs.
+    `first`: what `pipeline` made with nothing split. Every objective counts what moving costs a layer, in every transfer mode.
     """
 
     def cost(tried: Attempt) -> float:
-        return objective(tried, mode, chunk_seconds)
+        return tried.plan.objective
 
     cuts: Cuts = frozenset()
     best = first
-    if not (may_refine(limits, mode) and capacity_matters(best.plan, mode)):
+    if not may_refine(limits, mode):
         return best.generated, best.plan
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
@@ -106,27 +106,19 @@ def refine(
 
 
 def may_refine(limits: Limits, mode: TransferMode) -> bool:
-    """Whether `refine` splits anything under such limits, whatever the plan."""
-    return limits.unfusion and limits.strategy == "stream" and (limits.resolved_objective == "paper" or mode == "interleave")
-
-
-def capacity_matters(plan: OverlapPlan, mode: TransferMode) -> bool:
-    """Whether C_l has a part in the objective: the paper's always, latency only where kernels move weights themselves."""
-    return plan.objective_kind == "paper" or mode == "interleave"
-
-
-def objective(tried: Attempt, mode: TransferMode, chunk_seconds: float) -> float:
-    """What is minimised: the plan's objective; of latency in mode `interleave`, with the time that chunks above C_l take."""
-    if tried.plan.objective_kind == "paper" or mode != "interleave":
-        return tried.plan.objective
-    return tried.plan.objective + chunk_seconds * chunks_above_capacity(tried.problem, tried.plan)
+    """Whether `refine` splits anything under such limits, whatever the plan: where nothing is limited, only kernels that move
+    weights themselves, and the paper's objective, ask for capacity.
+    """
+    limited = limits.budget is not None or limits.m_peak is not None
+    matters = limited or limits.resolved_objective == "paper" or mode == "interleave"
+    return limits.unfusion and limits.strategy == "stream" and matters
 
 
 def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
     """The splits worth trying on top of `cuts`, highest penalty first; none when nothing lacks capacity."""
     asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
-    penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.lambda_, limits.mu)
-    if not penalties.shortage and not limits.mu:
+    penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
+    if not penalties.shortage and not (limits.mu and best.plan.objective_kind == "paper"):
         return []
     found = splits(graph, best, cuts, pipeline, limits.alpha)
     scored = [(penalties.of(split.layer, split.gain), split) for split in found]
@@ -154,9 +146,10 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
         if program.launches[at - 1].operator_class == "hierarchical":
             continue
         before = whole[names]
-        after = sum(chunks for operators, chunks in parts.items() if set(operators) <= set(names))
-        if after > before and after >= (1 + alpha) * before:
-            found.append(Split(program.launches[at - 1].name, cut, at, after - before))
+        after = sum(nbytes for operators, nbytes in parts.items() if set(operators) <= set(names))
+        gain = (after - before) // best.problem.chunk_bytes
+        if gain > 0 and after >= (1 + alpha) * before:
+            found.append(Split(program.launches[at - 1].name, cut, at, gain))
     return found
 
 
@@ -178,10 +171,10 @@ def cut_point(layer: Layer, consumers: Mapping[Value, Sequence[Node]], outputs: 
 
 
 def _capacities(program: Program, problem: Problem) -> dict[tuple[str, ...], int]:
-    """C_v by the operators of each group, its slices together."""
+    """C_v in bytes by the operators of each group, its slices together."""
     total: dict[tuple[str, ...], int] = {}
     for launch, spec in zip(program.launches, problem.layers, strict=True):
-        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity
+        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity * problem.chunk_bytes
     return total
 
 

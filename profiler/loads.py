@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.device import TransferMode
-from flashmem.planning.plan import PoolLayout, TextureSlot
+from flashmem.planning.plan import LOADER_THREADS, PoolLayout, TextureSlot
 from flashmem.program import MemoryPath, Slice
-from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import Load, LoaderRun
 from flashmem.runtime.opencl import Context

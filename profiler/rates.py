@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -60,7 +60,9 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
     copy = _copy_rate(bench) if mode in ("dma", "interleave") else cached
-    delays = _thread_contention(bench, alone)
+    delays: dict[TransferMode, float] = {}
+    for each in benches:  # a mode that only another path has is measured there
+        delays |= _thread_contention(each, alone, delays)
     progress("disk")  # last: part of the benches' file is out of the page cache afterwards
     disk = bench.loads.cold_rate(mode)
     load = bench.loads.slice_seconds(mode)
@@ -99,12 +101,16 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
     return max(0.0, statistics.median(found)) if found else 0.0
 
 
-def _thread_contention(bench: Bench, mode_rates: dict[str, float]) -> dict[TransferMode, float]:
-    """By mode, the share of a transfer's time by which loader threads delay products that go on for three times as long."""
+def _thread_contention(
+    bench: Bench, mode_rates: dict[str, float], known: Collection[TransferMode]
+) -> dict[TransferMode, float]:
+    """By mode that is not `known`, the share of a transfer's time by which loader threads delay products that go on for three
+    times as long.
+    """
     product = bench.prepare(matmul_target(*_DELAYED_GEMM, bench.descriptor))
     found: dict[TransferMode, float] = {}
     for mode in bench.descriptor.modes[bench.path]:
-        if mode != "interleave":
+        if mode != "interleave" and mode not in known:
             transfer = PARTS * CHUNK / mode_rates[f"{bench.path} {mode}"]
             found[mode] = max(0.0, product.delay(mode, PARTS, math.ceil(3 * transfer / product.seconds)) / transfer)
     return found

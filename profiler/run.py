@@ -84,8 +84,9 @@ def profile(request: Request, progress: Progress) -> Path:
         _measure(request, growing, benches, models, spent, progress)
     progress("train", 1.0)
     contention = dict(machine.rates.contention)
-    if "interleave" in descriptor.modes[descriptor.memory_paths[0]]:
-        contention["interleave"] = lane_contention(growing.rows, machine.mode_rates, descriptor.memory_paths[0])
+    laned = next((path for path in descriptor.memory_paths if "interleave" in descriptor.modes[path]), None)
+    if laned is not None:
+        contention["interleave"] = lane_contention(growing.rows, machine.mode_rates, laned)
     rates = replace(machine.rates, contention=contention)
     today = date.today().isoformat()
     source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"

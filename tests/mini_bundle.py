@@ -274,7 +274,7 @@ def _plan(program: Program, preload: int, distance: int) -> OverlapPlan:
         planned.append(PlannedWeight(part.name, part.nbytes, chunks, first, last, False, start, moves))
     lambda_ = 0.9
     objective = lambda_ * sum(w.chunks for w in planned if w.preload)
-    objective += (1 - lambda_) * sum(w.first_use - w.load_layer for w in planned if not w.preload)
+    objective += (1 - lambda_) * sum(w.first_use - w.read_layer for w in planned if not w.preload)
     moved = [sum(n for w in planned for layer, n in w.moves if layer == at) for at in range(1, len(program.launches) + 1)]
     plan = OverlapPlan(
         "paper", CHUNK, sum(w.nbytes for w in planned), tuple(moved), tuple(planned),

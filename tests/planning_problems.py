@@ -49,7 +49,6 @@ def problems(
 def least_distance(problem: Problem, preload: Collection[str]) -> int | None:
     """The least sum of i_w - z_w for W = `preload` by trying every move at every layer; None if no moves are allowed."""
     streamed = [w for w in problem.weights if w.name not in preload]
-    chunk = problem.chunk_bytes
 
     @cache
     def best(layer: int, left: tuple[int, ...]) -> int | None:
@@ -57,8 +56,8 @@ def least_distance(problem: Problem, preload: Collection[str]) -> int | None:
         if layer == 0:
             return 0 if not any(left) else None
         in_flight = sum(
-            min(w.nbytes, chunk * left[n]) for n, w in enumerate(streamed) if w.last_use >= layer
-        )  # all that is moved at this layer or before and still needed
+            w.nbytes for n, w in enumerate(streamed) if w.last_use >= layer and left[n]
+        )  # whole slices of which a part is moved at this layer or before, and which are still needed
         if in_flight > problem.m_peak:
             return None
         options = [range(left[n] + 1) if w.first_use > layer else (0,) for n, w in enumerate(streamed)]
@@ -89,26 +88,25 @@ def least_objective(problem: Problem, lambda_: float, forced: Collection[str]) -
 
 
 def in_flight(problem: Problem, moves: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
-    """Bytes of streamed weights at each layer: what has been moved by then, of every weight that is still to be used."""
+    """Bytes of streamed weights at each layer: all of each that has been moved to by then and is still to be used."""
     weights = [w for w in problem.weights if w.name in moves]
 
     def held(w: WeightSpec, layer: int) -> int:
-        moved = sum(chunks for at, chunks in moves[w.name] if at <= layer)
-        return min(w.nbytes, moved * problem.chunk_bytes) if layer <= w.last_use else 0
+        return w.nbytes if moves[w.name][0][0] <= layer <= w.last_use else 0
 
     return [sum(held(w, layer) for w in weights) for layer in range(1, len(problem.layers) + 1)]
 
 
 def keeps_the_rules(plan: OverlapPlan, problem: Problem) -> bool:
-    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, in the words of DESIGN section 4."""
+    """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, in the words of docs/planner.md."""
     for w in plan.weights:
         if w.preload:
-            if w.moves or w.load_layer:
+            if w.moves or w.read_layer:
                 return False
         elif (
             sum(chunks for _, chunks in w.moves) != w.chunks
-            or any(chunks < 1 or not 1 <= layer < w.first_use or layer < w.load_layer for layer, chunks in w.moves)
-            or not 1 <= w.load_layer < w.first_use
+            or any(chunks < 1 or not 1 <= layer < w.first_use or layer < w.read_layer for layer, chunks in w.moves)
+            or not 1 <= w.read_layer < w.first_use
             or [layer for layer, _ in w.moves] != sorted({layer for layer, _ in w.moves})
         ):
             return False
@@ -116,11 +114,13 @@ def keeps_the_rules(plan: OverlapPlan, problem: Problem) -> bool:
     for layer in range(1, len(problem.layers) + 1):
         in_flight = 0
         for w in streamed:
-            if w.last_use >= layer:
-                moved = sum(chunks for at, chunks in w.moves if at <= layer)
-                in_flight += min(w.nbytes, moved * problem.chunk_bytes)
+            if problem.mode != "interleave":
+                in_flight += w.nbytes * (w.read_layer <= layer <= w.last_use)
+            else:
+                in_flight += w.nbytes * (w.read_layer <= layer <= w.moves[-1][0])
+                in_flight += w.nbytes * (w.moves[0][0] <= layer <= w.last_use)
         here = sum(chunks for w in streamed for at, chunks in w.moves if at == layer)
-        if in_flight > problem.m_peak or here > plan.capacities[layer - 1]:
+        if in_flight > problem.m_peak or here > plan.kept_capacities[layer - 1]:
             return False
     return True
 

@@ -312,7 +312,7 @@ def test_a_tampered_program_is_refused(change: Callable[[Any], None], message: s
         (_set("weights", 3, "first_use", 1), "differs from the problem's in size or use"),
         (_set("weights", 3, "name", "nowhere"), "does not hold each weight"),
         (lambda data: data["weights"].pop(), "does not hold each weight"),
-        (_set("weights", 3, "load_layer", 20), "its plan does not hold"),
+        (_set("weights", 3, "read_layer", 20), "its plan does not hold"),
         (_set("weights", 3, "moves", [[1, 10**6]]), "its plan does not hold"),
         (_set("weights", 3, "moves", [[25, 1]]), "its plan does not hold"),
         (_set("weights", 3, "moves", [[1, -3]]), "wrong type or range"),

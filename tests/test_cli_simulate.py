@@ -89,7 +89,7 @@ ZOO = ("zoo:gptneo-125m", "--device", "adreno750")
     [
         ("--m-peak", "500MB"),
         ("--budget", "128MB"),
-        ("--m-peak", "100MB", "--objective", "latency", "--mode", "interleave", "--precision", "fp16"),
+        ("--m-peak", "100MB", "--objective", "first", "--mode", "interleave", "--precision", "fp16"),
         ("--m-peak", "500MB", "--lambda", "0.5", "--chunk", "4MiB", "--memory-path", "buffer", "--preload", "h.3.c_fc.weight"),
         ("--m-peak", "64MB", "--unfusion", "--mu", "0.5", "--alpha", "0.2"),
     ],
@@ -157,7 +157,7 @@ def test_a_sweep_fills_its_grid_and_starts_where_it_stopped(
 
 
 @pytest.mark.parametrize(
-    ("limit", "column"), [(("--m-peak", "--objective", "latency"), "m_peak_bytes"), (("--budget",), "budget_bytes")]
+    ("limit", "column"), [(("--m-peak", "--objective", "first"), "m_peak_bytes"), (("--budget",), "budget_bytes")]
 )
 def test_a_limit_too_small_is_a_row_that_names_one_that_works(
     limit: tuple[str, ...], column: str, flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

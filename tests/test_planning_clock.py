@@ -11,25 +11,26 @@ from hypothesis import given, settings
 from planning_problems import layers_of, problems
 
 from flashmem.planning.clock import fastest_seconds, play, unlimited_seconds
-from flashmem.planning.latency import earliest_load_layers, forced_preload, latency_plan, smallest_m_peak
+from flashmem.planning.gates import earliest_gates
+from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.problem import Problem, WeightSpec
 
 
-def reference(problem: Problem, load_layers: dict[str, int]) -> float:
+def reference(problem: Problem, gates: dict[str, int]) -> float:
     """Integrated latency by the definition: when each load and each layer ends, by recursion."""
-    order = sorted(problem.weights, key=lambda w: (load_layers[w.name], w.first_use))
+    order = sorted(problem.weights, key=lambda w: (max(1, gates[w.name]), w.first_use))
 
     @cache
     def loaded(number: int) -> float:
         w = order[number]
-        begin = max(loaded(number - 1) if number else 0.0, done(max(0, load_layers[w.name] - 1)))
+        begin = max(loaded(number - 1) if number else 0.0, done(max(0, gates[w.name] - 1)))
         return begin + w.nbytes / problem.load_bandwidth
 
     @cache
     def done(layer: int) -> float:
         if layer == 0:
             return 0.0
-        needed = [n for n, w in enumerate(order) if w.first_use <= layer or load_layers[w.name] == 0]
+        needed = [n for n, w in enumerate(order) if w.first_use <= layer]
         return max([done(layer - 1), *map(loaded, needed)]) + problem.layers[layer - 1].seconds
 
     return done(len(problem.layers))
@@ -45,14 +46,14 @@ def test_a_load_hidden_and_a_load_waited_for() -> None:
     # with no limit c follows b at once: 3-7, and no layer waits
     assert unlimited_seconds(problem, {"a"}) == 11.0
     # in M_peak 8 neither all of c nor a part of it longer than 6 fits beside b: c ends 1 s after layer 2
-    assert latency_plan(replace(problem, m_peak=10)).objective == 11.0
-    assert latency_plan(replace(problem, m_peak=10)).status == "OPTIMAL"
+    assert first_plan(replace(problem, m_peak=10)).objective == 11.0
+    assert first_plan(replace(problem, m_peak=10)).status == "OPTIMAL"
 
 
 def test_the_slowdown_of_a_tight_limit_is_expected() -> None:
     weights = tuple(WeightSpec(f"w{n}", 6, n, n) for n in range(1, 5))
     problem = Problem(layers_of([9] * 4, seconds=4.0), weights, 1, 12, 1.0)
-    tight, roomy = latency_plan(problem), latency_plan(replace(problem, m_peak=100))
+    tight, roomy = first_plan(problem), first_plan(replace(problem, m_peak=100))
     assert roomy.expected_slowdown == 0 and roomy.objective == unlimited_seconds(problem, {"w1"})
     assert tight.expected_slowdown == pytest.approx(tight.objective / roomy.objective - 1)
     assert tight.objective >= roomy.objective
@@ -62,16 +63,16 @@ def test_the_slowdown_of_a_tight_limit_is_expected() -> None:
 @settings(max_examples=100, deadline=None)
 def test_the_clock_agrees_with_the_recursion(problem: Problem) -> None:
     tight = replace(problem, m_peak=smallest_m_peak(problem)[0])
-    load_layers = earliest_load_layers(tight, forced_preload(tight))
-    assert play(tight, load_layers).seconds == pytest.approx(reference(tight, load_layers))
+    gates = earliest_gates(tight, forced_preload(tight), tight.m_peak)
+    assert play(tight, gates).seconds == pytest.approx(reference(tight, gates))
 
 
 @given(problems(most_layers=5, most_weights=4, most_chunks=3))
 @settings(max_examples=100, deadline=None)
-def test_no_choice_of_load_layers_is_faster(problem: Problem) -> None:
+def test_no_choice_of_gates_is_faster(problem: Problem) -> None:
     limit = max(problem.m_peak, smallest_m_peak(problem)[0])
     inside = replace(problem, m_peak=limit)
-    plan = latency_plan(inside)
+    plan = first_plan(inside)
     streamed = [w for w in plan.weights if not w.preload]
     in_use_order = sorted(streamed, key=lambda w: w.first_use)
     times = []

@@ -31,8 +31,8 @@ def srpt_plan(problem: Problem) -> OverlapPlan | None:
         return None
     objective = 0.9 * sum(problem.chunks(w) for w in problem.weights if w.name in chosen) + 0.1 * found.distance(problem)
     return assemble(
-        problem, chosen, found.load_layers, found.moves, kind="paper", lambda_=0.9, objective=objective, bound=0.0,
-        tier="dynamic-program", started=0.0, notes=(), base=chosen,
+        problem, chosen, {name: parts[0][0] for name, parts in found.moves.items()}, found.moves, kind="paper", lambda_=0.9,
+        objective=objective, bound=0.0, tier="dynamic-program", started=0.0, notes=(), base=chosen,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def drop_a_chunk(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Br
 
 def add_a_chunk(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
     w = pick(data, plan, streamed)
-    layer = data.draw(st.integers(w.load_layer, w.first_use - 1))
+    layer = data.draw(st.integers(w.read_layer, w.first_use - 1))
     moves = dict(w.moves)
     return with_moves(plan, w, {**moves, layer: moves.get(layer, 0) + 1}), problem
 
@@ -86,35 +86,35 @@ def move_to_the_use_or_later(plan: OverlapPlan, problem: Problem, data: st.DataO
 
 
 def move_before_loading(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
-    w = pick(data, plan, lambda w: streamed(w) and w.load_layer > 1)
+    w = pick(data, plan, lambda w: streamed(w) and w.read_layer > 1)
     moves = dict(w.moves)
     moves[data.draw(st.sampled_from(sorted(moves)))] -= 1
-    return with_moves(plan, w, {**moves, data.draw(st.integers(1, w.load_layer - 1)): 1}), problem
+    return with_moves(plan, w, {**moves, data.draw(st.integers(1, w.read_layer - 1)): 1}), problem
 
 
 def load_after_the_first_move(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
     w = pick(data, plan, lambda w: streamed(w) and w.moves[0][0] + 1 < w.first_use)
-    return changed(plan, w, load_layer=w.moves[0][0] + 1), problem
+    return changed(plan, w, read_layer=w.moves[0][0] + 1), problem
 
 
 def load_at_the_use_or_later(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
     w = pick(data, plan, streamed)
-    return changed(plan, w, load_layer=data.draw(st.integers(w.first_use, len(problem.layers) + 1))), problem
+    return changed(plan, w, read_layer=data.draw(st.integers(w.first_use, len(problem.layers) + 1))), problem
 
 
 def load_before_layer_1(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
-    return changed(plan, pick(data, plan, streamed), load_layer=data.draw(st.integers(-2, 0))), problem
+    return changed(plan, pick(data, plan, streamed), read_layer=data.draw(st.integers(-2, 0))), problem
 
 
 def pass_the_capacity(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
     """A chunk is moved to a layer that is full already."""
     moved = moved_chunks(plan)
-    full = {layer for layer, (n, c) in enumerate(zip(moved, plan.capacities, strict=True), start=1) if n == c}
+    full = {layer for layer, (n, c) in enumerate(zip(moved, plan.kept_capacities, strict=True), start=1) if n == c}
     choices = [
         (w, source, layer)
         for w in plan.weights
         for source, _ in w.moves
-        for layer in full & set(range(w.load_layer, w.first_use))
+        for layer in full & set(range(w.read_layer, w.first_use))
         if layer != source and layer > source
     ]
     assume(choices)
@@ -165,7 +165,7 @@ def preload_what_is_streamed(plan: OverlapPlan, problem: Problem, data: st.DataO
 
 
 def stream_what_is_preloaded(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
-    return changed(plan, pick(data, plan, lambda w: w.preload), preload=False, load_layer=1), problem
+    return changed(plan, pick(data, plan, lambda w: w.preload), preload=False, read_layer=1), problem
 
 
 def move_what_is_preloaded(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
@@ -173,15 +173,24 @@ def move_what_is_preloaded(plan: OverlapPlan, problem: Problem, data: st.DataObj
     return changed(plan, w, moves=((1, w.chunks),)), problem
 
 
-def load_earlier_unpriced(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
-    w = pick(data, plan, lambda w: streamed(w) and w.load_layer > 1)
-    return changed(plan, w, load_layer=data.draw(st.integers(1, w.load_layer - 1))), problem
+def move_earlier_unpriced(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
+    """The first move comes earlier, within the capacities and behind the gate; the objective stays."""
+    free = [c - n for n, c in zip(moved_chunks(plan), plan.kept_capacities, strict=True)]
+    choices = [
+        (w, layer) for w in plan.weights if not w.preload
+        for layer in range(w.read_layer, w.first_mover) if free[layer - 1] >= 1
+    ]  # fmt: skip
+    assume(choices)
+    w, layer = data.draw(st.sampled_from(choices))
+    moves = dict(w.moves)
+    moves[w.last_mover] -= 1
+    return with_moves(plan, w, {**moves, layer: 1}), replace(problem, m_peak=plan.m_peak)
 
 
 def preload_unpriced(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
     """W grows by a weight whose price differs from that of streaming it; the objective stays."""
-    w = pick(data, plan, lambda w: streamed(w) and abs(0.9 * w.chunks - 0.1 * (w.first_use - w.load_layer)) > 1e-3)
-    return changed(plan, w, preload=True, load_layer=0, moves=()), problem
+    w = pick(data, plan, lambda w: streamed(w) and abs(0.9 * w.chunks - 0.1 * (w.first_use - w.first_mover)) > 1e-3)
+    return changed(plan, w, preload=True, read_layer=0, moves=()), problem
 
 
 def wrong_objective(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
@@ -215,7 +224,7 @@ MUTATIONS: dict[Mutation, str] = {
     preload_what_is_streamed: "C0",
     stream_what_is_preloaded: "C0",
     move_what_is_preloaded: "C0",
-    load_earlier_unpriced: "objective",
+    move_earlier_unpriced: "objective",
     preload_unpriced: "objective",
     wrong_objective: "objective",
     bound_above_the_objective: "objective",

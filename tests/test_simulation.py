@@ -114,12 +114,16 @@ def test_preloading_belongs_to_the_opening() -> None:
     assert prediction.later == pytest.approx(1 + 2 + 2)
 
 
-def test_w_comes_in_before_the_first_layer_where_the_mode_asks_for_it() -> None:
+def test_w_comes_in_while_layers_run() -> None:
     layers, loads = (layer(1.0), layer(1.0, "a")), (load("a", 50, preload=True), load("b", 10))
-    with_the_rest = simulate(Scenario(PLAIN, layers, loads))
-    assert started(with_the_rest) == [0.0, pytest.approx(5)]
-    before = simulate(Scenario(PLAIN, layers, loads, w_threads=1))
-    assert started(before) == [pytest.approx(5), pytest.approx(6)]
+    assert started(simulate(Scenario(PLAIN, layers, loads))) == [0.0, pytest.approx(5)]
+
+
+def test_what_is_kept_is_there_in_a_later_run() -> None:
+    layers, loads = (layer(1.0), layer(1.0, "a"), layer(1.0, "b")), (replace(load("a", 50), keep=True), load("b", 10))
+    prediction = simulate(Scenario(PLAIN, layers, loads))
+    assert prediction.report.latency.integrated == pytest.approx(5 + 1 + 1)
+    assert prediction.later == pytest.approx(3)
 
 
 def test_a_later_run_opens_nothing_and_finds_w_and_the_file_in_memory() -> None:
@@ -189,7 +193,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(
         machine, layers, tuple(loads), frees, (Allocation("arena", draw(st.integers(0, 50))),),
         announced=draw(st.integers(0, len(loads))), context_seconds=draw(st.sampled_from((0.0, 1.5))),
-        w_threads=draw(st.sampled_from((None, 1))),
     )  # fmt: skip
 
 
@@ -264,7 +267,7 @@ def test_more_bandwidth_is_never_slower(scenario: Scenario, rate: str) -> None:
 
 @st.composite
 def clocked(draw: st.DrawFn) -> tuple[Problem, dict[str, int]]:
-    """A problem with W = the weights of layer 1, and load layers in use order: what `latency_plan` makes."""
+    """A problem with W = the weights of layer 1, and load layers in use order: what `first_plan` makes."""
     count = draw(st.integers(1, 8))
     layers = tuple(LayerSpec(f"layer{n}", "reusable", 1, draw(st.integers(1, 20)) / 8) for n in range(1, count + 1))
     firsts = sorted(draw(st.lists(st.integers(1, count), max_size=10)))

@@ -31,7 +31,7 @@ from flashmem.errors import BudgetError, RunError
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
-from flashmem.planning.latency import latency_plan
+from flashmem.planning.latency import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import PASSING_BYTES, OverlapPlan, passing_bytes
@@ -112,7 +112,7 @@ def test_every_operator_of_a_model_is_one_launch_where_nothing_is_limited() -> N
 PRODUCTS = ((768, 3072), (3072, 768)) * 4
 
 
-@pytest.mark.parametrize(("mode", "objective"), [("dma", "latency"), ("dma", "paper"), ("interleave", "latency")])
+@pytest.mark.parametrize(("mode", "objective"), [("dma", "first"), ("dma", "paper"), ("interleave", "first")])
 def test_the_smallest_budget_is_that_of_the_smallest_slices(
     mode: TransferMode, objective: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +172,7 @@ def test_what_is_large_passes_through_staging_in_pieces() -> None:
     layers = planned(graph_of(8, (64, 64), (64, 64), (64, 64)), "nvidia")[1].capacities
     problem = replace(problem, weights=weights, layers=tuple(_layer(c) for c in layers))
     slices = [Slice(w.name, w.name, 0, w.nbytes) for w in weights]
-    plan = latency_plan(problem)
+    plan = first_plan(problem)
     layouts = lay_out_pools(slices, plan, ["dma", "interleave"])
     replace(plan, layouts=dict(layouts)).check(problem, slices)
     assert layouts["dma"].staging_bytes == 2 * PASSING_BYTES

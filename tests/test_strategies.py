@@ -106,7 +106,7 @@ def test_nothing_is_loaded_on_demand_before_its_layer_is_next(tmp_path: Path) ->
     for part in bundle.program.slices:
         firsts[part.weight] = min(first[part.name][0], firsts.get(part.weight, 1 << 30))
     of_weight = {part.name: part.weight for part in bundle.program.slices}
-    assert all(w.load_layer == firsts[of_weight[w.name]] for w in bundle.plan.weights)
+    assert all(w.read_layer == firsts[of_weight[w.name]] for w in bundle.plan.weights)
     assert not any(w.preload for w in bundle.plan.weights)
 
 

@@ -6,7 +6,6 @@ Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor`
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 from flashmem.capacity.classes import THRESHOLDS, predict_seconds
@@ -36,7 +35,8 @@ class CapacityModel(Protocol):
 
 
 class Roofline:
-    """The analytic model: the slower of arithmetic and traffic, and streaming added on top at the copy rate."""
+    """The analytic model: the slower of arithmetic and traffic, delayed by the mode's contention while bytes are
+    transferred."""
 
     def __init__(self, descriptor: DeviceDescriptor, why: str = "") -> None:
         """`why`: why there is no better model, for the note."""
@@ -53,20 +53,24 @@ class Roofline:
         return predict_seconds(launch, self._descriptor, weight_bytes)
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
-        """The same, and the time that copying takes; `mode` makes no difference."""
-        return self.seconds(launch, weight_bytes) + streamed_bytes / self._descriptor.rates.copy_bandwidth
+        """The same, and the share of the transfer's time by which `mode` delays what computes."""
+        rates = self._descriptor.rates
+        delay = rates.contention_of(mode) * streamed_bytes / rates.transfer_bandwidth(mode)
+        return self.seconds(launch, weight_bytes) + delay
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
-        """What can be copied in the time that the slowdown admits."""
-        return slowdown * self.seconds(launch, weight_bytes) * self._descriptor.rates.copy_bandwidth
+        """What delays it by no more than the slowdown admits, and can be transferred while it runs."""
+        rates, alone = self._descriptor.rates, self.seconds(launch, weight_bytes)
+        share = min(slowdown / max(rates.contention_of(mode), 1e-9), 1.0 + slowdown)
+        return share * alone * rates.transfer_bandwidth(mode)
 
 
-def load_capacity(model: CapacityModel, launch: Launch, weight_bytes: int, chunk_bytes: int, mode: TransferMode) -> int:
-    """C_l: whole chunks of `chunk_bytes` that `launch` takes along within the slowdown its class may take."""
+def load_capacity(model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode) -> float:
+    """C_l in bytes: what `launch` takes along within the slowdown its class may take."""
     threshold = THRESHOLDS[launch.operator_class]
     if threshold == 0:
-        return 0
-    return math.floor(model.streamable_bytes(launch, weight_bytes, threshold, mode) / chunk_bytes)
+        return 0.0
+    return model.streamable_bytes(launch, weight_bytes, threshold, mode)
 
 
 def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> CapacityModel:

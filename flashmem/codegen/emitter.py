@@ -17,7 +17,8 @@ from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.places import Place, Places
 from flashmem.codegen.slicing import Slicing
 from flashmem.codegen.templates import KernelLibrary
-from flashmem.device import DeviceDescriptor
+from flashmem.codegen.variants import Product
+from flashmem.device import DeviceDescriptor, Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
@@ -66,6 +67,7 @@ class Emitter:
     tensors: dict[str, Held] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
+    variants: dict[tuple[Value, Product], Variant] = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
     _asked: set[Value] = field(default_factory=set)

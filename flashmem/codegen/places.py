@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,6 +22,9 @@ from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.ranges import Ranges
 from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
+
+_WIDEST = 16
+"""Elements of the widest vector."""
 
 Storage = Callable[[Value], StoredType]
 
@@ -91,6 +94,16 @@ def held_by(
     trees = _Trees(layers, early, results, ranges, storage)
     trees.join_parts(layers)
     return list(trees.pieces())
+
+
+def least_alive(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> list[int]:
+    """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    trees.overwrite(layers, range(len(layers) + 2))
+    return trees.alive()[1:-1]
 
 
 def where_needed(apart: Sequence[int], least: int) -> set[int]:
@@ -251,6 +264,8 @@ class _Trees:
             possible = [value for value in possible if read_by(layer).count(value) == 1]
         else:
             return
+        if not _fills_vectors(layer, read):
+            return
         for value in possible:
             base = self._ranges.base(value)
             if value.shape != output.shape or value.dtype != output.dtype or base not in self._item_of:
@@ -294,6 +309,16 @@ class _Trees:
         else:
             return False
         return True
+
+
+def _fills_vectors(layer: Layer, read: Iterable[Value]) -> bool:
+    """Whether the last vector of a row ends with the row: otherwise it has elements of the next one, which others write."""
+    shape, columns = layer.output.shape, REGISTRY[layer.main.op].columns
+    if columns is not None:
+        groups = int(layer.main.attributes.get("group", 1))
+        return math.prod(shape[columns(layer.main) :]) // groups % _WIDEST == 0
+    one_row = all(value.shape == shape or value.size == 1 for value in read)
+    return one_row or math.prod(shape[-1:]) % _WIDEST == 0
 
 
 def parts_in_place(node: Node) -> Iterator[tuple[Value, int]]:

@@ -48,6 +48,7 @@ class CompileOptions:
     unfusion: bool | None = None
     mu: float | None = None
     alpha: float | None = None
+    units: str | None = None
     optimize: str | None = None
 
     def check(self) -> None:
@@ -180,7 +181,7 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
 
 
 _TARGET = ("device", "memory_path", "mode", "precision", "optimize")
-_LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha")
+_LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha", "units")
 _LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")
 """Flags that also say how a bundle is played, which a session or a simulation chooses again."""

@@ -43,8 +43,16 @@ class Objective(StrEnum):
     """What the planner minimises."""
 
     AUTO = "auto"
+    FIRST = "first"
+    STEADY = "steady"
     PAPER = "paper"
-    LATENCY = "latency"
+
+
+class Units(StrEnum):
+    """What the paper's objective counts in."""
+
+    SHARE = "share"
+    PRINTED = "printed"
 
 
 class Strategy(StrEnum):
@@ -110,9 +118,9 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "m_peak": Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on weights in flight only, as the paper has it.")],
     "lambda_": Annotated[
         float | None,
-        typer.Option("--lambda", min=0.0, max=1.0, help="Weight of preloading against loading early.", show_default="0.9"),
+        typer.Option("--lambda", min=0.0, max=1.0, help="Latency (0) against memory (1).", show_default="0; paper: 0.9"),
     ],
-    "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer.", show_default="1MiB")],
+    "chunk": Annotated[str | None, typer.Option(metavar="SIZE", help="Unit of transfer (S).", show_default="auto")],
     "precision": Annotated[
         Precision | None, typer.Option(help="fp16: weights and activations stored in half; sums in fp32.", show_default="fp32")
     ],
@@ -122,7 +130,7 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     "mode": Annotated[Mode | None, typer.Option(help="How weights reach the kernels.", show_default="auto")],
     "objective": Annotated[
         Objective | None,
-        typer.Option(help="latency is the default with --budget, paper with --m-peak.", show_default="auto"),
+        typer.Option(help="The first answer, later runs, or the paper's weighted sum.", show_default="first"),
     ],
     "strategy": Annotated[
         Strategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")
@@ -133,6 +141,10 @@ BUNDLE_OPTIONS: dict[str, Any] = {
     ],
     "mu": Annotated[float | None, typer.Option(min=0.0, help="Weight of distance in ranking splits.", show_default="0.1")],
     "alpha": Annotated[float | None, typer.Option(min=0.0, help="Least gain in capacity for a split.", show_default="0.1")],
+    "units": Annotated[
+        Units | None,
+        typer.Option(help="The paper's sum in shares of all chunks and layers, or in chunks and layers.", show_default="share"),
+    ],
     "optimize": Annotated[
         Optimize | None, typer.Option(help="Kernels for the first answer, or for later ones.", show_default="cold")
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmem.bundle import Bundle
+from flashmem.bundle_check import plan_holds
 from flashmem.commands.compiling import CompileOptions, bundle_of
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
@@ -41,17 +42,21 @@ class Shown:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What happens while layer ℓ computes. `in_flight_bytes` is what C2 limits: streamed weights, staged or resident."""
+    """What happens while layer ℓ computes. `in_flight_bytes` is what C2 limits: streamed weights, staged or resident.
+
+    `capacity_chunks` is C_ℓ as the problem has it, `allowed_chunks` what the plan keeps to (more where a tier relaxed it).
+    """
 
     layer: int
     name: str
     operators: tuple[str, ...]  # the ONNX nodes fused into it
     operator_class: str
     capacity_chunks: int
+    allowed_chunks: int
     moved_chunks: int
     in_flight_bytes: int
-    loads: tuple[str, ...]  # weights whose loading may begin here (z_w)
-    frees: tuple[str, ...]  # weights used here for the last time
+    loads: tuple[str, ...]  # weights whose read gate is here (g_w)
+    frees: tuple[str, ...]  # weights let go after it
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,8 @@ def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: 
         _print(shown, rows, because, show_all)
 
 
-def summary(plan: OverlapPlan) -> dict[str, Any]:
-    """The object under the key `plan`: how good the plan is known to be. A bundle that was opened has been checked."""
+def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
+    """The object under the key `plan`: how good the plan is known to be, and what the checker says of it now."""
     return {
         "status": plan.status,
         "objective": plan.objective,
@@ -95,25 +100,28 @@ def summary(plan: OverlapPlan) -> dict[str, Any]:
         "preload_ratio": plan.preload_ratio,
         "expected_slowdown": plan.expected_slowdown,
         "solve_seconds": plan.solve_seconds,
-        "checked": True,
+        "checked": plan_holds(program, plan),
     }
 
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
-    """One row for each layer. A chunk is in flight from the layer that moves it until the last use of its weight."""
+    """One row for each layer. A slice is in flight from its read gate until its last use, or to the end if it is kept."""
     loads: dict[int, list[str]] = {}
     frees: dict[int, list[str]] = {}
     for w in plan.weights:
         if not w.preload:
-            loads.setdefault(w.load_layer, []).append(w.name)
+            loads.setdefault(w.read_layer, []).append(w.name)
+        if not (w.preload or w.keep):
             frees.setdefault(w.last_use, []).append(w.name)
-    columns = zip(program.launches, plan.capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True)
+    columns = zip(
+        program.launches, plan.capacities, plan.kept_capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True
+    )
     return [
         LayerRow(
-            layer, launch.name, launch.operators, launch.operator_class, capacity, moved, held,
+            layer, launch.name, launch.operators, launch.operator_class, capacity, allowed, moved, held,
             tuple(loads.get(layer, ())), tuple(frees.get(layer, ())),
         )
-        for layer, (launch, capacity, moved, held) in enumerate(columns, start=1)
+        for layer, (launch, capacity, allowed, moved, held) in enumerate(columns, start=1)
     ]  # fmt: skip
 
 
@@ -141,6 +149,11 @@ def several_launches(program: Program) -> dict[str, int]:
         read = {weight_of[str(arg.value)] for arg in launch.args if arg.kind == "slice"}
         launches.update((weight, launch.operators) for weight in read)
     return {weight: count for (weight, _), count in launches.items() if count > 1}
+
+
+def _kept(plan: OverlapPlan) -> dict[str, str]:
+    kept = [w.nbytes for w in plan.weights if w.keep]
+    return {"later runs": f"find {format_size(sum(kept))} more resident, in {len(kept)} slices"} if kept else {}
 
 
 def _launches(program: Program) -> dict[str, str]:
@@ -178,10 +191,14 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
         "memory_path": shown.program.memory_path,
         "kernels": _kernels(shown.program),
         "plan": {
-            **summary(plan),
+            **summary(plan, shown.program),
             "lambda": plan.lambda_,
             "chunk_bytes": plan.chunk_bytes,
             "m_peak_bytes": plan.m_peak,
+            "mode": plan.mode,
+            "units": plan.units,
+            "kept_bytes": sum(w.nbytes for w in plan.weights if w.keep),
+            "relaxed_layers": len(plan.relaxed),
             "notes": list(plan.notes),
             "layers": len(rows),
             "slices": len(plan.weights),
@@ -225,7 +242,8 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "weight file": _file(shown.program),
         **_order(shown.program),
         **_launches(shown.program),
-        "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)}",
+        "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)} in mode {plan.mode}",
+        **_kept(plan),
         "activations": _activations(shown.program),
     }
     if plan.layouts:
@@ -239,7 +257,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
     for note in plan.notes:
         print_facts({"note": note})
     print()
-    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "starts loading")
+    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "read gate of")
     _print_shortened(headers, _layer_cells(rows, grouped=not show_all and len(rows) > _ROWS_SHOWN), show_all)
     if because:
         print("\nwhy they are preloaded")

@@ -177,7 +177,7 @@ def _learn(outcome: Outcome) -> None:
         from flashmem.learn import learn
     before = outcome.bundle.plan
     after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
-    moved = sum(a.load_layer != b.load_layer for a, b in zip(before.weights, after.weights, strict=True))
+    moved = sum(a.read_layer != b.read_layer for a, b in zip(before.weights, after.weights, strict=True))
     say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
 
 
@@ -203,7 +203,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
             "process_bare_rss_bytes": outcome.bare_bytes,
             "by_category": dict(memory.by_category),
         },
-        "plan": summary(outcome.bundle.plan),
+        "plan": summary(outcome.bundle.plan, outcome.bundle.program),
     }
     if verification is not None:
         report["verify"] = verification.to_json()

@@ -136,7 +136,7 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
             "budget_bytes": memory.budget_bytes,
             "by_category": dict(memory.by_category),
         },
-        "plan": summary(played.subject.plan),
+        "plan": summary(played.subject.plan, played.subject.program),
     }
 
 

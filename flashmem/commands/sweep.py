@@ -29,11 +29,11 @@ class SweepOptions:
     plot: Path | None = None
     m_peak: str | None = None
     budget: str | None = None
-    lambda_: str = "0.9"
+    lambda_: str | None = None
     mu: str = "0.1"
     precision: str = "fp32"
     device: str = "auto"
-    chunk: str = "1MiB"
+    chunk: str = "auto"
     shape: tuple[str, ...] = ()
     objective: str = "auto"
     mode: str = "auto"
@@ -67,10 +67,10 @@ class SweepOptions:
             precisions=words(self.precision, "--precision", ("fp32", "fp16")),
             m_peaks=sizes(self.m_peak, "--m-peak"),
             budgets=sizes(self.budget, "--budget"),
-            lambdas=numbers(self.lambda_, "--lambda", low=0, high=1),
+            lambdas=numbers(self.lambda_ or ("0.9" if self.objective == "paper" else "0"), "--lambda", low=0, high=1),
             mus=mus,
             shape=" ".join(sorted(self.shape)),
-            chunk_bytes=parse_size(self.chunk, what="--chunk"),
+            chunk_bytes=0 if self.chunk == "auto" else parse_size(self.chunk, what="--chunk"),
             objective_asked=self.objective,
             mode=self.mode,
             disk=self.disk,

@@ -60,7 +60,8 @@ class Layer:
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
-    """The layers of `graph` in execution order. Reshapes are no layers: they move no data.
+    """The layers of `graph` in execution order. Reshapes are no layers: they move no data. Nor is a Slice that moves none
+    launched (`graph.ranges`), which depends on what its source is stored in.
 
     `cuts`: operators that join no tail; an elementwise one begins a layer of its own, with a tail of its own.
     """
@@ -121,8 +122,8 @@ def _places(factors: Sequence[Factor], columns: int) -> int:
 
 
 def _is_given(value: Value, consumers: dict[Value, list[Node]], outputs: set[Value]) -> bool:
-    """Whether `value` is an output of the model, in whatever shape."""
-    reshaped = (node for node in consumers.get(value, ()) if node.op == "Reshape")
+    """Whether `value` is an output of the model, or a part of one, in whatever shape."""
+    reshaped = (node for node in consumers.get(value, ()) if node.op in ("Concat", "Reshape"))
     return value in outputs or any(_is_given(node.outputs[0], consumers, outputs) for node in reshaped)
 
 

@@ -1,16 +1,13 @@
-"""From decisions (W, z, x) to an overlap plan: what every planner does at its end."""
+"""From decisions (W, g, x) to an overlap plan: what every planner does at its end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
 
-from flashmem.planning.clock import play, unlimited_seconds
-from flashmem.planning.plan import Objective, OverlapPlan, PlannedWeight, Status, Tier
+from flashmem.planning.clock import Moves, play, unlimited_seconds
+from flashmem.planning.plan import PASSING_BYTES, Objective, OverlapPlan, PlannedWeight, Status, Tier
 from flashmem.planning.problem import Problem
-
-Moves = Mapping[str, tuple[tuple[int, int], ...]]
-"""x_{w,l}: by weight, (layer, chunks) in ascending order."""
 
 
 def moved_chunks(problem: Problem, moves: Moves) -> list[int]:
@@ -25,7 +22,7 @@ def moved_chunks(problem: Problem, moves: Moves) -> list[int]:
 def assemble(
     problem: Problem,
     preload: Collection[str],
-    load_layers: Mapping[str, int],
+    gates: Mapping[str, int],
     moves: Moves,
     *,
     kind: Objective,
@@ -42,29 +39,30 @@ def assemble(
     weights = tuple(
         PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True)
         if w.name in preload
-        else PlannedWeight(
-            w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, False, load_layers[w.name], moves[w.name]
-        )
+        else PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, False, gates[w.name], moves[w.name])
         for w in problem.weights
     )
     used = moved_chunks(problem, moves)
     above = {
-        layer: n - spec.capacity for layer, (n, spec) in enumerate(zip(used, problem.layers, strict=True)) if n > spec.capacity
+        layer: n - spec.capacity
+        for layer, (n, spec) in enumerate(zip(used, problem.layers, strict=True), start=1)
+        if n > spec.capacity
     }
     if above:
         worst = max(above, key=above.__getitem__)
         notes += (
             f"C_l relaxed at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
-            f"{worst + 1} {problem.layers[worst].name!r} ({problem.layers[worst].capacity} to {used[worst]} chunks)",
+            f"{worst} {problem.layers[worst - 1].name!r} ({problem.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
         )
     fastest = unlimited_seconds(problem, base)
-    seconds = play(problem, {w.name: w.load_layer for w in weights}).seconds
+    seconds = play(problem, {w.name: w.read_layer for w in weights}, moves).seconds
     status: Status = "OPTIMAL" if bound >= objective else "FEASIBLE"
     return OverlapPlan(
         objective_kind=kind,
         chunk_bytes=problem.chunk_bytes,
         m_peak=problem.m_peak,
-        capacities=tuple(max(n, spec.capacity) for n, spec in zip(used, problem.layers, strict=True)),
+        capacities=tuple(spec.capacity for spec in problem.layers),
+        relaxed=tuple((layer, used[layer - 1]) for layer in sorted(above)),
         weights=weights,
         status=status,
         objective=objective,
@@ -73,6 +71,8 @@ def assemble(
         asked=tuple(sorted(asked)),
         solve_seconds=time.monotonic() - started,
         lambda_=lambda_,
+        mode=problem.mode,
+        piece_bytes=problem.piece_bytes or PASSING_BYTES,
         expected_slowdown=max(0.0, seconds / fastest - 1) if fastest else 0.0,
         notes=(*problem.notes, *notes),
     )

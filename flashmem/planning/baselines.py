@@ -10,7 +10,7 @@ Where depth is counted in operators, all slices of a weight may come in together
 paper's depth of one layer, in the baselines' favour. A *type* of operators is one kernel: the same operator, shape and fused
 tail. The first operator of a type has none before it, so its weights are loaded as next-operator.
 
-Only on-demand loads at layer i_w itself (z_w = i_w: the loader starts once layer i_w - 1 is done). Its weights are then moved
+Only on-demand loads at layer i_w itself (g_w = i_w: the loader starts once layer i_w - 1 is done). Its weights are then moved
 at i_w too, by launches of their own before the layer's kernel, so that in no transfer mode anything is hidden.
 """
 
@@ -26,10 +26,11 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.errors import BudgetError
-from flashmem.planning.assemble import Moves, assemble
+from flashmem.planning.assemble import assemble
 from flashmem.planning.budget import Measure, largest_within, plan_within
-from flashmem.planning.clock import fastest_seconds, play, unlimited_seconds
-from flashmem.planning.latency import forced_preload, late_moves, latency_plan, smallest_m_peak
+from flashmem.planning.clock import Moves, fastest_seconds, play, unlimited_seconds
+from flashmem.planning.gates import held_bytes
+from flashmem.planning.latency import first_plan, forced_preload, late_moves, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program import Program
@@ -79,10 +80,12 @@ class Baseline:
         """The smallest M_peak for W = `preload`, in bytes, and the layer that binds."""
         if not self.waits:
             return smallest_m_peak(problem, preload)
+        copies = 2 if problem.mode == "interleave" else 1  # in staging, and at home
         change = [0] * (len(problem.layers) + 2)
         for w in problem.weights:
             if w.name not in preload:
-                change[w.first_use] += w.nbytes
+                change[w.first_use] += copies * w.nbytes
+                change[w.first_use + 1] -= (copies - 1) * w.nbytes
                 change[w.last_use + 1] -= w.nbytes
         needed = list(accumulate(change))[1:-1]
         layer = max(range(len(needed)), key=needed.__getitem__)
@@ -102,29 +105,20 @@ class Baseline:
             before = of_kind[operator.kind] = operator.first
         return opens
 
-    def load_layers(self, problem: Problem, preload: Collection[str]) -> dict[str, int]:
-        """z_w of every weight (0 for W): in use order, each as early as the strategy and M_peak permit.
-
-        Raises:
-            BudgetError: M_peak is below `smallest`.
-        """
-        smallest, binding = self.smallest(problem, preload)
-        if problem.m_peak < smallest:
-            raise BudgetError(
-                f"M_peak of {problem.m_peak} bytes is too small for strategy {self.strategy}: layer {binding!r} needs "
-                f"{smallest} bytes in flight; raise the limit to {smallest} bytes or more",
-                smallest_bytes=smallest,
-                binding=binding,
-            )
+    def gates(self, problem: Problem, preload: Collection[str], limit: int) -> dict[str, int]:
+        """g_w of every weight (0 for W): in use order, each as early as the strategy and `limit` bytes for whole slices
+        permit."""
         opens = self.opens(problem)
-        load_layers = dict.fromkeys(preload, 0)
+        gates = dict.fromkeys(preload, 0)
         held = np.zeros(len(problem.layers) + 2, np.int64)  # bytes in flight, by layer
+        latest = 0 if self.waits else 1
         for w in sorted((w for w in problem.weights if w.name not in preload), key=lambda w: w.first_use):
-            full = np.flatnonzero(held[opens[w.name] : w.last_use + 1] + w.nbytes > problem.m_peak)
-            first = opens[w.name] + (int(full[-1]) + 1 if full.size else 0)
-            load_layers[w.name] = first
+            first = opens[w.name]
+            full = np.flatnonzero(held[first : w.last_use + 1] + w.nbytes > limit)
+            first = min(w.first_use - latest, first + (int(full[-1]) + 1 if full.size else 0))
+            gates[w.name] = first
             held[first : w.last_use + 1] += w.nbytes
-        return load_layers
+        return gates
 
     def plan(self, problem: Problem, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
         """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`).
@@ -134,20 +128,36 @@ class Baseline:
         """
         begun = time.monotonic()
         chosen = self.least_preload(problem) if preload is None else preload
-        load_layers = self.load_layers(problem, chosen)
-        clock = play(problem, load_layers)
-        moves: Moves
-        if self.waits:
-            moves = {w.name: ((w.first_use, problem.chunks(w)),) for w in problem.weights if w.name not in chosen}
-        else:
-            moves = late_moves(problem, load_layers, clock)
+        smallest, binding = self.smallest(problem, chosen)
+        if problem.m_peak < smallest:
+            raise BudgetError(
+                f"M_peak of {problem.m_peak} bytes is too small for strategy {self.strategy}: layer {binding!r} needs "
+                f"{smallest} bytes in flight; raise the limit to {smallest} bytes or more",
+                smallest_bytes=smallest,
+                binding=binding,
+            )
+        gates, moves = self._read_and_move(problem, chosen)
+        seconds = play(problem, gates, moves).seconds
         plan = assemble(
-            problem, chosen, load_layers, moves, kind="latency", lambda_=self.lambda_, objective=clock.seconds,
-            bound=min(clock.seconds, fastest_seconds(problem, chosen)), tier="greedy", started=begun,
+            problem, chosen, gates, moves, kind="first", lambda_=self.lambda_, objective=seconds,
+            bound=min(seconds, fastest_seconds(problem, chosen)), tier="greedy", started=begun,
             base=self.least_preload(problem), asked=self.asked,
-            notes=(f"loads as strategy {self.strategy} does{note}; the bound holds for this W",),
+            notes=(f"reads as strategy {self.strategy} does{note}; the bound holds for this W",),
         )  # fmt: skip
         return replace(plan, strategy=self.strategy)
+
+    def _read_and_move(self, problem: Problem, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
+        """Gates and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""
+        latest = 0 if self.waits else 1
+        streamed = [w for w in problem.weights if w.name not in preload]
+        at_the_last = {w.name: ((w.first_use - latest, problem.chunks(w)),) for w in streamed}
+        for part in _PARTS:
+            gates = self.gates(problem, preload, int(problem.m_peak * part))
+            moves: Moves = at_the_last if self.waits else late_moves(problem, gates, play(problem, gates))
+            if int(held_bytes(problem, gates, moves).max(initial=0)) <= problem.m_peak:
+                return gates, moves
+        gates = {w.name: 0 if w.name in preload else w.first_use - latest for w in problem.weights}
+        return gates, at_the_last
 
     def within(self, problem: Problem, budget: int, measure: Measure) -> OverlapPlan:
         """The strategy's plan whose every byte fits `budget`, as `measure` counts bytes.
@@ -218,6 +228,9 @@ _ORDERS: Mapping[str, Callable[[WeightSpec], tuple[int, ...]]] = {
 }
 
 
+_PARTS = (1.0, 0.75, 0.5, 0.25)
+"""Parts of M_peak that are tried for what stays at home where staging comes on top."""
+
 _LEAN_STEPS = 32
 """Sizes of W, from the least to all weights, among which the plan with the fewest bytes is looked for."""
 
@@ -235,34 +248,45 @@ def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool])
 
 
 def fastest(problem: Problem, operators: Sequence[Operator], preload: frozenset[str], lambda_: float) -> OverlapPlan:
-    """The latency plan inside M_peak; or, should the clock say that one of the baselines answers sooner, what that one decides.
+    """The plan for the first answer inside M_peak; or, should the clock say that a baseline answers sooner, what that one
+    decides.
 
-    The latency plan is the fastest that loads whole slices in use order. Where a slice does not fit yet and a smaller one of a
-    later layer would, leaving that order can gain a little.
+    The former is the fastest that reads whole slices in use order. Where a slice does not fit yet and a smaller one of a later
+    layer would, leaving that order can gain a little. Baselines know no lambda, and are asked where it is 0.
     """
-    best = latency_plan(problem, preload, lambda_=lambda_)
+    best = first_plan(problem, preload, lambda_=lambda_)
+    if lambda_:
+        return best
     asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS[:2]]
     return _soonest(problem, best, [partial(baseline.plan, problem) for baseline in asked])
 
 
 def fastest_within(
-    problem: Problem, operators: Sequence[Operator], budget: int, measure: Measure, preload: frozenset[str], lambda_: float
+    problem: Problem,
+    operators: Sequence[Operator],
+    budget: int,
+    measure: Measure,
+    preload: frozenset[str],
+    lambda_: float,
+    *,
+    counts_w: bool = True,
 ) -> OverlapPlan:
-    """The same within a budget, which also covers what a transfer mode takes for a weight in flight (staging beside its place).
+    """The same within a budget, which also covers what a layout takes beside the slices: staging, and what it wastes.
 
-    A weight of W takes less of that, so here resident-first is a candidate too. Where a layout wastes so much that the latency
-    plan does not fit at all, a candidate that does is taken.
+    A weight of W takes less of that, so where the budget `counts_w`, resident-first is a candidate too. Where a layout
+    wastes so
+    much that the planner's own plan does not fit at all, a candidate that does is taken.
 
     Raises:
         BudgetError: nothing fits; it names the smallest budget that works.
     """
-    asked = [Baseline(strategy, operators, preload, lambda_) for strategy in _RIVALS]
+    asked = [Baseline(strategy, operators, preload, lambda_) for strategy in (_RIVALS if counts_w else _RIVALS[:2])]
     candidates = [partial(baseline.within, problem, budget, measure) for baseline in asked]
     try:
         best, inside = plan_within(problem, budget, measure, preload=preload, lambda_=lambda_)
     except BudgetError as refused:
         return _of_those_that_fit(candidates, refused)
-    return _soonest(inside, best, candidates)
+    return best if lambda_ else _soonest(inside, best, candidates)
 
 
 _RIVALS: tuple[Strategy, ...] = ("next-operator", "same-op", "resident-first")

@@ -10,15 +10,21 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from flashmem.errors import BudgetError
-from flashmem.planning.latency import forced_preload, latency_plan, smallest_m_peak
+from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem
 
 Measure = Callable[[OverlapPlan], int]
 """The bytes a plan takes in all, in the caller's meaning of a budget."""
 
-_STEPS = 10
-"""Halvings of the range of M_peak: the plan uses all but about a thousandth of what it could."""
+_STEPS = 8
+"""Halvings of the range of M_peak, at the most."""
+
+_FULL = 0.99
+"""A plan that takes this part of the budget is not searched any further."""
+
+_GUESSES, _BELOW = 3, 0.995
+"""How often a smaller M_peak is guessed from what a larger one took, and by how much less than in proportion."""
 
 
 def plan_within(
@@ -41,7 +47,7 @@ def plan_within(
         problem,
         budget,
         measure,
-        lambda limited: latency_plan(limited, preload, lambda_=lambda_),
+        lambda limited: first_plan(limited, preload, lambda_=lambda_),
         smallest_m_peak(problem, preload),
         chosen,
     )
@@ -64,29 +70,45 @@ def largest_within(
         BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
     """
     streamed = sum(w.nbytes for w in problem.weights if w.name not in preload)
+    best: OverlapPlan | None
 
     def attempt(m_peak: int) -> tuple[OverlapPlan, int]:
         plan = make(replace(problem, m_peak=m_peak))
         return plan, measure(plan)
 
     low, binding = smallest
-    high = max(low, min(streamed, budget))
+    high = max(low, min(2 * streamed, budget))  # some modes hold a slice twice
     best, needed = attempt(high)
     if needed <= budget:
         return best
-    best, needed = attempt(low)
-    if needed > budget:
-        raise BudgetError(
-            f"budget of {budget} bytes is too small: {needed} bytes are needed, bound by layer {binding!r} and the loads for "
-            f"the next layer; raise the budget to {needed} bytes or more",
-            smallest_bytes=needed,
-            binding=binding,
-        )
+    best = None
+    for _ in range(_GUESSES):  # a layout takes about as much of a smaller M_peak
+        guess = min(high - 1, int(high * budget / needed * _BELOW))
+        if guess <= low:
+            break
+        plan, needed = attempt(guess)
+        if needed <= budget:
+            low, best = guess, plan
+            if needed >= _FULL * budget:
+                return best
+            break
+        high = guess
+    if best is None:
+        best, needed = attempt(low)
+        if needed > budget:
+            raise BudgetError(
+                f"budget of {budget} bytes is too small: {needed} bytes are needed, bound by layer {binding!r} and the loads "
+                f"for the next layer; raise the budget to {needed} bytes or more",
+                smallest_bytes=needed,
+                binding=binding,
+            )
     for _ in range(_STEPS):
         middle = (low + high) // 2
         plan, needed = attempt(middle)
-        if needed <= budget:
-            low, best = middle, plan
-        else:
+        if needed > budget:
             high = middle
+            continue
+        low, best = middle, plan
+        if needed >= _FULL * budget:
+            break
     return best

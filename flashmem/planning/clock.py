@@ -1,24 +1,35 @@
 """The planner's clock: predicted integrated latency of a plan.
 
-One loader brings weights in one after the other at `Problem.load_bandwidth`; one compute queue runs the layers in order. The
-load of w begins once layer z_w - 1 is done, a layer starts once every weight it uses is resident, layer l takes `seconds`.
+Three resources. The disk reads weights one after the other at `Problem.load_bandwidth`, from the moment the session is opened;
+the read of w begins once layer g_w - 1 is done. The host hands on what was read at `Problem.host_bandwidth`, once the session
+is open. One compute queue runs the layers in order, each once every weight that it uses (or, in mode `interleave`, is the first
+to move) is there; layer l takes t_l * s_l(b_l), b_l being the bytes that the plan moves beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.planning.problem import Problem
+
+Moves = Mapping[str, tuple[tuple[int, int], ...]]
+"""x_{w,l}: by weight, (layer, chunks) in ascending order."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds since nothing was loaded: `loaded` by weight, `started` and `done` by layer (index l - 1)."""
+    """Seconds since the session was opened: `loaded` by weight, `started` and `done` by layer (index l - 1).
+
+    `read` is when the disk begins to read each weight.
+    """
 
     loaded: dict[str, float]
     started: tuple[float, ...]
     done: tuple[float, ...]
+    read: dict[str, float]
 
     @property
     def seconds(self) -> float:
@@ -29,11 +40,11 @@ class Clock:
 class _Compute:
     """The compute queue, advanced as far as someone asks."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.durations = [layer.seconds for layer in problem.layers]
-        self.ready = [0.0] * (len(self.durations) + 1)  # when the weights first used by a layer are all resident
+    def __init__(self, problem: Problem, durations: Sequence[float] | None = None) -> None:
+        self.durations = durations or [layer.seconds for layer in problem.layers]
+        self.ready = [0.0] * (len(self.durations) + 1)  # when the weights first needed by a layer are all resident
         self.started: list[float] = []
-        self.done = [0.0]
+        self.done = [problem.opening_seconds]
 
     def until(self, layer: int) -> float:
         """When `layer` is done; everything it needs must have been loaded before this is asked."""
@@ -44,24 +55,47 @@ class _Compute:
         return self.done[layer]
 
 
-def play(problem: Problem, load_layers: Mapping[str, int]) -> Clock:
-    """The clock of a plan: `load_layers` is z_w of every weight, 0 for those of W.
+def durations(problem: Problem, moves: Moves) -> list[float]:
+    """t_l * s_l(b_l) of every layer, with what `moves` has beside it."""
+    beside = [0] * len(problem.layers)
+    uses = {w.name: w.first_use for w in problem.weights}
+    for name, parts in moves.items():
+        for layer, chunks in parts:
+            if layer < uses[name]:
+                beside[layer - 1] += chunks
+    return [spec.loaded_seconds(chunks * problem.chunk_bytes) for spec, chunks in zip(problem.layers, beside, strict=True)]
 
-    Weights are loaded in the order (z_w, first use): W before layer 1, then each as soon as its layer allows.
+
+def needed_at(problem: Problem, moves: Moves | None) -> dict[str, int]:
+    """The layer that waits for each weight to be read: the first that uses it or, in `interleave`, that moves it."""
+    if moves is None or problem.mode != "interleave":
+        return {w.name: w.first_use for w in problem.weights}
+    return {w.name: moves[w.name][0][0] if moves.get(w.name) else w.first_use for w in problem.weights}
+
+
+def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
+    """The clock of a plan: `gates` is g_w of every weight, 0 for those of W. Without `moves` nothing slows a layer down.
+
+    Weights are read in the order (g_w, first use), each as soon as its gate allows; those of W as from layer 1 on.
     """
-    compute = _Compute(problem)
+    compute = _Compute(problem, durations(problem, moves) if moves is not None else None)
+    needs = needed_at(problem, moves)
     loaded: dict[str, float] = {}
-    loader = 0.0
-    for w in sorted(problem.weights, key=lambda w: (load_layers[w.name], w.first_use)):
-        gate = load_layers[w.name]
-        begin = max(loader, compute.until(gate - 1)) if gate else loader
-        loader = begin + w.nbytes / problem.load_bandwidth
-        loaded[w.name] = loader
-        needed_at = w.first_use if gate else 1
+    read: dict[str, float] = {}
+    disk, host = 0.0, problem.opening_seconds
+    for w in sorted(problem.weights, key=lambda w: (max(gates[w.name], 1), needs[w.name], w.first_use)):
+        gate = gates[w.name]
+        opens = compute.until(gate - 1) if gate > 1 else 0.0
+        read[w.name] = max(disk, opens)
+        disk = read[w.name] + w.nbytes / problem.load_bandwidth
+        last_piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
+        host = max(max(host, opens) + w.nbytes / problem.host_bandwidth, disk + last_piece)
+        loaded[w.name] = host
+        at = needs[w.name]
         if problem.layers:
-            compute.ready[needed_at] = max(compute.ready[needed_at], loader)
+            compute.ready[at] = max(compute.ready[at], host)
     compute.until(len(problem.layers))
-    return Clock(loaded, tuple(compute.started), tuple(compute.done[1:]))
+    return Clock(loaded, tuple(compute.started), tuple(compute.done[1:]), read)
 
 
 def unlimited_seconds(problem: Problem, preload: Collection[str]) -> float:
@@ -74,22 +108,22 @@ def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
 
     Whatever the order and the slicing of the loads, the bytes brought in never exceed M_peak plus what the finished layers
     freed, and layer l cannot start before all bytes first used by layers 1..l are in. This plays exactly that: a fluid of
-    bytes in use order. M_peak must be at least `smallest_m_peak`.
+    bytes in use order; and no plan is faster than the layers with all that is moved beside them where that costs least. M_peak
+    must be at least `smallest_m_peak`.
     """
     compute = _Compute(problem)
     rate = problem.load_bandwidth
-    loader = sum(w.nbytes for w in problem.weights if w.name in preload) / rate
-    if problem.layers:
-        compute.ready[1] = loader
+    loader = 0.0
     freed = [0] * (len(problem.layers) + 2)  # by layer that frees
-    streamed: list[WeightSpec] = []
     for w in problem.weights:
         if w.name not in preload:
-            streamed.append(w)
             freed[w.last_use] += w.nbytes
     room, layer = problem.m_peak, 0  # bytes that may still come in; layers known to be done
-    for w in sorted(streamed, key=lambda w: w.first_use):
+    for w in sorted(problem.weights, key=lambda w: w.first_use):
         left = w.nbytes
+        if w.name in preload:
+            loader += left / rate
+            left = 0
         while left:
             part = min(left, room)
             if part:
@@ -100,5 +134,36 @@ def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
                 layer += 1
                 loader = max(loader, compute.until(layer))
                 room += freed[layer]
-        compute.ready[w.first_use] = max(compute.ready[w.first_use], loader)
-    return compute.until(len(problem.layers))
+        if problem.layers:
+            compute.ready[w.first_use] = max(compute.ready[w.first_use], loader)
+    fluid = compute.until(len(problem.layers))
+    moved = sum(w.nbytes for w in problem.weights if w.name not in preload)
+    alone = problem.opening_seconds + sum(layer.seconds for layer in problem.layers)
+    return max(fluid, alone + least_slowdown(problem, moved))
+
+
+def least_slowdown(problem: Problem, nbytes: int) -> float:
+    """A bound on the seconds that `nbytes` moved beside any layers cost: each where it costs least, on curves made convex."""
+    curves = Counter((layer.seconds, layer.beside) for layer in problem.layers if layer.beside)
+    if sum(curves.values()) < len(problem.layers):
+        return 0.0  # a layer that nothing slows down takes everything
+    pieces: list[tuple[float, float]] = []  # (seconds per byte, bytes)
+    for (seconds, beside), count in curves.items():
+        at = 0
+        while at < len(beside) - 1:
+            slopes = [
+                ((factor - beside[at][1]) / (reach - beside[at][0]), nth)
+                for nth, (reach, factor) in enumerate(beside[at + 1 :], start=at + 1)
+            ]
+            slope, after = min(slopes, key=lambda each: (each[0], -each[1]))
+            length = beside[after][0] - beside[at][0] if after < len(beside) - 1 else math.inf
+            pieces.append((seconds * slope, count * length))
+            at = after
+    cost, left = 0.0, float(nbytes)
+    for price, length in sorted(pieces):
+        taken = min(left, length)
+        cost += price * taken
+        left -= taken
+        if left <= 0:
+            break
+    return cost

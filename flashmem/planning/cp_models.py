@@ -154,9 +154,9 @@ class FullModel:
         chosen: dict[str, cp_model.IntVar] = {}
         moves: dict[tuple[str, int], cp_model.IntVar] = {}
         preloaded: list[cp_model.LinearExpr] = []
-        unit = math.gcd(problem.chunk_bytes, *(w.nbytes for w in self.weights))
+        unit = math.gcd(0, *(w.nbytes for w in self.weights)) or 1
         for w in self.weights:
-            total, slack = paper.chunks[w.name], paper.chunks[w.name] * problem.chunk_bytes - w.nbytes
+            total, size = paper.chunks[w.name], w.nbytes // unit
             p = chosen[w.name] = model.new_bool_var(f"p {w.name}")
             hinted = hint is not None and w.name in hint.preload
             if hint is not None:
@@ -173,20 +173,19 @@ class FullModel:
                     model.add_implication(earlier, loading)
                 if hint is not None:
                     model.add_hint(x, planned.get(layer, 0))
-                    model.add_hint(loading, not hinted and hint.load_layers[w.name] <= layer)
-                done = done + x
-                nbytes: cp_model.LinearExpr = done * (problem.chunk_bytes // unit)
-                if slack:
-                    complete = model.new_bool_var(f"all of {w.name} by {layer}")
+                    model.add_hint(loading, bool(planned) and min(planned) <= layer)
+                in_flight[layer].append(loading * size)  # at home, all of it
+                if problem.mode == "interleave":  # and in staging, up to its last move
+                    complete = model.new_bool_var(f"all of {w.name} before {layer}")
                     model.add(done >= total * complete)
-                    nbytes = nbytes - complete * (slack // unit)
-                in_flight[layer].append(nbytes)
+                    in_flight[layer].append((loading - complete) * size)
+                done = done + x
                 moved_at[layer].append(x)
                 cost.append(paper.distance_cost * loading)
                 earlier = loading
             model.add(done + total * p == total)
             for layer in range(w.first_use, w.last_use + 1):
-                in_flight[layer].append((1 - p) * (w.nbytes // unit))
+                in_flight[layer].append((1 - p) * size)
             preloaded.append(p * w.nbytes)
             cost.append(paper.preload_cost * total * p)
         for layer in layers:
@@ -206,7 +205,7 @@ class FullModel:
             for w in self.weights
             if w.name not in preload
         }
-        decision = Decision(preload, {name: parts[0][0] for name, parts in found.items()}, found, round(cp.objective_value))
+        decision = Decision(preload, found, round(cp.objective_value))
         return decision, math.ceil(cp.best_objective_bound - 1e-6)
 
 

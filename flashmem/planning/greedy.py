@@ -42,6 +42,9 @@ def greedy(problem: Problem, preload: frozenset[str]) -> SrptPlan:
         BudgetError: M_peak is below `smallest_m_peak`, so no capacities would do.
     """
     require_m_peak(problem, preload)
+    if problem.mode == "interleave":  # nothing stays in staging for longer than the layer that moves it
+        moves = {w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload}
+        return SrptPlan(moves, feasible=True)
     plan = srpt(problem, preload, ceiling=(sum(problem.chunks(w) for w in problem.weights),) * len(problem.layers))
     assert plan.feasible, "moving every weight at the layer before its use keeps to the smallest M_peak"
     return plan

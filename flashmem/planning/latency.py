@@ -1,21 +1,27 @@
-"""The latency objective: the plan that answers soonest inside M_peak.
+"""The objective `first`: the plan that answers soonest inside M_peak, and then holds least on average.
 
 W is only what must be there before layer 1 (and what the caller asks for): a preloaded weight delays layer 1 and keeps its
-bytes for good. Every other weight is loaded in use order, as early as memory permits, whole slices counted from z_w to the last
-use, because that is what the runtime allocates. Among plans that load whole slices in use order no other is faster. It takes
-O(n log n), so a plan can be made again whenever the budget changes.
+bytes for good. Every other weight is read in use order, as early as memory permits. Among plans that read whole slices in use
+order no other is faster but for what moving slows down. Then gates are closed as late as nobody notices. It takes O(n log
+n), so
+a plan can be made again whenever the budget changes.
+
+lambda weighs latency against memory: from M_peak at 0 (fastest) to the least that works at 1 (smallest), what a plan may hold
+shrinks in proportion, and the plan is the fastest that holds no more. So a sweep of lambda traces the Pareto front.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import accumulate
 
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble, moved_chunks
-from flashmem.planning.clock import Clock, fastest_seconds, play
+from flashmem.planning.clock import Clock, Moves, fastest_seconds, play
+from flashmem.planning.gates import closed_late, earliest_gates, gates_ahead, held_bytes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -28,14 +34,25 @@ def forced_preload(problem: Problem, preload: Collection[str] = ()) -> frozenset
 def smallest_m_peak(problem: Problem, preload: Collection[str] = ()) -> tuple[int, str]:
     """The smallest M_peak (bytes) that some plan with W = `forced_preload` keeps to, and the name of the layer that binds.
 
-    All chunks of a weight are moved before the layer that uses it, so at layer l its own weights are in flight together with
-    those first used at layer l + 1. Load capacities do not count: they can be relaxed.
+    All of a weight is moved before the layer that uses it, so at layer l its own weights are in flight together with those
+    first
+    used at layer l + 1, which mode `interleave` holds in staging too. Load capacities do not count: they can be relaxed.
     """
-    chosen = forced_preload(problem, preload)
+    return _in_use(problem, forced_preload(problem, preload), 2 if problem.mode == "interleave" else 1)
+
+
+def least_in_use(problem: Problem, preload: Collection[str] = ()) -> int:
+    """The same without staging: what `earliest_gates` needs."""
+    return _in_use(problem, forced_preload(problem, preload), 1)[0]
+
+
+def _in_use(problem: Problem, chosen: frozenset[str], copies: int) -> tuple[int, str]:
+    """`copies`: of a weight at the layer before its first use."""
     change = [0] * (len(problem.layers) + 2)
     for w in problem.weights:
         if w.name not in chosen:
-            change[w.first_use - 1] += w.nbytes
+            change[w.first_use - 1] += copies * w.nbytes
+            change[w.first_use] -= (copies - 1) * w.nbytes
             change[w.last_use + 1] -= w.nbytes
     needed = list(accumulate(change))[1 : len(problem.layers) + 1]
     if not needed:
@@ -60,37 +77,19 @@ def require_m_peak(problem: Problem, preload: Collection[str]) -> None:
         )
 
 
-def earliest_load_layers(problem: Problem, preload: Collection[str]) -> dict[str, int]:
-    """z_w of every weight (0 for W): in use order, each as early as M_peak permits for whole slices.
-
-    Raises:
-        BudgetError: M_peak is below `smallest_m_peak`.
-    """
-    require_m_peak(problem, preload)
-    load_layers = {w.name: 0 for w in problem.weights if w.name in preload}
-    freed = [0] * (len(problem.layers) + 1)
-    layer, resident = 1, 0  # bytes of the weights placed so far whose last use is at `layer` or later
-    for w in sorted((w for w in problem.weights if w.name not in preload), key=lambda w: w.first_use):
-        while resident + w.nbytes > problem.m_peak:
-            resident -= freed[layer]
-            layer += 1
-        load_layers[w.name] = layer
-        resident += w.nbytes
-        freed[w.last_use] += w.nbytes
-    return load_layers
-
-
-def late_moves(problem: Problem, load_layers: dict[str, int], clock: Clock) -> dict[str, tuple[tuple[int, int], ...]]:
+def late_moves(problem: Problem, gates: Mapping[str, int], clock: Clock) -> dict[str, tuple[tuple[int, int], ...]]:
     """x_{w,l} of the streamed weights: within C_l where that can be, above it where it costs least.
 
-    A chunk is moved between the layer that first starts with its weight loaded (a move waits for its load) and i_w - 1. These
+    A chunk is moved between g_w (in mode `interleave`: the layer that first starts with its weight read) and i_w - 1. These
     windows open and close in use order, so serving the latest use first, walking backwards, keeps most chunks within capacity.
     What is left is spread over the window in proportion to the layers' latency, none of it beside hierarchical operators
     unless there is nothing else.
     """
-    queue = sorted((w for w in problem.weights if load_layers[w.name]), key=lambda w: w.first_use)
+    queue = sorted((w for w in problem.weights if gates[w.name]), key=lambda w: w.first_use)
+    waits = problem.mode == "interleave"
     opens = [
-        min(w.first_use - 1, max(load_layers[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1)) for w in queue
+        min(w.first_use - 1, max(gates[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
+        for w in queue
     ]
     left = [problem.chunks(w) for w in queue]
     moves: list[dict[int, int]] = [{} for _ in queue]
@@ -134,25 +133,63 @@ class _Spread:
             moves[at] = moves.get(at, 0) + 1
 
 
-def latency_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.9) -> OverlapPlan:
-    """The fastest plan inside M_peak; `objective` and `bound` are seconds of integrated latency.
+def read_and_move(problem: Problem, preload: frozenset[str], limit: int) -> tuple[dict[str, int], Moves, Clock]:
+    """Gates, moves and their clock for W = `preload`, holding at most `limit` bytes (at least `smallest_m_peak`).
 
-    The bound holds for every plan with this W (see `fastest_seconds`). `lambda_` is only written down.
+    Gates open as early as whole slices fit. Where staging makes that too much, they open in a smaller part of `limit`.
+    """
+    least = least_in_use(problem, preload)
+    for step in range(_STEPS + 1):
+        within = limit - (limit - least) * step // _STEPS
+        gates = earliest_gates(problem, preload, within)
+        moves = late_moves(problem, gates, play(problem, gates))
+        if problem.mode != "interleave" or int(held_bytes(problem, gates, moves).max()) <= limit:
+            break
+    else:  # every weight in the layer before its use, and read ahead as far as there is room
+        moves = {w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload}
+        gates = gates_ahead(problem, preload, moves, limit)
+    clock = play(problem, gates, moves)
+    late = closed_late(problem, gates, moves, clock)
+    closed = play(problem, late, moves)
+    if closed.seconds <= clock.seconds * (1 + _NOTICED):
+        gates, clock = late, closed
+    return gates, moves, clock
+
+
+_STEPS = 8
+"""Parts of the limit that are tried for what stays at home where staging comes on top."""
+
+_NOTICED = 1e-9
+"""A share of the latency that closing gates late may cost: rounding."""
+
+
+def allowance(problem: Problem, preload: Collection[str], lambda_: float) -> int:
+    """The most bytes in flight that lambda admits: from M_peak at 0 to `smallest_m_peak` at 1."""
+    smallest, _ = smallest_m_peak(problem, preload)
+    streamed = sum(w.nbytes for w in problem.weights if w.name not in forced_preload(problem, preload))
+    most = min(problem.m_peak, max(smallest, streamed * (2 if problem.mode == "interleave" else 1)))
+    return smallest + int((most - smallest) * (1 - lambda_))
+
+
+def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.0) -> OverlapPlan:
+    """The fastest plan inside M_peak (or what lambda leaves of it); `objective` and `bound` are seconds of integrated latency.
+
+    The bound holds for every plan with this W that holds no more (see `fastest_seconds`).
 
     Raises:
         BudgetError: M_peak is below `smallest_m_peak`.
     """
     begun = time.monotonic()
+    require_m_peak(problem, preload)
     chosen = forced_preload(problem, preload)
-    load_layers = earliest_load_layers(problem, chosen)
-    clock = play(problem, load_layers)
-    moves = late_moves(problem, load_layers, clock)
-    seconds, bound = clock.seconds, fastest_seconds(problem, chosen)
+    limit = allowance(problem, preload, lambda_)
+    gates, moves, clock = read_and_move(problem, chosen, limit)
+    seconds, bound = clock.seconds, fastest_seconds(replace(problem, m_peak=limit), chosen)
     if seconds - bound <= 1e-9 * seconds:
         bound = seconds
     relaxed = any(n > spec.capacity for n, spec in zip(moved_chunks(problem, moves), problem.layers, strict=True))
     return assemble(
-        problem, chosen, load_layers, moves, kind="latency", lambda_=lambda_, objective=seconds, bound=bound,
+        problem, chosen, gates, moves, kind="first", lambda_=lambda_, objective=seconds, bound=bound,
         tier="soft-threshold" if relaxed else "greedy", started=begun, base=chosen, asked=preload,
-        notes=("every weight is loaded in use order, as early as M_peak permits; the bound holds for this W",),
+        notes=("every weight is read in use order, as early as M_peak permits; the bound holds for this W",),
     )  # fmt: skip

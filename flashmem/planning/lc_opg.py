@@ -8,19 +8,22 @@ For the paper's objective only W is to be chosen: given W, SRPT (`planning.srpt`
 - Without a plan that keeps every C_l, the heuristic tiers of C4 follow (`planning.paper`).
 
 This is the paper's hybrid execution: whatever a tier leaves infeasible, or unproven when its time is up, the next one takes.
-The latency objective needs no solver (`planning.latency`). OR-tools is known in `planning.cp_sat` and `planning.cp_models`,
+The objective `first` needs no solver (`planning.latency`). OR-tools is known in `planning.cp_sat` and `planning.cp_models`,
 which are imported where the dynamic program leaves a gap: most plans need neither.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from flashmem.errors import UserError
 from flashmem.planning.assemble import assemble
-from flashmem.planning.latency import forced_preload, latency_plan
+from flashmem.planning.clock import Moves, play
+from flashmem.planning.gates import closed_late, gates_ahead
+from flashmem.planning.latency import first_plan, forced_preload
 from flashmem.planning.paper import Decision, PaperProblem
-from flashmem.planning.plan import Objective, OverlapPlan, Tier
+from flashmem.planning.plan import Objective, OverlapPlan, Tier, Units
 from flashmem.planning.preload_dp import choose_preload
 from flashmem.planning.problem import Problem
 
@@ -34,10 +37,11 @@ def solve(
     time_limit: float = 10.0,
     workers: int = 2,
     preload_limit: int | None = None,
+    units: Units = "printed",
 ) -> OverlapPlan:
     """The overlap plan of `problem`; it has passed `OverlapPlan.check`.
 
-    "paper" minimises lambda * sum over W of T(w) + (1 - lambda) * sum of i_w - z_w over the streamed weights. "latency"
+    "paper" minimises lambda * sum over W of T(w) + (1 - lambda) * sum of i_w - z_w over the streamed weights. "first"
     minimises the predicted integrated latency in seconds, with W no larger than it must be.
 
     Args:
@@ -48,6 +52,7 @@ def solve(
         time_limit: seconds for the dynamic program and CP-SAT together ("paper"); the fallback tiers take theirs in addition.
         workers: threads of CP-SAT.
         preload_limit: most bytes W may take beyond those that must be in it ("paper"); None for no limit.
+        units: of the paper's objective: as shares of all chunks and all layers, or in chunks and layers as printed.
 
     Raises:
         UserError: lambda out of range, or `preload` names a weight that is not there.
@@ -58,27 +63,54 @@ def solve(
     unknown = sorted(preload - {w.name for w in problem.weights})
     if unknown:
         raise UserError(f"weight {unknown[0]!r} cannot be preloaded: the model has no weight of that name; correct the name")
-    if objective == "latency":
-        plan = latency_plan(problem, preload, lambda_=lambda_)
+    if objective == "first":
+        plan = first_plan(problem, preload, lambda_=lambda_)
     else:
         forced = forced_preload(problem, preload)
-        plan = _solve_paper(PaperProblem(problem, forced, lambda_, preload_limit), preload, lambda_, time_limit, workers)
+        plan = _solve_paper(
+            PaperProblem(problem, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
+        )
     plan.check(problem)
     return plan
 
 
-def _solve_paper(paper: PaperProblem, asked: frozenset[str], lambda_: float, time_limit: float, workers: int) -> OverlapPlan:
+def _solve_paper(
+    paper: PaperProblem, asked: frozenset[str], lambda_: float, units: Units, time_limit: float, workers: int
+) -> OverlapPlan:
     started = time.monotonic()
     decision, bound, tier = _keeping_capacities(paper, started + time_limit, workers) if time_limit > 0 else (None, 0, None)
     if decision is None or tier is None:
         decision, tier, bound = paper.fallback()
-    distance = sum(w.first_use - decision.load_layers[w.name] for w in paper.problem.weights if w.name not in decision.preload)
-    objective = lambda_ * sum(paper.chunks[name] for name in decision.preload) + (1 - lambda_) * distance
-    return assemble(
-        paper.problem, decision.preload, decision.load_layers, decision.moves, kind="paper", lambda_=lambda_,
+    problem = paper.problem
+    distance = sum(w.first_use - decision.moves[w.name][0][0] for w in problem.weights if w.name not in decision.preload)
+    preloaded = sum(paper.chunks[name] for name in decision.preload)
+    objective = lambda_ * preloaded + (1 - lambda_) * distance
+    if units == "share":
+        chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
+        objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
+    gates = read_ahead(problem, decision.preload, decision.moves, problem.m_peak)
+    plan = assemble(
+        problem, decision.preload, gates, decision.moves, kind="paper", lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale), tier=tier,
         started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip
+    return replace(plan, units=units)
+
+
+def read_ahead(problem: Problem, preload: frozenset[str], moves: Moves, limit: int) -> dict[str, int]:
+    """Read gates for moves that are decided: as early as `limit` bytes permit, then as late as nobody notices."""
+    gates = gates_ahead(problem, preload, moves, limit)
+    clock = play(problem, gates, moves)
+    late = closed_late(problem, gates, moves, clock)
+    return late if play(problem, late, moves).seconds <= clock.seconds * (1 + 1e-9) else gates
+
+
+def with_room(problem: Problem, plan: OverlapPlan, limit: int) -> OverlapPlan:
+    """`plan` with the reads running ahead within `limit` bytes only."""
+    preload = frozenset(w.name for w in plan.weights if w.preload)
+    moves = {w.name: w.moves for w in plan.weights}
+    gates = read_ahead(problem, preload, moves, limit)
+    return replace(plan, weights=tuple(replace(w, read_layer=gates[w.name]) for w in plan.weights))
 
 
 def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flashmem.errors import UserError
-from flashmem.planning.plan import Objective, Strategy
+from flashmem.planning.plan import Objective, Strategy, Units
 from flashmem.units import parse_size
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes. `objective` "auto": "paper" if only M_peak is given, else "latency".
+    """Sizes in bytes. `objective` "auto": "first".
+
+    `lambda_` weighs latency (0) against memory (1); None: 0.9, the paper's value, for "paper", and 0, the fastest, for the
+    others.
+
+    `chunk` is S; None: as large as leaves the median reusable layer four chunks at least. `units`: of the paper's objective.
 
     `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion (`flashmem.unfusion`) ranks layers by
     lambda |W_new| + `mu` times the loading distance, and splits where C_l grows by the share `alpha` at least. The paper names
@@ -25,19 +30,20 @@ class Limits:
 
     budget: int | None = None
     m_peak: int | None = None
-    chunk: int = 1 << 20
-    lambda_: float = 0.9
+    chunk: int | None = None
+    lambda_: float | None = None
     objective: Objective | Literal["auto"] = "auto"
     preload: tuple[str, ...] = ()
     strategy: Strategy = "stream"
     unfusion: bool = True
     mu: float = 0.1
     alpha: float = 0.1
+    units: Units = "share"
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.m_peak is not None:
             raise UserError("budget and M_peak cannot both be given: M_peak is derived from the budget; leave one out")
-        if not 0 <= self.lambda_ <= 1:
+        if self.lambda_ is not None and not 0 <= self.lambda_ <= 1:
             raise UserError(
                 f"lambda {self.lambda_} is not between 0 and 1; 0.9 favours memory, small values favour early loading"
             )
@@ -47,6 +53,8 @@ class Limits:
         objectives = ("auto", *get_args(Objective))
         if self.objective not in objectives:
             raise UserError(f"objective {self.objective!r} is unknown; name one of: {', '.join(objectives)}")
+        if self.units not in get_args(Units):
+            raise UserError(f"units {self.units!r} are unknown; name one of: {', '.join(get_args(Units))}")
         if self.strategy not in get_args(Strategy):
             raise UserError(f"strategy {self.strategy!r} is unknown; name one of: {', '.join(get_args(Strategy))}")
 
@@ -55,21 +63,29 @@ class Limits:
         """The objective that "auto" stands for, or the one that was named."""
         if self.objective != "auto":
             return self.objective
-        return "paper" if self.m_peak is not None and self.budget is None else "latency"
+        return "first"
+
+    @property
+    def resolved_lambda(self) -> float:
+        """lambda as it was given, or what the objective takes."""
+        if self.lambda_ is not None:
+            return self.lambda_
+        return 0.9 if self.resolved_objective == "paper" else 0.0
 
 
 def read_limits(
     *,
     budget: int | str | None = None,
     m_peak: int | str | None = None,
-    chunk: int | str = Limits.chunk,
-    lambda_: float = Limits.lambda_,
+    chunk: int | str | None = Limits.chunk,
+    lambda_: float | None = Limits.lambda_,
     objective: Objective | Literal["auto"] = Limits.objective,
     preload: Sequence[str] = Limits.preload,
     strategy: Strategy = Limits.strategy,
     unfusion: bool = Limits.unfusion,
     mu: float = Limits.mu,
     alpha: float = Limits.alpha,
+    units: Units = Limits.units,
 ) -> Limits:
     """Limits with their sizes as people write them, for instance "256MB".
 
@@ -79,7 +95,7 @@ def read_limits(
     return Limits(
         budget=None if budget is None else parse_size(budget, what="budget"),
         m_peak=None if m_peak is None else parse_size(m_peak, what="M_peak"),
-        chunk=parse_size(chunk, what="chunk"),
+        chunk=None if chunk in (None, "auto") else parse_size(chunk, what="chunk"),
         lambda_=lambda_,
         objective=objective,
         preload=tuple(preload),
@@ -87,4 +103,5 @@ def read_limits(
         unfusion=unfusion,
         mu=mu,
         alpha=alpha,
+        units=units,
     )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
 from flashmem.device import TransferMode
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.planning.texture_slots import colour_slots
 from flashmem.program import SLICE_ALIGNMENT, Slice
 
@@ -173,7 +173,7 @@ def _next_fit(alive: Sequence[tuple[int, int]], nbytes: int, start: int, size: i
 
 
 def lay_out_pools(
-    slices: Sequence[Slice], plan: OverlapPlan, modes: Sequence[TransferMode], *, loader_threads: int = 2
+    slices: Sequence[Slice], plan: OverlapPlan, modes: Sequence[TransferMode], *, loader_threads: int = LOADER_THREADS
 ) -> dict[str, PoolLayout]:
     """The layout of each of `modes` for the planned slices, by mode.
 
@@ -184,56 +184,59 @@ def lay_out_pools(
     missing = [w.name for w in plan.weights if w.name not in by_name]
     if missing:
         raise ValueError(f"the program has no slice {missing[0]!r}, which the plan streams")
-    pools = _Pools([(by_name[w.name], w) for w in plan.weights], len(plan.capacities))
+    pools = _Pools([(by_name[w.name], w) for w in plan.weights], len(plan.capacities), _piece_bytes(slices, plan.piece_bytes))
     lay: dict[TransferMode, Callable[[], PoolLayout]] = {
         "map": pools.mapped,
         "alias": pools.alias,
         "dma": lambda: pools.dma(loader_threads),
-        "interleave": pools.interleave,
+        "interleave": lambda: pools.interleave(loader_threads),
     }
     return {mode: lay[mode]() for mode in modes}
 
 
 class _Pools:
-    """The planned slices, and how each mode holds them."""
+    """The planned slices, and how each mode holds them. `piece`: bytes that pass through staging at a time."""
 
-    def __init__(self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int) -> None:
+    def __init__(self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int, piece: int) -> None:
         self.planned = planned
         self.layers = layers
+        self.piece = piece
+        self.pages = sum(_round_up(s.file_bytes, SLICE_ALIGNMENT) for s, w in planned if w.preload)
 
     def mapped(self) -> PoolLayout:
-        """Nothing is allocated; pages of the file are resident from z_w to the last use."""
-        return PoolLayout(mapped_peak_bytes=max_concurrent(self._whole(part for part in self.planned), SLICE_ALIGNMENT))
+        """Nothing is allocated; pages of the file are resident from g_w to the last use."""
+        peak = max_concurrent(self._whole(part for part in self.planned), SLICE_ALIGNMENT)
+        return PoolLayout(mapped_peak_bytes=peak, resident_bytes=self.pages)
 
     def alias(self) -> PoolLayout:
         """Every slice in one buffer; textures are views of it."""
         offsets, total = lay_out(self._whole(self.planned), SLICE_ALIGNMENT)
-        return PoolLayout(pool_bytes=total, offsets=offsets)
+        return PoolLayout(pool_bytes=total, offsets=offsets, resident_bytes=self.pages)
 
     def dma(self, loader_threads: int) -> PoolLayout:
-        """Slices are written from z_w on, through a ring of one part for each loader thread, in pieces if they are large."""
-        largest = max((_round_up(passing_bytes(s), SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
-        return self._targets(lambda w: w.load_layer, loader_threads * largest, {})
+        """Slices are written from g_w on, through a ring of one part for each loader thread, in pieces if they are large."""
+        largest = max((_round_up(passing_bytes(s, self.piece), SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
+        return self._targets(lambda w: w.read_layer, loader_threads * largest, {})
 
-    def interleave(self) -> PoolLayout:
-        """Slices wait in staging from z_w to their last move; kernels move them from the first move on.
+    def interleave(self, loader_threads: int) -> PoolLayout:
+        """Slices wait in staging from g_w to their last move; kernels move them from the first move on.
 
-        Preloaded slices pass through staging one after the other before layer 1, when the loads of layer 1 may already be
-        under way, so together they take one place, as large as what passes of the largest of them.
+        Preloaded slices pass through one entrance, which has a part for each loader thread, as large as what passes of the
+        largest of them.
         """
-        streamed = [Interval(w.name, s.file_bytes, w.load_layer, w.moves[-1][0]) for s, w in self.planned if not w.preload]
-        preloaded = [passing_bytes(s) for s, w in self.planned if w.preload]
-        entrance = [Interval("", max(preloaded), 0, 1)] if preloaded else []
+        streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
+        preloaded = [_round_up(passing_bytes(s, self.piece), SLICE_ALIGNMENT) for s, w in self.planned if w.preload]
+        entrance = [Interval("", loader_threads * max(preloaded), 0, self.layers)] if preloaded else []
         staging, total = lay_out([*entrance, *streamed], SLICE_ALIGNMENT)
         at = staging.pop("", 0)
         staging.update({w.name: at for _, w in self.planned if w.preload})
-        return self._targets(lambda w: w.moves[0][0], total, staging)
+        return replace(self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=max(preloaded, default=0))
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
-        return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.load_layer)) for s, w in planned]
+        return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.read_layer)) for s, w in planned]
 
     def _lifetime(self, w: PlannedWeight, first: int) -> tuple[int, int]:
-        return (0, self.layers) if w.preload else (first, w.last_use)
+        return w.home_life(first, self.layers)
 
     def _targets(self, begins: Callable[[PlannedWeight], int], staging_bytes: int, staging: dict[str, int]) -> PoolLayout:
         """Plain buffers in the pool, images in texture slots, each from `begins` (streamed slices) to its last use."""
@@ -241,9 +244,21 @@ class _Pools:
         buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
         offsets, total = lay_out(buffers, SLICE_ALIGNMENT)
         slots, slot_of = colour_slots([(s, *life) for s, life in lives if s.is_image])
-        return PoolLayout(
-            pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, staging_bytes=staging_bytes, staging=staging
+        resident = sum(
+            slots[slot_of[s.name]].nbytes if s.is_image else _round_up(s.file_bytes, SLICE_ALIGNMENT)
+            for s, w in self.planned
+            if w.preload
         )
+        return PoolLayout(
+            pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, staging_bytes=staging_bytes, staging=staging,
+            piece_bytes=self.piece, resident_bytes=resident,
+        )  # fmt: skip
+
+
+def _piece_bytes(slices: Sequence[Slice], wished: int) -> int:
+    """Bytes that pass through staging at a time: whole pages, and a row of an image at least."""
+    rows = max((part.row_pitch for part in slices), default=0)
+    return _round_up(max(wished, rows, 1), SLICE_ALIGNMENT)
 
 
 def _round_up(value: int, alignment: int) -> int:

@@ -5,46 +5,68 @@ Costs are integers: the objective times the denominator of lambda, so that bound
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
-from flashmem.planning.assemble import Moves
+from flashmem.planning.clock import Moves
+from flashmem.planning.gates import held_bytes
 from flashmem.planning.greedy import greedy, incremental_preload, soft_ceiling
-from flashmem.planning.plan import Tier
+from flashmem.planning.plan import Tier, Units
 from flashmem.planning.problem import Problem
 from flashmem.planning.srpt import SrptPlan, srpt
 
 
 @dataclass(frozen=True)
 class Decision:
-    """W, z and x of the streamed weights, and what they cost."""
+    """W, and x of the streamed weights (whose first layer is z), and what they cost."""
 
     preload: frozenset[str]
-    load_layers: Mapping[str, int]
     moves: Moves
     cost: int
 
 
+_MOST = 2**52
+"""About the largest cost: sums of a few stay exact, and far below the program's infinity."""
+
+
 class PaperProblem:
-    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others.
+    """A problem with the paper's objective: lambda * sum of T(w) over W + (1 - lambda) * sum of i_w - z_w over the others,
+    in `units`.
 
     `forced` are the weights that must be in W; `limit` is the most bytes W may take (None: any).
     """
 
-    def __init__(self, problem: Problem, forced: frozenset[str], lambda_: float, preload_limit: int | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        forced: frozenset[str],
+        lambda_: float,
+        preload_limit: int | None,
+        units: Units = "printed",
+    ) -> None:
         self.problem = problem
         self.forced = forced
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         self.chunks = {w.name: problem.chunks(w) for w in problem.weights}
         self.limit = None if preload_limit is None else preload_limit + self.bytes_of(forced)
         share = Fraction(lambda_).limit_denominator(10**6)
-        self.scale = share.denominator
-        self.preload_cost = share.numerator  # of a chunk in W
-        self.distance_cost = share.denominator - share.numerator  # of a layer between z_w and i_w
+        whole = share.denominator
+        a_chunk, a_layer = share.numerator, share.denominator - share.numerator
+        if units == "share":
+            chunks, distances = max(1, sum(self.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
+            whole, a_chunk, a_layer = whole * chunks * distances, a_chunk * distances, a_layer * chunks
+            common = math.gcd(whole, a_chunk, a_layer)
+            whole, a_chunk, a_layer = whole // common, a_chunk // common, a_layer // common
+        # Rounded down where they are too large, so that what is proven of these costs holds for the exact ones.
+        divisor = -(-whole // _MOST)
+        a_chunk, a_layer = a_chunk // divisor, a_layer // divisor
+        self.scale = whole / divisor
+        self.preload_cost = a_chunk  # of a chunk in W
+        self.distance_cost = a_layer  # of a layer between z_w and i_w
 
     def bytes_of(self, preload: frozenset[str]) -> int:
         """Bytes of the weights in `preload`."""
@@ -63,14 +85,30 @@ class PaperProblem:
     def decision(self, preload: frozenset[str], plan: SrptPlan) -> Decision:
         """The decision that SRPT made for W = `preload`."""
         cost = self.preload_cost * sum(self.chunks[name] for name in preload) + self.distance_cost * plan.distance(self.problem)
-        return Decision(preload, plan.load_layers, plan.moves, cost)
+        return Decision(preload, plan.moves, cost)
 
     def repaired(self, preload: frozenset[str]) -> Decision | None:
         """SRPT for W = `preload`, which grows where that does not fit; None where it may not grow enough."""
-        grown = incremental_preload(self.problem, preload, None, self.limit)
-        if grown is None or (self.limit is not None and self.bytes_of(grown[0]) > self.limit):
-            return None
-        return self.decision(*grown)
+        for problem in self._inside():
+            grown = incremental_preload(problem, preload, None, self.limit)
+            if grown is None or (self.limit is not None and self.bytes_of(grown[0]) > self.limit):
+                return None
+            if self.holds(*grown):
+                return self.decision(*grown)
+        return None
+
+    def holds(self, preload: frozenset[str], plan: SrptPlan) -> bool:
+        """Whether a feasible plan keeps to M_peak with what mode `interleave` has in staging beside what SRPT counts."""
+        if self.problem.mode != "interleave":
+            return True
+        gates = {w.name: 0 if w.name in preload else plan.moves[w.name][0][0] for w in self.problem.weights}
+        return int(held_bytes(self.problem, gates, plan.moves).max()) <= self.problem.m_peak
+
+    def _inside(self) -> tuple[Problem, ...]:
+        """The problem, and with half of M_peak where staging takes as much again as SRPT counts, at the most."""
+        if self.problem.mode != "interleave":
+            return (self.problem,)
+        return self.problem, replace(self.problem, m_peak=self.problem.m_peak // 2)
 
     def polished(self, best: Decision, until: float) -> Decision:
         """Weights moved in and out of W, one at a time, while that lowers the cost and `time.monotonic` is below `until`."""
@@ -85,7 +123,7 @@ class PaperProblem:
                 if self.limit is not None and self.bytes_of(preload) > self.limit:
                     continue
                 plan = srpt(self.problem, preload)
-                if plan.feasible and (candidate := self.decision(preload, plan)).cost < best.cost:
+                if plan.feasible and self.holds(preload, plan) and (candidate := self.decision(preload, plan)).cost < best.cost:
                     best, improved = candidate, True
         return best
 
@@ -96,7 +134,7 @@ class PaperProblem:
             if w.name not in fixed:
                 inside = self.preload_cost * self.chunks[w.name]
                 preloaded = w.name in best.preload
-                outside = self.distance_cost * (1 if preloaded else w.first_use - best.load_layers[w.name])
+                outside = self.distance_cost * (1 if preloaded else w.first_use - best.moves[w.name][0][0])
                 promise[w.name] = inside - outside if preloaded else outside - inside
         return sorted(promise, key=lambda name: -promise[name])
 
@@ -111,10 +149,12 @@ class PaperProblem:
             for name, chunks in self.chunks.items()
         )
         ceiling = soft_ceiling(self.problem)
-        soft = srpt(self.problem, self.forced, ceiling)
-        if soft.feasible:
-            return self.decision(self.forced, soft), "soft-threshold", bound
-        grown = incremental_preload(self.problem, self.forced, ceiling, self.limit)
-        if grown is not None:
-            return self.decision(*grown), "incremental-preload", bound
+        for problem in self._inside():
+            soft = srpt(problem, self.forced, ceiling)
+            if soft.feasible and self.holds(self.forced, soft):
+                return self.decision(self.forced, soft), "soft-threshold", bound
+        for problem in self._inside():
+            grown = incremental_preload(problem, self.forced, ceiling, self.limit)
+            if grown is not None and self.holds(*grown):
+                return self.decision(*grown), "incremental-preload", bound
         return self.decision(self.forced, greedy(self.problem, self.forced)), "greedy", bound

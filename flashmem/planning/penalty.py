@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.planning.assemble import moved_chunks
 from flashmem.planning.latency import forced_preload
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem
@@ -50,12 +49,6 @@ class Penalties:
         return self._distance - roomier.distance(self._problem)
 
 
-def chunks_above_capacity(problem: Problem, plan: OverlapPlan) -> int:
-    """Chunks that the plan moves above the C_l of the problem."""
-    moved = moved_chunks(problem, {w.name: w.moves for w in plan.weights})
-    return sum(max(0, n - spec.capacity) for n, spec in zip(moved, problem.layers, strict=True))
-
-
 def _above_capacity(problem: Problem, plan: OverlapPlan) -> list[tuple[int, int, int]]:
     """Windows of the chunks moved above C_l; of a layer's chunks those of the latest uses are called the ones too many."""
     left = [spec.capacity for spec in problem.layers]
@@ -65,5 +58,5 @@ def _above_capacity(problem: Problem, plan: OverlapPlan) -> list[tuple[int, int,
             within = min(chunks, left[layer - 1])
             left[layer - 1] -= within
             if chunks > within:
-                windows.append((w.load_layer, w.first_use - 1, chunks - within))
+                windows.append((w.read_layer, w.first_use - 1, chunks - within))
     return windows

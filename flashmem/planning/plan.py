@@ -1,7 +1,9 @@
 """The overlap plan: plain data, written by the planner, stored in the bundle, played by the runtime.
 
-Layers are 1..N, one kernel launch each. A weight here is a slice of the program. This is the one planning module the
-runtime imports, so it needs the standard library only.
+Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: read
+gates
+g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). This is the one
+planning module the runtime imports, so it needs the standard library only.
 
 `OverlapPlan.check` verifies a plan by plain arithmetic. It shares no code with the planners, so that a mistake in one is
 caught by the other.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +22,16 @@ from flashmem.program import Channel, Slice
 if TYPE_CHECKING:
     from flashmem.planning.problem import Problem
 
-Objective = Literal["paper", "latency"]
+Objective = Literal["first", "steady", "paper"]
+"""What is minimised: the first answer, later runs within the same memory, or the paper's weighted sum."""
+
+Units = Literal["share", "printed"]
+"""Of the paper's objective: shares of all chunks and of all layers, which do not depend on S, or chunks and layers as
+printed."""
+
+Mode = Literal["map", "alias", "dma", "interleave"]
+"""How weights travel; `flashmem.device.TransferMode` by another name, so that this module needs no other."""
+
 Status = Literal["OPTIMAL", "FEASIBLE"]
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
@@ -43,10 +54,13 @@ class PlanViolation(ValueError):  # noqa: N818 - a finding, named as such in the
 class PlannedWeight:
     """What the plan decided for weight w.
 
-    A preloaded weight (w in W) has `load_layer` 0 and no `moves`; it is resident before layer 1 and to the end of the
-    session. Any other is loaded from disk from layer `load_layer` (z_w) on: the loader may start once layer z_w - 1 is done.
-    `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}. It is freed when layer `last_use` is done. A move at
-    layer `first_use` itself (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
+    A preloaded weight (w in W) has `read_layer` 0 and no `moves`; it is resident before layer 1 and to the end of the
+    session. Any other is read from disk behind its read gate `read_layer` (g_w): the loader may start once layer g_w - 1 is
+    done.
+    `moves` holds (layer, chunks) with chunks > 0, ascending: x_{w,l}; the first of these layers is z_w. It is freed when layer
+    `last_use` is done, unless it is to `keep`: then it stays for later runs, which find it resident. A move at layer
+    `first_use`
+    itself (strategy "on-demand" only) is made before that layer computes, with nothing beside it.
     """
 
     name: str
@@ -55,8 +69,26 @@ class PlannedWeight:
     first_use: int
     last_use: int
     preload: bool
-    load_layer: int = 0
+    read_layer: int = 0
     moves: tuple[tuple[int, int], ...] = ()
+    keep: bool = False
+
+    @property
+    def first_mover(self) -> int:
+        """z_w: the first layer that moves a part of it; 0 for a weight of W."""
+        return self.moves[0][0] if self.moves else self.read_layer
+
+    @property
+    def last_mover(self) -> int:
+        """The last layer that moves a part of it; 0 for a weight of W."""
+        return self.moves[-1][0] if self.moves else self.read_layer
+
+    def home_life(self, first: int, layers: int) -> tuple[int, int]:
+        """First and last of `layers` layers at which its place is taken, if it is filled from `first` on; 0: before layer 1.
+
+        What is kept for later runs has a place of its own, which nothing may use before it either.
+        """
+        return (0, layers) if self.preload or self.keep else (first, self.last_use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +105,13 @@ PASSING_BYTES = 4 << 20
 """Bytes of a slice that wait in staging at once on their way to where kernels read them: large reads keep a disk busy."""
 
 
-def passing_bytes(part: Slice) -> int:
-    """Bytes of staging that `part` passes through: all of it, or several of its pieces, of an image a row at least."""
-    return min(part.file_bytes, max(PASSING_BYTES, part.row_pitch))
+LOADER_THREADS = 2
+"""Threads that load weights; layouts give each a part of staging."""
+
+
+def passing_bytes(part: Slice, piece: int = PASSING_BYTES) -> int:
+    """Bytes of staging that `part` passes through: all of it, or pieces of `piece` bytes, of an image a row at least."""
+    return min(part.file_bytes, max(piece, part.row_pitch))
 
 
 @dataclass(frozen=True)
@@ -85,9 +121,10 @@ class PoolLayout:
     `offsets`: slices placed in the one pool buffer of `pool_bytes` (buffer path; texture views in mode `alias`).
     `slots` and `slot_of`: textures, for modes that move into them (`dma`, `interleave` on the texture path).
     `staging`: place of each slice in the staging buffer of `staging_bytes` (`interleave`); in mode `dma` staging is a ring
-    of equal parts, one for each loader thread, and `staging` is empty. What is larger than `passing_bytes` passes through a
+    of equal parts, one for each loader thread, and `staging` is empty. What is larger than `piece_bytes` passes through a
     part in pieces, as W does through its place in `interleave`. In mode `map` nothing is allocated: `mapped_peak_bytes` is the
-    most that is resident at once.
+    most that is resident at once. `resident_bytes` of all this are the places of W; M_peak limits the rest.
+    `entrance_bytes`: what each thread has of the place in staging that W passes through (`interleave`).
     """
 
     pool_bytes: int = 0
@@ -97,20 +134,29 @@ class PoolLayout:
     staging_bytes: int = 0
     staging: dict[str, int] = field(default_factory=dict)
     mapped_peak_bytes: int = 0
+    piece_bytes: int = PASSING_BYTES
+    resident_bytes: int = 0
+    entrance_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Everything the layout takes, in bytes."""
         return self.pool_bytes + sum(slot.nbytes for slot in self.slots) + self.staging_bytes + self.mapped_peak_bytes
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """What it takes beside W: the bytes that M_peak limits."""
+        return self.total_bytes - self.resident_bytes
+
 
 @dataclass(frozen=True)
 class OverlapPlan:
     """Decisions, and how good they are known to be.
 
-    `capacities` are the C_l the plan keeps (after relaxation, if the tier relaxed them). `objective` is the value of
-    `objective_kind`; `bound` is proven, and `gap` = (objective - bound) / max(|objective|, 1). `expected_slowdown` is
-    predicted latency over the latency with no memory limit, minus 1.
+    `capacities` are the problem's C_l in chunks; `relaxed` has (layer, chunks) where a tier let a layer move more than that.
+    M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value
+    of `objective_kind`; `bound` is proven, and `gap` = (objective -
+    bound) / max(|objective|, 1e-9). `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
     """
 
     objective_kind: Objective
@@ -129,17 +175,42 @@ class OverlapPlan:
     asked: tuple[str, ...] = ()  # weights that the caller wanted in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
     strategy: Strategy = "stream"
+    mode: Mode = "map"
+    relaxed: tuple[tuple[int, int], ...] = ()
+    piece_bytes: int = PASSING_BYTES
+    units: Units = "printed"
+
+    @property
+    def prices(self) -> tuple[float, float]:
+        """What the paper's objective charges for a chunk in W, and for a layer between z_w and i_w."""
+        if self.units == "printed":
+            return self.lambda_, 1 - self.lambda_
+        chunks = sum(w.chunks for w in self.weights)
+        return self.lambda_ / max(1, chunks), (1 - self.lambda_) / max(1, len(self.weights) * len(self.capacities))
 
     @property
     def gap(self) -> float:
         """How far the objective may be from the best one, as a fraction."""
-        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1.0)
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-9)
+
+    @property
+    def kept_capacities(self) -> tuple[int, ...]:
+        """The C_l that the plan keeps to, those that were relaxed among them."""
+        raised = dict(self.relaxed)
+        return tuple(raised.get(layer, chunks) for layer, chunks in enumerate(self.capacities, start=1))
 
     @property
     def preload_ratio(self) -> float:
         """Bytes of W over bytes of all weights."""
         total = sum(w.nbytes for w in self.weights)
         return sum(w.nbytes for w in self.weights if w.preload) / total if total else 0.0
+
+    def later(self) -> OverlapPlan:
+        """The plan of later runs: what is to keep is resident, as W is."""
+        if not any(w.keep for w in self.weights):
+            return self
+        weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) if w.keep else w for w in self.weights)
+        return replace(self, weights=weights)
 
     def check(self, problem: Problem, slices: Sequence[Slice] = ()) -> None:
         """Verify the plan against `problem`: C0-C3 (DESIGN section 4; FlashMem section 3), the paper's objective, the layouts.
@@ -162,8 +233,8 @@ class OverlapPlan:
 
     def _check_weights(self, problem: Problem) -> None:
         """Every weight of the problem once, as the problem describes it."""
-        if (self.chunk_bytes, self.m_peak) != (problem.chunk_bytes, problem.m_peak):
-            raise PlanViolation("problem", "the plan was made for another chunk size or another M_peak")
+        if (self.chunk_bytes, self.m_peak, self.mode) != (problem.chunk_bytes, problem.m_peak, problem.mode):
+            raise PlanViolation("problem", "the plan was made for another chunk size, another M_peak or another transfer mode")
         planned = {w.name: w for w in self.weights}
         if len(planned) != len(self.weights) or planned.keys() != {w.name for w in problem.weights}:
             raise PlanViolation("problem", "the plan does not hold each weight of the problem once")
@@ -176,47 +247,61 @@ class OverlapPlan:
                 raise PlanViolation("problem", f"weight {w.name} is used outside layers 1 to {len(problem.layers)}")
 
     def _check_memory(self, problem: Problem) -> None:
-        """C2: a chunk counts from the layer that moves it to the last use of its weight; never more than the weight itself."""
+        """C2: what the runtime holds beside W in the plan's mode, at every layer, and what the layout of that mode takes."""
         layers = len(problem.layers)
         change = [0] * (layers + 2)
         for w in self.weights:
             if w.preload:
                 continue
-            counted = moved = 0
-            for layer, chunks in w.moves:
-                moved += chunks
-                now = min(w.nbytes, moved * self.chunk_bytes)
-                change[layer] += now - counted
-                counted = now
-            change[w.last_use + 1] -= counted
-        resident = 0
+            home, last = w.read_layer, layers if w.keep else w.last_use
+            if self.mode == "interleave":  # in staging from its gate to its last move, at home from its first
+                change[w.read_layer] += w.nbytes
+                change[w.moves[-1][0] + 1] -= w.nbytes
+                home = w.moves[0][0]
+            change[1 if w.keep else home] += w.nbytes
+            change[last + 1] -= w.nbytes
+        held = 0
         for layer in range(1, layers + 1):
-            resident += change[layer]
-            if resident > self.m_peak:
-                raise PlanViolation("C2", f"{resident} bytes in flight at layer {layer}, M_peak is {self.m_peak}")
+            held += change[layer]
+            if held > self.m_peak:
+                raise PlanViolation("C2", f"{held} bytes in flight at layer {layer}, M_peak is {self.m_peak}")
+        layout = self.layouts.get(self.mode)
+        if layout is not None and layout.in_flight_bytes > self.m_peak:
+            raise PlanViolation("C2", f"the layout takes {layout.in_flight_bytes} bytes beside W, M_peak is {self.m_peak}")
 
     def _check_capacities(self, problem: Problem) -> None:
         """C3, and capacities that only a relaxing tier may have raised."""
         if len(self.capacities) != len(problem.layers):
             raise PlanViolation("C3", f"{len(self.capacities)} capacities for {len(problem.layers)} layers")
-        for layer, (kept, spec) in enumerate(zip(self.capacities, problem.layers, strict=True), start=1):
-            if kept < spec.capacity or (kept > spec.capacity and self.tier not in RELAXING_TIERS):
-                raise PlanViolation("C3", f"layer {layer} has capacity {kept}, the problem says {spec.capacity}")
+        for layer, (stated, spec) in enumerate(zip(self.capacities, problem.layers, strict=True), start=1):
+            if stated != spec.capacity:
+                raise PlanViolation("C3", f"layer {layer} has capacity {stated}, the problem says {spec.capacity}")
+        allowed = list(self.capacities)
+        for layer, chunks in self.relaxed:
+            if self.tier not in RELAXING_TIERS:
+                raise PlanViolation("C3", f"tier {self.tier} has relaxed layer {layer}")
+            if not 1 <= layer <= len(allowed) or chunks <= allowed[layer - 1]:
+                raise PlanViolation("C3", f"layer {layer} is not relaxed by {chunks} chunks")
+            allowed[layer - 1] = chunks
         moved = [0] * len(self.capacities)
         for w in self.weights:
             for layer, chunks in w.moves:
                 moved[layer - 1] += chunks
-        for layer, (chunks, capacity) in enumerate(zip(moved, self.capacities, strict=True), start=1):
+        for layer, (chunks, capacity) in enumerate(zip(moved, allowed, strict=True), start=1):
             if chunks > capacity:
                 raise PlanViolation("C3", f"layer {layer} moves {chunks} chunks, its capacity is {capacity}")
 
     def _check_objective(self) -> None:
         """The paper's objective is recomputed; of the latency's, only that its claims agree with each other."""
-        tolerance = 1e-6 * max(1.0, abs(self.objective))
+        tolerance = 1e-6 * abs(self.objective) + 1e-12
         if self.objective_kind == "paper":
             preloaded = sum(w.chunks for w in self.weights if w.preload)
-            distance = sum(w.first_use - w.load_layer for w in self.weights if not w.preload)
-            if abs(self.lambda_ * preloaded + (1 - self.lambda_) * distance - self.objective) > tolerance:
+            distance = sum(w.first_use - w.moves[0][0] for w in self.weights if not w.preload)
+            value = self.lambda_ * preloaded + (1 - self.lambda_) * distance
+            if self.units == "share":
+                everything, layers = sum(w.chunks for w in self.weights), len(self.weights) * len(self.capacities)
+                value = self.lambda_ * preloaded / max(1, everything) + (1 - self.lambda_) * distance / max(1, layers)
+            if abs(value - self.objective) > tolerance:
                 raise PlanViolation("objective", f"the objective is not {self.objective}")
         if self.bound > self.objective + tolerance:
             raise PlanViolation("objective", f"bound {self.bound} above objective {self.objective}")
@@ -245,15 +330,16 @@ class OverlapPlan:
                 "layouts": layouts,
                 "capacities": tuple(data["capacities"]),
                 "notes": tuple(data["notes"]),
-                "asked": tuple(data.get("asked", ())),
+                "asked": tuple(data["asked"]),
+                "relaxed": tuple((layer, chunks) for layer, chunks in data["relaxed"]),
             }
         )
 
 
 def _check_moves(w: PlannedWeight, latest: int) -> None:
-    """C0 and C1 of one weight, which is loaded and moved at layer `latest` or before."""
+    """C0 and C1 of one weight, which is read and moved at layer `latest` or before."""
     if w.preload:
-        if w.load_layer != 0 or w.moves:
+        if w.read_layer != 0 or w.moves:
             raise PlanViolation("C0", f"preloaded weight {w.name} is streamed as well")
         return
     layers = [layer for layer, _ in w.moves]
@@ -263,10 +349,8 @@ def _check_moves(w: PlannedWeight, latest: int) -> None:
         raise PlanViolation("C0", f"weight {w.name} moves {sum(n for _, n in w.moves)} chunks of {w.chunks}")
     if layers and (layers[0] < 1 or layers[-1] > latest):
         raise PlanViolation("C0", f"weight {w.name} moves outside layers 1 to {latest}")
-    if not 1 <= w.load_layer <= latest or (layers and w.load_layer > layers[0]):
-        raise PlanViolation(
-            "C1", f"weight {w.name} is loaded at layer {w.load_layer}, after it is moved or used, or before layer 1"
-        )
+    if not layers or not 1 <= w.read_layer <= layers[0]:
+        raise PlanViolation("C1", f"weight {w.name} is read at layer {w.read_layer}, after it is moved, or before layer 1")
 
 
 @dataclass(frozen=True)
@@ -288,8 +372,9 @@ def _check_layout(
     def lives(w: PlannedWeight) -> tuple[int, int]:
         if w.preload:
             return 0, layers
-        first = w.moves[0][0] if mode == "interleave" and w.moves else w.load_layer
-        return first, w.last_use
+        if w.keep:  # later runs find it there from the start
+            return 0, layers
+        return w.moves[0][0] if mode == "interleave" else w.read_layer, w.last_use
 
     if mode == "map":
         changes = [0] * (layers + 2)
@@ -306,7 +391,8 @@ def _check_layout(
             raise PlanViolation("layout", f"{mode}: slice {w.name} must be in the pool or in a texture slot")
         if mode == "interleave" and w.name not in layout.staging:
             raise PlanViolation("layout", f"{mode}: slice {w.name} has no place in staging")
-    passing = {w.name: passing_bytes(dims[w.name]) if w.name in dims else min(w.nbytes, PASSING_BYTES) for w in weights}
+    piece = layout.piece_bytes
+    passing = {w.name: passing_bytes(dims[w.name], piece) if w.name in dims else min(w.nbytes, piece) for w in weights}
     if mode == "dma" and layout.staging_bytes < max(passing.values(), default=0):
         raise PlanViolation("layout", "dma: a piece of the largest slice does not fit the staging ring")
 
@@ -317,18 +403,17 @@ def _check_layout(
     _check_slots(mode, layout, [(w, *lives(w)) for w in weights if w.name in layout.slot_of], dims)
 
     if layout.staging:
-        # Preloaded slices pass through staging one after the other before layer 1, while the first streamed ones may come in.
-        streamed = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.load_layer, w.moves[-1][0])
-                    for w in weights if not w.preload and w.moves]  # fmt: skip
-        _check_disjoint(f"{mode} staging", streamed, layout.staging_bytes)
-        at_start = [p for p in streamed if p.first <= 1]
-        for w in weights:
-            if w.preload:
-                place = _Placed(w.name, layout.staging[w.name], layout.staging[w.name] + passing[w.name], 0, 1)
-                _check_disjoint(f"{mode} staging", [place], layout.staging_bytes)
-                clash = next((p for p in at_start if p.offset < place.end and place.offset < p.end), None)
-                if clash is not None:
-                    raise PlanViolation("layout", f"{mode} staging: slices {w.name} and {clash.name} overlap")
+        # W passes through one place, its entrance, which is taken all the time.
+        staged = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.read_layer, w.moves[-1][0])
+                  for w in weights if not w.preload]  # fmt: skip
+        preloaded = [w for w in weights if w.preload]
+        if preloaded:
+            start = min(layout.staging[w.name] for w in preloaded)
+            end = max(layout.staging[w.name] for w in preloaded) + LOADER_THREADS * layout.entrance_bytes
+            if layout.entrance_bytes < max(passing[w.name] for w in preloaded):
+                raise PlanViolation("layout", f"{mode}: a piece of a slice of W does not fit its entrance")
+            staged.append(_Placed("of W", start, end, 0, layers))
+        _check_disjoint(f"{mode} staging", staged, layout.staging_bytes)
 
 
 def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, int, int]], dims: dict[str, Slice]) -> None:

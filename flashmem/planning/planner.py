@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import UserError
+from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure
-from flashmem.planning.latency import smallest_m_peak
-from flashmem.planning.lc_opg import solve
+from flashmem.planning.keep import later_seconds, leanest, with_kept
+from flashmem.planning.latency import first_plan, smallest_m_peak
+from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.plan import PASSING_BYTES, Objective, OverlapPlan, Units
 from flashmem.planning.problem import Problem, build_problem
 from flashmem.program import Program, fixed_bytes
 
@@ -24,8 +25,14 @@ from flashmem.program import Program, fixed_bytes
 def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Problem:
     """The problem that `make_plan` solves; without an M_peak, all weights may be in flight."""
     total = sum(part.nbytes for part in program.slices)
-    m_peak = limits.m_peak or max(total, 1)
-    return build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
+    m_peak = limits.m_peak or max(2 * total, 1)  # of which one mode holds every byte twice
+    problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
+    limit = limits.m_peak or limits.budget
+    return problem if limit is None else replace(problem, piece_bytes=max(1, min(PASSING_BYTES, limit // _PIECES)))
+
+
+_PIECES = 32
+"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
 
 
 def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -35,33 +42,191 @@ def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode
         BudgetError: nothing fits; it names the smallest budget (or M_peak) that works, and what binds it.
         UserError: an unknown name to preload.
     """
-    return plan_problem(planning_problem(program, descriptor, mode, limits), program, mode, limits)
+    problem = planning_problem(program, descriptor, mode, limits)
+    return plan_problem(replace(problem, w_may_grow=True), program, mode, limits)
 
 
-def plan_problem(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
-    """The plan of `problem`, which is `program`'s, as `make_plan` makes it. It has passed `OverlapPlan.check`."""
-    plan = _plan(problem, program, mode, limits)
+def plan_problem(
+    problem: Problem, program: Program, mode: TransferMode, limits: Limits, *, complete: bool = True
+) -> OverlapPlan:
+    """The plan of `problem`, which is `program`'s, as `make_plan` makes it. It has passed `OverlapPlan.check`.
+
+    Not `complete`: what the objective "first" does not need is left to `completed`.
+    """
+    try:
+        plan = _plan(problem, program, mode, limits)
+    except BudgetError:  # staging is given as little as it can do with
+        problem = replace(problem, piece_bytes=1)
+        plan = _plan(problem, program, mode, limits)
+    if complete or limits.resolved_objective == "steady":
+        return completed(problem, plan, program, mode, limits)
+    return _sealed(problem, plan, program, mode, limits)
+
+
+def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+    """A plan for the first answer with what stays for later runs. It has passed `OverlapPlan.check`."""
+    objective, budget = limits.resolved_objective, limits.budget
+    problem = replace(problem, piece_bytes=plan.piece_bytes)
+    if limits.strategy == "stream" and (objective == "steady" or (objective == "first" and limits.m_peak is None)):
+        preload = _slices_of(program, limits.preload)
+        limit = limits.m_peak if budget is None else budget
+        measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
+        plan = _for_later_runs(problem, plan, objective, preload, limit, measure)
+    return _sealed(problem, plan, program, mode, limits)
+
+
+def _sealed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
+    """`plan`, checked, with the M_peak that it keeps: the one that was asked for, or what its layout takes."""
+    in_flight = _in_flight(program, mode)(plan)
+    plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
     plan.check(replace(problem, m_peak=plan.m_peak))
     return plan
 
 
+def _in_all(program: Program, mode: TransferMode) -> Measure:
+    """All bytes that a session holds."""
+    fixed = fixed_bytes(program)
+    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes
+
+
+def _in_flight(program: Program, mode: TransferMode) -> Measure:
+    """Those that M_peak limits."""
+    return lambda plan: lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes
+
+
 def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     preload = _slices_of(program, limits.preload)
-    objective = limits.resolved_objective
-    fixed = fixed_bytes(program)
-
-    def measure(plan: OverlapPlan) -> int:
-        return fixed + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes
-
+    objective, lambda_ = limits.resolved_objective, limits.resolved_lambda
+    in_all, in_flight = _in_all(program, mode), _in_flight(program, mode)
     if limits.strategy != "stream":
-        return _baseline(problem, program, limits, preload, measure)
-    if objective == "latency" and limits.budget is None:
-        return fastest(problem, operators_of(program), preload, limits.lambda_)
+        return _baseline(problem, program, limits, preload, in_all)
+    if objective != "paper":
+        measure = in_flight if limits.m_peak is not None else in_all
+        limit = limits.m_peak if limits.m_peak is not None else limits.budget
+        return _first_plan(problem, program, limits, preload, limit, measure)
     if limits.budget is None:
-        return solve(problem, objective=objective, lambda_=limits.lambda_, preload=preload)
-    if objective == "latency":
-        return fastest_within(problem, operators_of(program), limits.budget, measure, preload, limits.lambda_)
-    return _paper_plan_within(problem, program, limits, preload, measure)
+        return _paper_plan_inside(problem, preload, lambda_, limits.units, in_flight, limited=limits.m_peak is not None)
+    return _paper_plan_within(problem, program, limits, preload, in_all)
+
+
+def _first_plan(
+    problem: Problem, program: Program, limits: Limits, preload: frozenset[str], limit: int | None, measure: Measure
+) -> OverlapPlan:
+    """The plan that answers first. Where M_peak alone is limited, slices too large for it go to W.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    operators, lambda_ = operators_of(program), limits.resolved_lambda
+    if limit is None:
+        return fastest(problem, operators, preload, lambda_)
+    if limits.m_peak is None:
+        return fastest_within(problem, operators, limit, measure, preload, lambda_)
+    refused: BudgetError | None = None
+    for part in (1, *(_TOO_LARGE if problem.w_may_grow else ())):
+        large = frozenset(w.name for w in problem.weights if part > 1 and w.nbytes > limit // part)
+        if part > 1 and not large:
+            continue
+        try:
+            plan = fastest_within(problem, operators, limit, measure, preload | large, lambda_, counts_w=False)
+        except BudgetError as error:
+            refused = refused or error
+            continue
+        if not large:
+            return plan
+        note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak"
+        return replace(plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note))
+    assert refused is not None
+    raise refused
+
+
+_TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
+"""Of M_peak, the parts above which slices are put into W, should it be too small to stream everything."""
+
+
+def _for_later_runs(
+    problem: Problem, plan: OverlapPlan, objective: Objective, preload: frozenset[str], limit: int | None, measure: Measure
+) -> OverlapPlan:
+    """`plan` with weights kept for later runs; for "steady", the plan whose later runs are the fastest."""
+    if limit is None:
+        plan = with_kept(problem, plan, None, measure)
+    else:
+        chosen = frozenset(w.name for w in plan.weights if w.preload)
+        least = smallest_m_peak(problem, chosen)[0]
+        within = replace(problem, m_peak=plan.m_peak)
+
+        def make(m_peak: int) -> OverlapPlan:
+            return replace(first_plan(replace(within, m_peak=m_peak), chosen), asked=plan.asked)
+
+        rooms = [plan]
+        if len(plan.weights) <= _SEARCHED and plan.m_peak > least:
+            rooms.append(leanest(plan, least, make, lambda each: each.objective))
+            if objective == "steady":
+                rooms += [make(least + (plan.m_peak - least) * part // 8) for part in (0, 1, 2, 4)]
+        kept = [with_kept(problem, each, limit, measure) for each in rooms if measure(each) <= limit]
+        plan = min(kept, key=lambda each: later_seconds(problem, each))
+    if objective == "first":
+        return plan
+    seconds = later_seconds(problem, plan)
+    note = f"a later run is predicted to take {seconds:.4g} s, the first answer {plan.objective:.4g} s"
+    streamed = sum(w.nbytes for w in problem.weights if w.first_use > 1)
+    read = max(0, streamed - (plan.m_peak if limit is None else limit)) / min(problem.host_bandwidth, 1e30)
+    bound = min(seconds, max(sum(layer.seconds for layer in problem.layers), read))
+    if seconds - bound <= 1e-9 * seconds:
+        bound = seconds
+    return replace(
+        plan, objective_kind="steady", objective=seconds, bound=bound, notes=(*plan.notes, note),
+        status="OPTIMAL" if bound >= seconds else "FEASIBLE",
+    )  # fmt: skip
+
+
+_SEARCHED = 20_000
+"""Plans of more weights are kept as they are: a search would take as long as planning it several times."""
+
+
+def _paper_plan_inside(
+    problem: Problem, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
+) -> OverlapPlan:
+    """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak.
+
+    First the reads are given less room to run ahead; then the plan itself.
+
+    Raises:
+        BudgetError: nothing fits; it names what the plan with the least takes.
+    """
+    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units)
+    if not limited:
+        return plan
+    least = needed = in_flight(plan)
+    for share in _READ_AHEAD:
+        if needed <= problem.m_peak:
+            return plan
+        plan = with_room(problem, plan, int(problem.m_peak * share))
+        needed = in_flight(plan)
+        least = min(least, needed)
+    for share in _SHARES:
+        try:
+            smaller = solve(
+                replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
+                time_limit=_SECONDS_EACH, units=units,
+            )  # fmt: skip
+        except BudgetError:
+            break
+        smaller = replace(smaller, m_peak=problem.m_peak, bound=min(plan.bound, smaller.objective))
+        needed = in_flight(smaller)
+        least = min(least, needed)
+        if needed <= problem.m_peak:
+            return replace(smaller, status="OPTIMAL" if smaller.bound >= smaller.objective else "FEASIBLE")
+    raise BudgetError(
+        f"M_peak of {problem.m_peak} bytes is too small: {least} bytes are in flight with what staging and the layout take; "
+        f"raise the limit to {least} bytes or more",
+        smallest_bytes=least,
+        binding="",
+    )
+
+
+_READ_AHEAD = (0.9, 0.75, 0.5, 0.25, 0.0)
+"""Parts of M_peak within which reads may run ahead, where a layout wastes the rest."""
 
 
 def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
@@ -81,7 +246,7 @@ def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
 
 def _baseline(problem: Problem, program: Program, limits: Limits, preload: frozenset[str], measure: Measure) -> OverlapPlan:
     """The plan of a strategy that others use."""
-    baseline = Baseline(limits.strategy, operators_of(program), preload, limits.lambda_)
+    baseline = Baseline(limits.strategy, operators_of(program), preload, limits.resolved_lambda)
     if limits.budget is not None:
         return baseline.within(problem, limits.budget, measure)
     if limits.strategy == "resident-first":
@@ -100,16 +265,21 @@ def _paper_plan_within(
         plan = solve(
             replace(program_problem, m_peak=m_peak),
             objective="paper",
-            lambda_=limits.lambda_,
+            lambda_=limits.resolved_lambda,
             preload=preload,
             time_limit=_SECONDS_EACH,
             preload_limit=max(0, limits.budget - m_peak),
+            units=limits.units,
         )
-        if measure(plan) <= limits.budget:
-            return plan
-    # The latency planner knows the smallest budget, or finds the plan that the shares above stepped over.
-    plan = fastest_within(program_problem, operators_of(program), limits.budget, measure, preload, limits.lambda_)
-    return replace(plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for latency"))
+        for ahead in (None, *_READ_AHEAD):
+            roomy = plan if ahead is None else with_room(replace(program_problem, m_peak=m_peak), plan, int(m_peak * ahead))
+            if measure(roomy) <= limits.budget:
+                return roomy
+    # The other planner knows the smallest budget, or finds the plan that the shares above stepped over.
+    plan = fastest_within(program_problem, operators_of(program), limits.budget, measure, preload, 0.0)
+    return replace(
+        plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
+    )
 
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)

@@ -1,22 +1,40 @@
-"""The overlap-plan-generation problem (DESIGN §4; FlashMem §3.1): what is given, before anything is decided."""
+"""The overlap-plan-generation problem (docs/planner.md; FlashMem §3.1): what is given, before anything is decided."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from flashmem.capacity.model import CapacityModel, default_model, load_capacity
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.program import OperatorClass, Program
+from flashmem.planning.plan import PASSING_BYTES
+from flashmem.program import Launch, OperatorClass, Program
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Layer l. `capacity` is C_l in chunks; `seconds` its predicted latency with nothing streamed beside it."""
+    """Layer l. `capacity` is C_l in chunks; `seconds` its predicted latency with nothing streamed beside it.
+
+    `beside` is s_l as a polyline: (bytes, factor) with both ascending, from (0, 1) on, and on beyond its end at its last slope.
+    Empty: nothing that is moved beside the layer slows it down.
+    """
 
     name: str
     operator_class: OperatorClass
     capacity: int
     seconds: float
+    beside: tuple[tuple[float, float], ...] = ()
+
+    def loaded_seconds(self, nbytes: float) -> float:
+        """t_l * s_l(b_l): the latency with `nbytes` moved beside it."""
+        if not nbytes or len(self.beside) < 2:
+            return self.seconds
+        at = min(bisect_right(self.beside, (nbytes, 0.0), 1), len(self.beside) - 1)
+        (low, slow), (high, slower) = self.beside[at - 1], self.beside[at]
+        return self.seconds * (slow + (slower - slow) * (nbytes - low) / (high - low))
 
 
 @dataclass(frozen=True)
@@ -31,14 +49,25 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class Problem:
-    """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight beside W)."""
+    """Layers 1..N, the weights they use, S (`chunk_bytes`) and M_peak (`m_peak`, bytes in flight beside W).
+
+    Resources: the disk brings `load_bandwidth` bytes per second into unified memory, from the moment a session is opened; from
+    `opening_seconds` on layers run, and the host hands on what was read at `host_bandwidth` (to where the transfer `mode` takes
+    it from). `piece_bytes` of a slice are handed on at a time. `w_may_grow`:
+    slices too large for M_peak may go to W, also for the first answer: there will be no smaller slices.
+    """
 
     layers: tuple[LayerSpec, ...]
     weights: tuple[WeightSpec, ...]
     chunk_bytes: int
     m_peak: int
-    load_bandwidth: float  # bytes per second, disk to resident: the clock of the latency objective
+    load_bandwidth: float
     notes: tuple[str, ...] = ()  # what its numbers rest on, for the plan
+    mode: TransferMode = "map"
+    host_bandwidth: float = math.inf
+    opening_seconds: float = 0.0
+    piece_bytes: int = 0
+    w_may_grow: bool = False
 
     def chunks(self, weight: WeightSpec) -> int:
         """T(w) = ceil(bytes(w) / S)."""
@@ -49,24 +78,75 @@ def build_problem(
     program: Program,
     descriptor: DeviceDescriptor,
     *,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     m_peak: int,
     mode: TransferMode | None = None,
     model: CapacityModel | None = None,
 ) -> Problem:
     """The problem that `program` poses on a device: one layer a launch, one weight a slice that some launch reads.
 
-    `chunk_bytes` (S) and `m_peak` are bytes. Loads run at the slower of the device's disk and copy rates. `model` says what a
-    layer can stream while it computes, in transfer `mode`; by default the descriptor's own, in its first mode.
+    `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` says what a layer can stream while it computes,
+    in transfer `mode`; by
+    default the descriptor's own, in its first mode.
+
+    Raises:
+        UserError: the descriptor does not say how transfers of that mode slow down what computes.
     """
     model = model or default_model(descriptor, program.memory_path)
     mode = mode or descriptor.modes[program.memory_path][0]
+    rates = descriptor.rates
     sizes = {s.name: s.nbytes for s in program.slices}
-    layers = []
+    known: dict[tuple[object, ...], tuple[float, float, tuple[tuple[float, float], ...]]] = {}
+    priced = []
     for launch in program.launches:
         read = sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice")
-        capacity = load_capacity(model, launch, read, chunk_bytes, mode)
-        layers.append(LayerSpec(launch.name, launch.operator_class, capacity, model.seconds(launch, read)))
+        key = (launch.kernel, launch.operator_class, launch.macs, launch.bytes, launch.global_size, launch.local_size, read)
+        if key not in known:
+            capacity = load_capacity(model, launch, read, mode)
+            known[key] = capacity, model.seconds(launch, read), slowdown_curve(model, launch, read, mode)
+        priced.append((launch, *known[key]))
+    if chunk_bytes is None:
+        chunk_bytes = chosen_chunk([nbytes for launch, nbytes, _, _ in priced if launch.operator_class == "reusable"])
+    layers = [
+        LayerSpec(launch.name, launch.operator_class, int(nbytes // chunk_bytes), seconds, beside)
+        for launch, nbytes, seconds, beside in priced
+    ]
     weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
-    bandwidth = min(descriptor.rates.disk_bandwidth, descriptor.rates.copy_bandwidth)
-    return Problem(tuple(layers), tuple(weights), chunk_bytes, m_peak, bandwidth, (model.note,))
+    kernels = {launch.kernel for launch in program.launches}
+    opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
+    host = {"map": rates.copy_bandwidth, "dma": min(rates.cached_bandwidth, rates.copy_bandwidth)}
+    return Problem(
+        tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, (model.note,), mode,
+        host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
+    )  # fmt: skip
+
+
+def chosen_chunk(capacities: Sequence[float]) -> int:
+    """S for layers that can carry `capacities` bytes: a power of two of which the median layer carries four at least.
+
+    Between 16 KiB, below which there are more chunks than a plan needs, and 1 MiB.
+    """
+    carried = [nbytes for nbytes in capacities if nbytes > 0]
+    wished = median(carried) / _CHUNKS_CARRIED if carried else _MOST_CHUNK
+    return int(2 ** math.floor(math.log2(min(max(wished, _LEAST_CHUNK), _MOST_CHUNK))))
+
+
+_CHUNKS_CARRIED = 4
+_LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
+
+
+def slowdown_curve(
+    model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode
+) -> tuple[tuple[float, float], ...]:
+    """s_l of `launch` as `LayerSpec.beside` has it, at a few amounts of bytes up to three times what it reads and writes."""
+    alone = model.seconds(launch, weight_bytes)
+    own = max(1, launch.bytes + weight_bytes)
+    points = [(0.0, 1.0)]
+    for ratio in _RATIOS:
+        factor = max(points[-1][1], model.loaded_seconds(launch, weight_bytes, ratio * own, mode) / alone)
+        points.append((ratio * own, factor))
+    return tuple(points)
+
+
+_RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0)
+"""Bytes beside a launch over its own at which s_l is asked for; between them it is a line."""

@@ -1,9 +1,10 @@
-"""The exact plan for a given W: shortest remaining processing time, walking the layers backwards (DESIGN section 4).
+"""The exact moves for a given W: shortest remaining processing time, walking the layers backwards (docs/planner.md).
 
 Seen from the last layer, weight w is released at i_w, needs T(w) chunks, layer l serves C_l of them, and i_w - z_w is its flow
 time. Serving the weight with the fewest remaining chunks first never idles and leaves the fewest weights unfinished at every
-layer, so it minimises both the sum of loading distances and the chunks in flight at every layer. Its answer to "does W fit
-M_peak?" is exact up to the last, partly filled chunk of a weight.
+layer, so it minimises the sum of loading distances. What it holds are whole slices, each from z_w to its last use; among
+weights
+of one size no other order holds less. Read gates come after it (`planning.gates`).
 
 The same walk serves the soft threshold of C4: where a layer holds more than M_peak, chunks are moved to later layers above
 their capacity, up to a ceiling, where that costs least.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.planning.problem import Problem
@@ -30,13 +31,12 @@ _SCAN = 32
 class SrptPlan:
     """Decisions for one W, of the streamed weights. Where a plan is not `feasible`, some are missing."""
 
-    load_layers: dict[str, int]
-    moves: dict[str, tuple[tuple[int, int], ...]]
+    moves: Mapping[str, tuple[tuple[int, int], ...]]
     feasible: bool
 
     def distance(self, problem: Problem) -> int:
         """Sum of i_w - z_w over the streamed weights."""
-        return sum(w.first_use - self.load_layers[w.name] for w in problem.weights if w.name in self.load_layers)
+        return sum(w.first_use - parts[0][0] for w in problem.weights if (parts := self.moves.get(w.name)))
 
 
 def srpt(problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None = None) -> SrptPlan:
@@ -44,8 +44,7 @@ def srpt(problem: Problem, preload: Collection[str], ceiling: Sequence[int] | No
     walk = _Walk(problem, preload, ceiling)
     excess = walk.run()
     moves = {w.name: tuple(sorted(walk.moved[w.name].items())) for w in walk.streamed}
-    load_layers = {name: parts[0][0] for name, parts in moves.items() if parts}
-    return SrptPlan(load_layers, moves, feasible=excess == 0)
+    return SrptPlan(moves, feasible=excess == 0)
 
 
 def offenders(
@@ -66,7 +65,6 @@ class _Walk:
 
     def __init__(self, problem: Problem, preload: Collection[str], ceiling: Sequence[int] | None) -> None:
         self.layers = problem.layers
-        self.chunk = problem.chunk_bytes
         self.m_peak = problem.m_peak
         self.ceiling = ceiling
         self.weight_above = [_SENSITIVITY[spec.operator_class] / max(spec.seconds, 1e-9) for spec in problem.layers]
@@ -125,7 +123,8 @@ class _Walk:
         return max(0, excess)
 
     def _bytes(self, index: int, remaining: int) -> int:
-        return min(self.streamed[index].nbytes, remaining * self.chunk)
+        """What a weight holds before the layers that move its `remaining` chunks: all of it, or nothing."""
+        return self.streamed[index].nbytes if remaining else 0
 
     def _release(self, index: int) -> None:
         self.in_use.remove(index)
@@ -166,8 +165,7 @@ class _Walk:
                 layer = self._cheapest(earliest, last)
                 if layer is None:
                     break
-                wanted = -(-(self.pending_bytes - target) // self.chunk)
-                taken = min(left, wanted, max(1, left // 8), self.ceiling[layer - 1] - self.used[layer])
+                taken = min(left, max(1, left // 8), self.ceiling[layer - 1] - self.used[layer])
                 self._take(index, left, taken, layer)
                 left -= taken
             if left:

@@ -27,17 +27,23 @@ class Reason:
     text: str
 
 
-def in_flight_bytes(plan: OverlapPlan) -> list[int]:
-    """Bytes that C2 counts at each layer, index l - 1: streamed chunks, from the layer that moves them to the last use."""
-    change = [0] * (len(plan.capacities) + 2)
+def in_flight_bytes(plan: OverlapPlan, *, ahead: bool = True) -> list[int]:
+    """Bytes that C2 counts at each layer, index l - 1; not `ahead`: as if every read gate were at the first move."""
+    layers = len(plan.capacities)
+    change = [0] * (layers + 2)
     for w in plan.weights:
-        counted = moved = 0
-        for layer, chunks in w.moves:
-            moved += chunks
-            now = min(w.nbytes, moved * plan.chunk_bytes)
-            change[layer] += now - counted
-            counted = now
-        change[w.last_use + 1] -= counted
+        if w.preload:
+            continue
+        gate = w.read_layer if ahead else w.first_mover
+        home, last = gate, w.last_use
+        if plan.mode == "interleave":
+            home = w.first_mover
+            change[gate] += w.nbytes
+            change[w.last_mover + 1] -= w.nbytes
+        if w.keep:
+            home, last = 1, layers
+        change[home] += w.nbytes
+        change[last + 1] -= w.nbytes
     return list(accumulate(change))[1:-1]
 
 
@@ -52,9 +58,13 @@ def moved_chunks(plan: OverlapPlan) -> list[int]:
 
 def reasons(plan: OverlapPlan) -> list[Reason]:
     """One reason for each weight of W, in the plan's order."""
-    left = [capacity - moved for capacity, moved in zip(plan.capacities, moved_chunks(plan), strict=True)]
+    left = [capacity - moved for capacity, moved in zip(plan.kept_capacities, moved_chunks(plan), strict=True)]
     judge = _Judge(
-        plan, [0, *accumulate(plan.capacities)], [0, *accumulate(left)], in_flight_bytes(plan), frozenset(plan.asked)
+        plan,
+        [0, *accumulate(plan.kept_capacities)],
+        [0, *accumulate(left)],
+        in_flight_bytes(plan, ahead=False),
+        frozenset(plan.asked),
     )
     return [judge.reason(w) for w in plan.weights if w.preload]
 
@@ -72,7 +82,7 @@ class _Judge:
             return Reason(w.name, "first-layer", 0, "used by layer 1, which has no layer before it to load it")
         if w.name in self.asked:
             return Reason(w.name, "asked", 0, "asked for with --preload")
-        if self.plan.objective_kind == "latency":  # whose own W holds nothing else: nothing is gained by it
+        if self.plan.objective_kind == "first":  # whose own W holds nothing else: nothing is gained by it
             return Reason(w.name, "resident-first", 0, "strategy resident-first fills the budget with weights")
         if w.nbytes > self.plan.m_peak:
             return Reason(w.name, "too-large", 0, f"its {w.nbytes} bytes are more than M_peak")
@@ -81,23 +91,25 @@ class _Judge:
             return Reason(w.name, "no-capacity", 0, self._no_capacity(w, free))
         start = bisect_right(self.left, free - w.chunks, 0, w.first_use)  # the last layer with T(w) chunks free from it on
         waits = w.first_use - start
-        stream, preload = (1 - self.plan.lambda_) * waits, self.plan.lambda_ * w.chunks
-        if stream >= preload - 1e-9:
-            relation = ">" if stream > preload + 1e-9 else "="
+        a_chunk, a_layer = self.plan.prices
+        stream, preload = a_layer * waits, a_chunk * w.chunks
+        if stream >= preload * (1 - 1e-9):
+            relation = ">" if stream > preload * (1 + 1e-9) else "="
             price = f"(1-λ)·{waits} = {stream:.4g} {relation} λ·{w.chunks} = {preload:.4g}"
+            if self.plan.units == "share":
+                price = (
+                    f"as shares of all, {waits} layers cost {stream:.4g} {relation} {preload:.4g} for {w.chunks} chunks in W"
+                )
             return Reason(w.name, "distance", waits, f"{self._full_before(w)}streamed, it would wait {waits} layers: {price}")
         for layer in range(start, w.last_use + 1):
-            if self.in_flight[layer - 1] + self._held(w, start, layer) > self.plan.m_peak:
+            if self.in_flight[layer - 1] + self._held(w, layer) > self.plan.m_peak:
                 return Reason(w.name, "memory", waits, f"streaming it would pass M_peak at layer {layer}")
         gain = preload - stream
         return Reason(w.name, "unproven", waits, f"streaming it would gain {gain:.4g}: the plan is not proven to be the best")
 
-    def _held(self, w: PlannedWeight, start: int, layer: int) -> int:
-        """Bytes of w at `layer` if it took what is left from `start` on."""
-        last = min(layer, w.first_use - 1)
-        # Late layers are filled first, so the first one moves what the others cannot.
-        later = self.left[w.first_use - 1] - self.left[last]
-        return min(w.nbytes, max(0, w.chunks - later) * self.plan.chunk_bytes)
+    def _held(self, w: PlannedWeight, layer: int) -> int:
+        """Bytes of w at `layer` if it took what is left before its use."""
+        return w.nbytes * (2 if self.plan.mode == "interleave" and layer < w.first_use else 1)
 
     def _no_capacity(self, w: PlannedWeight, free: int) -> str:
         total = self.capacity[w.first_use - 1]

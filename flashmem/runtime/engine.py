@@ -15,7 +15,7 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.errors import RunError
-from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.program import Port, array_bytes, lane_kind, output_bytes, scratch_bytes
 from flashmem.runtime.arena import Bytes, move_out, new_pages
 from flashmem.runtime.devices import Device
@@ -32,9 +32,6 @@ from flashmem.runtime.transfer import InterleaveTransfer, make_transfer
 from flashmem.runtime.weight_file import WeightFile
 
 Array = NDArray[Any]
-
-LOADER_THREADS = 2
-"""Threads that load weights; layouts give each a part of staging."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,9 @@ class Engine:
         program, plan, context = self._bundle.program, self._plan, self._context
         slices = {part.name: part for part in program.slices}
         moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
-        self._plain, self._lane = self._open_kernels(moves, build_apart)
+        later = plan.later()
+        self._later_moves = moves if later is plan or not moves else layer_moves(later, slices, lane_kind(program), lanes=lanes)
+        self._plain, self._lane = self._open_kernels(build_apart, moves, self._later_moves)
         arena = self._make_arena()
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
@@ -101,6 +100,7 @@ class Engine:
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
         steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain, self._lane)
         self._executor = Executor(self._queue, steps)
+        self._resources = resources if later is not plan and moves else None  # for the steps of later runs, if they differ
         ports = (
             {port.tensor for port in (*program.inputs, *program.outputs)}
             | {g.tensor for g in program.row_gathers}
@@ -113,14 +113,17 @@ class Engine:
         }
         banded = mode if digests is None else None  # a digest is of a whole slice
         self._all_loads = planned_loads(plan, slices, preload=True, mode=banded)
-        self._loads = planned_loads(plan, slices, preload=False, mode=banded)
+        self._later_loads = planned_loads(later, slices, preload=False, mode=banded)
         self._w_loads = [load for load in self._all_loads if load.preload]
         self._frees = planned_frees(plan, slices)
         self._w_is_resident = not self._w_loads
         self._has_run = False
 
-    def _open_kernels(self, moves: Mapping[int, LayerMoves], apart: bool) -> tuple[CachedKernels, CachedKernels]:
-        """The plain kernels, and those with a stream lane; `apart`: what no cache has is built by child processes."""
+    def _open_kernels(self, apart: bool, *moves: Mapping[int, LayerMoves]) -> tuple[CachedKernels, CachedKernels]:
+        """The plain kernels, and those with a stream lane, of the first run and of later ones.
+
+        `apart`: what no cache has is built by child processes.
+        """
         program, context, cache = self._bundle.program, self._context, ProgramCache()
 
         def build(missing: Mapping[str, Wanted]) -> Mapping[str, bytes]:
@@ -128,7 +131,7 @@ class Engine:
 
         plain, lane = (
             CachedKernels(cache, context, program.build_options, wanted, self._bundle.binaries or b"", build if apart else None)
-            for wanted in wanted_kernels(program, self._bundle.source, moves)
+            for wanted in wanted_kernels(program, self._bundle.source, *moves)
         )
         return plain, lane
 
@@ -162,8 +165,7 @@ class Engine:
             self._preload()
 
     def _preload(self) -> None:
-        threads = self._transfer.preload_threads or LOADER_THREADS
-        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=threads)
+        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=LOADER_THREADS)
         try:
             for load in self._w_loads:
                 loader.wait(load.part.name)
@@ -172,7 +174,7 @@ class Engine:
         self._w_is_resident = True
 
     def run(self, outputs: Sequence[Port] = ()) -> Played:
-        """Play all layers once; W comes in with them if it is not resident yet and the mode can do that.
+        """Play all layers once; W comes in with them if it is not resident yet.
 
         Of `outputs` those are read whose place in the arena is another tensor's later.
 
@@ -187,9 +189,10 @@ class Engine:
         return self._file.guarded() if self._transfer.in_place else nullcontext()
 
     def _run(self, early: Sequence[Port]) -> Played:
-        if not self._w_is_resident and self._transfer.preload_threads is not None:
-            self.preload()
-        loads = self._loads if self._w_is_resident else self._all_loads
+        if self._has_run:
+            loads = self._later_loads
+        else:
+            loads = tuple(load for load in self._all_loads if not (load.preload and self._w_is_resident))
         layers: list[Span] = []
         arrays: dict[str, Array] = {}
         reading: list[Event] = []
@@ -217,6 +220,11 @@ class Engine:
             raise
         if loader is not None:
             loader.stop()
+        if self._resources is not None:  # what was kept is not moved again
+            program, later = self._bundle.program, self._plan.later()
+            needs = needed_slices(later, self._later_moves)
+            steps = make_steps(program, needs, self._later_moves, self._resources, self._plain, self._lane)
+            self._executor, self._resources = Executor(self._queue, steps), None
         self._w_is_resident = self._has_run = True
         return Played(tuple(loader.spans) if loader else (), tuple(layers), arrays)
 

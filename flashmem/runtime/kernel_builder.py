@@ -115,11 +115,15 @@ class KernelBuilder:
         except UserError:  # a descriptor of that name, but not of this device
             return None
         moves: Mapping[int, LayerMoves] = {}
+        again = moves
         if mode == "interleave":
             if wish.plan is None:
                 return None
-            moves = layer_moves(wish.plan, {part.name: part for part in program.slices}, lane_kind(program))
-        plain, lane = wanted_kernels(program, wish.source, moves)
+            slices, kind = {part.name: part for part in program.slices}, lane_kind(program)
+            moves = layer_moves(wish.plan, slices, kind)
+            later = wish.plan.later()
+            again = moves if later is wish.plan else layer_moves(later, slices, kind)
+        plain, lane = wanted_kernels(program, wish.source, moves, again)
         options = program.build_options
         wanted = {kernel_key(device, each, options): each for each in (*plain, *lane)}
         missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]

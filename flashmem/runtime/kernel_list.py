@@ -48,22 +48,23 @@ def variant(size: Size) -> str:
 
 
 def wanted_kernels(
-    program: Program, source: Source, moves: Mapping[int, LayerMoves]
+    program: Program, source: Source, *runs: Mapping[int, LayerMoves]
 ) -> tuple[tuple[Wanted, ...], tuple[Wanted, ...]]:
-    """The plain kernels, and those with a stream lane, of a session that makes `moves` by kernels.
+    """The plain kernels, and those with a stream lane, of a session whose runs make these moves by kernels.
 
     Raises:
         RunError: a kernel is missing.
     """
     plain: dict[str, list[Use]] = {}
     laned: dict[str, list[Use]] = {}
-    for layer, launch in enumerate(program.launches, start=1):
-        moving = moves.get(layer)
-        riding = moving.riding if moving else None
-        uses = plain if riding is None else laned
-        uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
-        for move in (*moving.leading, *moving.separate) if moving else ():
-            laned.setdefault(move.copier, []).append(Use(((move.copy_items,), (COPY_GROUP,)), (), move))
+    for moves in (runs[0], *(other for other in runs[1:] if other is not runs[0])):
+        for layer, launch in enumerate(program.launches, start=1):
+            moving = moves.get(layer)
+            riding = moving.riding if moving else None
+            uses = plain if riding is None else laned
+            uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
+            for move in (*moving.leading, *moving.separate) if moving else ():
+                laned.setdefault(move.copier, []).append(Use(((move.copy_items,), (COPY_GROUP,)), (), move))
     return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
 
 

@@ -1,7 +1,7 @@
 """Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
 
-A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of (z_w, i_w); the load of w may
-start once layer z_w - 1 is done, and not before everything freed by then has been let go, so that no two slices are ever
+A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of (g_w, z_w, i_w); the read of w may
+start once layer g_w - 1 is done, and not before everything freed by then has been let go, so that no two slices are ever
 resident that the plan kept apart.
 """
 
@@ -48,15 +48,15 @@ class Span:
 def planned_loads(
     plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bool, mode: TransferMode | None = None
 ) -> tuple[Load, ...]:
-    """The loads of a run in the order of (z_w, i_w), W among them (as from layer 1 on) if `preload`.
+    """The loads of a run in the order of (g_w, z_w, i_w), W among them (as from layer 1 on) if `preload`.
 
     In bands, as slices are loaded in `mode`; None: each as a whole.
     """
     chosen = [w for w in plan.weights if preload or not w.preload]
-    chosen.sort(key=lambda w: (max(w.load_layer, 1), w.first_use))
+    chosen.sort(key=lambda w: (max(w.read_layer, 1), w.first_mover if mode == "interleave" else w.first_use, w.first_use))
     loads: list[Load] = []
     for w in chosen:
-        part, gate = slices[w.name], max(w.load_layer, 1) - 1
+        part, gate = slices[w.name], max(w.read_layer, 1) - 1
         loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if mode else (whole(part),))]
     return tuple(loads)
 
@@ -74,10 +74,10 @@ def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) ->
 
 
 def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:
-    """The streamed slices that are let go when a layer is done."""
+    """The streamed slices that are let go when a layer is done: those that are not kept for later runs."""
     frees: dict[int, tuple[Slice, ...]] = {}
     for w in plan.weights:
-        if not w.preload:
+        if not (w.preload or w.keep):
             frees[w.last_use] = (*frees.get(w.last_use, ()), slices[w.name])
     return frees
 

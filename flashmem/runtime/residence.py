@@ -28,7 +28,7 @@ def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:
     """The same plan with every weight in W."""
-    weights = tuple(replace(w, preload=True, load_layer=0, moves=()) for w in plan.weights)
+    weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) for w in plan.weights)
     return replace(plan, weights=weights)
 
 
@@ -36,7 +36,7 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
     """A place of its own for every slice."""
     sizes = {part.name: -(-part.file_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for part in program.slices}
     if mode == "map":
-        return PoolLayout(mapped_peak_bytes=sum(sizes.values()))
+        return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()))
     offsets: dict[str, int] = {}
     slots: list[TextureSlot] = []
     slot_of: dict[str, int] = {}
@@ -49,11 +49,12 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
         else:
             offsets[part.name] = end
             end += sizes[part.name]
-    layout = PoolLayout(pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of)
+    resident = end + sum(slot.nbytes for slot in slots)
+    layout = PoolLayout(pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident)
     largest = max((passing_bytes(part) for part in program.slices), default=0)
     piece = -(-largest // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
     if mode == "dma":
         return replace(layout, staging_bytes=threads * piece)
     if mode == "interleave":  # one entrance that slices pass through
-        return replace(layout, staging_bytes=piece, staging=dict.fromkeys(sizes, 0))
+        return replace(layout, staging_bytes=threads * piece, staging=dict.fromkeys(sizes, 0), entrance_bytes=piece)
     return layout

@@ -19,10 +19,11 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import table_blocks
 from flashmem.errors import RunError, UserError
+from flashmem.planning.plan import LOADER_THREADS
 from flashmem.program import Port, copied_outputs, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.engine import LOADER_THREADS, Engine, Played
+from flashmem.runtime.engine import Engine, Played
 from flashmem.runtime.loader import planned_loads, read_while_opening
 from flashmem.runtime.ports import check_inputs, from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss

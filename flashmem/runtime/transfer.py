@@ -63,9 +63,6 @@ def whole(part: Slice) -> Band:
 class Transfer(ABC):
     """One mode in use. `load` and `free` are called by loader threads, each with its own `thread` number."""
 
-    preload_threads: int | None = None
-    """How many threads may load W at once; None: all of them, and W may come in while layers run."""
-
     in_place = False
     """Whether kernels read the mapped file."""
 
@@ -250,11 +247,9 @@ class InterleaveTransfer(Transfer):
 
     Where host and device share memory, staging is mapped for as long as the session lives. Elsewhere a load goes through a
     small piece of host memory, one a thread, and is copied to staging: mapping would have the driver keep a second staging on
-    the host (docs/opencl-notes.md). A preloaded slice passes through the one place that staging has for all of W, so they come
-    in one after the other.
+    the host (docs/opencl-notes.md). Preloaded slices pass through the entrance that staging has for W, each thread through a
+    part of its own, and come in while layers run.
     """
-
-    preload_threads = 1
 
     def __init__(
         self,
@@ -270,6 +265,7 @@ class InterleaveTransfer(Transfer):
         self.memories = self._homes.memories
         self._queues = [context.queue() for _ in range(threads)]
         self._offsets = layout.staging
+        self._entrance = layout.entrance_bytes
         self._shared = context.device.unified_memory
         self._mapped: Bytes | None = None  # staging, where it is shared
         self._host = np.empty((0, 0), np.uint8)  # a piece a thread, where it is not
@@ -298,7 +294,7 @@ class InterleaveTransfer(Transfer):
 
     def preload(self, part: Slice, band: Band, thread: int) -> None:
         """Read, and copy home."""
-        ring = self._host[thread] if self._mapped is None else self._place(part, 0, passing_bytes(part))
+        ring = self._host[thread] if self._mapped is None else self._place(part, thread * self._entrance, self._entrance)
         for piece, first in self._pieces(part, band, ring):
             self._homes.write(self._queues[thread], part, piece, first)
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
 from flashmem.program import (
     ITEMSIZE,
@@ -29,7 +29,6 @@ from flashmem.program import (
     panel_bytes,
     scratch_bytes,
 )
-from flashmem.runtime.engine import LOADER_THREADS
 from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import Load, planned_frees, planned_loads, read_while_opening
@@ -63,7 +62,8 @@ class Machine:
 class SimulatedLoad:
     """A band of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
 
-    `held` bytes are counted from its start until the slice is freed (mode `map`).
+    `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find it if it is of W or to
+    `keep`.
     """
 
     name: str
@@ -73,6 +73,7 @@ class SimulatedLoad:
     preload: bool = False
     held: int = 0
     first: int = 0
+    keep: bool = False
 
     @property
     def last_of_file(self) -> int:
@@ -104,8 +105,8 @@ class Scenario:
     The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
     accounted for, `kernel_seconds` (and layers') before anything is allocated. `constants_bytes` are read while opening;
     `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes`, of outputs that are copied, after the last.
-    `w_threads`: threads that bring W in before the first layer; None: W comes in with the rest. `resident_first`: every load
-    belongs to the opening (strategy preload).
+    `later_layers`: those of later runs, where they differ. `resident_first`: every load belongs to the opening (strategy
+    preload).
     """
 
     machine: Machine
@@ -120,24 +121,26 @@ class Scenario:
     gathered_bytes: int = 0
     input_bytes: int = 0
     output_bytes: int = 0
-    w_threads: int | None = None
     resident_first: bool = False
+    later_layers: tuple[SimulatedLayer, ...] = ()
 
     def later(self) -> Scenario:
-        """A later run of the same session: W is there, the file is in the page cache, nothing is opened."""
-        kept = {load.name for load in self.loads if load.preload}
-        held = sum(load.held for load in self.loads if load.preload)
+        """A later run of the same session: W and what was kept are there, the file is in the page cache, nothing is opened."""
+        kept = {load.name for load in self.loads if load.preload or load.keep}
+        held = sum(load.held for load in self.loads if load.preload or load.keep)
         return replace(
             self,
             machine=replace(self.machine, disk_bandwidth=None),
-            layers=tuple(replace(layer, needs=tuple(n for n in layer.needs if n not in kept)) for layer in self.layers),
-            loads=tuple(load for load in self.loads if not load.preload),
+            layers=tuple(
+                replace(layer, needs=tuple(n for n in layer.needs if n not in kept))
+                for layer in self.later_layers or self.layers
+            ),
+            loads=tuple(load for load in self.loads if load.name not in kept),
             allocations=(*self.allocations, Allocation("weights", held)),
             announced=0,
             context_seconds=0.0,
             kernel_seconds=0.0,
             constants_bytes=0,
-            w_threads=None,
             resident_first=False,
         )
 
@@ -169,8 +172,16 @@ def describe(
         plan = preloaded(plan)
     problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
-    needs = needed_slices(plan, moves)
-    delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
+    kept = {w.name for w in plan.weights if w.keep}
+
+    def layers(played: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
+        needs = needed_slices(played, moves)
+        delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
+        return tuple(
+            SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
+            for layer, spec in enumerate(problem.layers, start=1)
+        )
+
     loads = planned_loads(plan, slices, preload=True, mode=mode)
     travel = _Travel(descriptor, mode, layout)
     return Scenario(
@@ -180,12 +191,9 @@ def describe(
             disk_bandwidth=rates.disk_bandwidth if disk == "cold" else None,
             load_seconds=rates.load_seconds,
             # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
-            contention=0.0 if mode == "interleave" else rates.contention.get(mode, 0.0),
+            contention=0.0 if mode == "interleave" else rates.contention_of(mode),
         ),
-        layers=tuple(
-            SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
-            for layer, spec in enumerate(problem.layers, start=1)
-        ),
+        layers=layers(plan, moves),
         loads=tuple(
             SimulatedLoad(
                 load.part.name,
@@ -195,6 +203,7 @@ def describe(
                 load.preload,
                 travel.held(load.band),
                 load.band.first,
+                load.part.name in kept,
             )
             for load in loads
         ),
@@ -207,8 +216,8 @@ def describe(
         gathered_bytes=_gathered_bytes(program),
         input_bytes=_port_bytes(program, program.inputs),
         output_bytes=_port_bytes(program, copied_outputs(program)),
-        w_threads=1 if mode == "interleave" and any(w.preload for w in plan.weights) else None,
         resident_first=strategy == "preload",
+        later_layers=layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program))) if kept and moves else (),
     )
 
 
@@ -254,7 +263,7 @@ def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
     """By how much the moves of a layer delay it: a riding one by its contention, the others are launches of their own."""
     rates = descriptor.rates
     riding = _moved_bytes(moving.riding) if moving.riding else 0
-    delay = rates.contention.get("interleave", 0.0) * riding / rates.copy_bandwidth
+    delay = rates.contention_of("interleave") * riding / rates.copy_bandwidth
     return delay + sum(rates.launch_seconds + _moved_bytes(move) / rates.copy_bandwidth for move in moving.separate)
 
 

@@ -135,14 +135,7 @@ class _Player:
         self.opened = self.events.now
         yield from self._storage(scenario.gathered_bytes)
         yield Work("copy", scenario.input_bytes)
-        w = tuple(load for load in scenario.loads if load.preload)
-        if scenario.resident_first:
-            loads: tuple[SimulatedLoad, ...] = ()
-        elif scenario.w_threads is not None:
-            yield from self._bring_in(w, scenario.w_threads)
-            loads = tuple(load for load in scenario.loads if not load.preload)
-        else:
-            loads = scenario.loads
+        loads: tuple[SimulatedLoad, ...] = () if scenario.resident_first else scenario.loads
         loader = _Loader(self, loads, scenario.frees, self.machine.threads)
         yield from self._execute(loader)
         loader.stop()

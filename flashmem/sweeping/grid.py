@@ -48,7 +48,8 @@ RESULTS = (
 )  # fmt: skip
 """Columns that say what came out. An infeasible point has `status` INFEASIBLE and the smallest limit that works.
 
-`objective` and `bound` are seconds for the kind "latency", and the paper's weighted sum for "paper". `exec_ms` is the first run
+`objective` and `bound` are seconds for the kinds "first" and "steady", and the paper's weighted sum for "paper". `exec_ms`
+is the first run
 without its opening, `warm_ms` a later run, with W resident.
 """
 

@@ -122,10 +122,10 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
     limits = Limits(
         budget=point.budget_bytes,
         m_peak=point.m_peak_bytes,
-        chunk=point.chunk_bytes,
+        chunk=point.chunk_bytes or None,
         lambda_=point.lambda_,
         mu=point.mu,
-        objective=cast(Literal["auto", "paper", "latency"], point.objective_asked),
+        objective=cast(Literal["auto", "first", "steady", "paper"], point.objective_asked),
     )
     options = Options(subject.descriptor, subject.mode, limits, cast(Literal["fp32", "fp16"], point.precision))
     begun = time.perf_counter()

@@ -39,7 +39,12 @@ def _tile(emitter: Emitter, layer: Layer, product: Product, run: int, *, packed:
         [variant] = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
-        variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+        key = (node.input(1), replace(product, rows=0))
+        if not packed or key not in emitter.variants:
+            variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+            emitter.variants[key] = variant
+        else:
+            variant = emitter.variants[key]  # so that a weight is packed once, however many rows a band of a layer has
     if activation != "half" or weights != "float16":
         variant = replace(variant, half=0)
     variant = cut(variant, product)
@@ -156,16 +161,16 @@ def _emit_packed(
     tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
-    fold_unit = run if template == "deform_conv" else step if kept.block else 1
     packing = Packing(
-        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
-    )
+        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path,
+        _fold_unit(template, tile, run, step), emitter.descriptor,
+    )  # fmt: skip
     if kept.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
         parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
-    folded, scattered = parts[0].width > 0 and parts[0].height < depth, layer.moved is not None
-    tile = replace(tile, texture=bool(parts[0].width), folded=folded, scattered=scattered)
+    texture, scattered = parts[0].width > 0, layer.moved is not None
+    tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
     if template == "conv":
         direct = tile.scalar == tile.activation == "float" and not (
             tile.stage or tile.integers or tile.folded or context["volume"]
@@ -213,6 +218,20 @@ def _emit_packed(
             nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
+
+
+def _fold_unit(template: str, tile: Tile, run: int, step: int) -> int:
+    """Rows of which a texture may be folded after any whole number, without a change of what the kernel computes.
+
+    Where products of several steps are summed in half, their number is one of a sum that nothing splits.
+    """
+    if template == "deform_conv":
+        return run
+    if tile.block_depth:
+        return step
+    if tile.half and not tile.stage:
+        return tile.half if (step if template == "matmul" else run) % tile.half == 0 else run if template == "conv" else step
+    return 1
 
 
 def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int) -> Arg:

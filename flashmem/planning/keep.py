@@ -1,0 +1,106 @@
+"""What stays for later runs: weights that a run does not let go, in the memory that its reads leave over.
+
+The first run reads everything, and needs no more memory than keeps its reads ahead of the layers. What a budget has beside that
+holds weights that later runs then need not read. They keep their places from the start: nothing is moved between two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from math import inf
+
+from flashmem.planning.budget import Measure
+from flashmem.planning.clock import play
+from flashmem.planning.plan import OverlapPlan, PlannedWeight
+from flashmem.planning.problem import Problem
+
+
+def later_seconds(problem: Problem, plan: OverlapPlan) -> float:
+    """Predicted latency of a later run: W and what was kept are there, the file is in the page cache."""
+    streamed = {w.name: w for w in plan.weights if not (w.preload or w.keep)}
+    rest = replace(
+        problem,
+        weights=tuple(w for w in problem.weights if w.name in streamed),
+        load_bandwidth=inf if problem.host_bandwidth < inf else problem.load_bandwidth,
+        opening_seconds=0.0,
+    )
+    gates = {name: w.read_layer for name, w in streamed.items()}
+    return play(rest, gates, {name: w.moves for name, w in streamed.items()}).seconds
+
+
+def with_kept(problem: Problem, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:
+    """`plan` with as many weights kept as `limit` bytes hold (None: all), those that make later runs the fastest.
+
+    `measure`: the bytes of a plan that `limit` limits; those of `plan` are within it.
+    """
+    streamed = [w for w in plan.weights if not w.preload]
+    if not streamed:
+        return plan
+    if limit is None:
+        return _keeping(plan, {w.name for w in streamed})
+    if measure(everything := _keeping(plan, {w.name for w in streamed})) <= limit:
+        return everything
+    best, fastest = plan, later_seconds(problem, plan)
+    for order in _ORDERS:
+        kept = _filled(plan, sorted(streamed, key=order), limit, measure)
+        seconds = later_seconds(problem, kept)
+        if seconds < fastest * (1 - 1e-9):
+            best, fastest = kept, seconds
+    return best
+
+
+_ORDERS: Sequence[Callable[[PlannedWeight], tuple[int, ...]]] = (
+    lambda w: (w.first_use,),  # what a later run needs before it could read ahead
+    lambda w: (-w.nbytes, w.first_use),
+)
+"""In which weights are kept until the memory is full."""
+
+_TRIES = 5
+"""Layouts tried for one order: what a place really takes is known only then."""
+
+
+def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
+    """`plan` with the first of `order` kept that fit."""
+    best, most = plan, -1
+    room = limit - measure(plan)
+    for _ in range(_TRIES):
+        chosen, left = set[str](), room
+        for w in order:
+            if w.nbytes <= left:
+                chosen.add(w.name)
+                left -= w.nbytes
+        trial = _keeping(plan, chosen)
+        spare = limit - measure(trial)
+        if spare >= 0 and room > most:
+            best, most = trial, room
+        if 0 <= spare <= limit // 100 or not chosen:
+            break
+        room += spare if spare > 0 else spare * 3 // 2
+    return best
+
+
+def _keeping(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:
+    return replace(plan, weights=tuple(replace(w, keep=True) if w.name in chosen else w for w in plan.weights))
+
+
+def leanest(
+    best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan], value: Callable[[OverlapPlan], float]
+) -> OverlapPlan:
+    """A plan as good as `best` by `value`, but for a little, that `make` makes in the smallest M_peak from `least` bytes on."""
+    low, high, chosen = least, best.m_peak, best
+    worst = value(best) * (1 + _WORTH)
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        plan = make(middle)
+        if value(plan) <= worst:
+            high, chosen = middle, plan
+        else:
+            low = middle
+    return chosen
+
+
+_WORTH = 0.02
+"""A share of the first answer that room for later runs may cost."""
+
+_HALVINGS = 5
