@@ -249,7 +249,7 @@ def test_every_read_sees_the_write_that_the_graph_means(
         monkeypatch.setattr(places, "where_needed", lambda apart, least: set(range(len(apart))))
     seen = {"views": 0, "over": 0, "parts": 0}
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.integers(0, 10**6))
     def check(seed: int) -> None:
         graph = _graph(Net(seed), tmp_path)
