@@ -131,6 +131,7 @@ def _check_weight_file(program: Program) -> None:
     for part in program.slices:
         name = f"slice {part.name!r}"
         _require(part.nbytes > 0, f"{name} is empty")
+        _require(0 <= part.raw <= part.nbytes, f"{name} has more elements than bytes")
         _require(part.offset % SLICE_ALIGNMENT == 0, f"{name} does not start on a page")
         if part.is_image:
             texel = TEXEL_BYTES[part.channel]

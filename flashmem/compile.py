@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
+from flashmem.banding import fitting_bands
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
-from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
-from flashmem.errors import MissingFileError, UserError
+from flashmem.errors import BudgetError, MissingFileError, UserError
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
@@ -27,12 +28,13 @@ from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
+from flashmem.ordering import in_lowest_order
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
-from flashmem.program import MemoryPath, Program
+from flashmem.program import LaunchOrder, MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
@@ -178,28 +180,52 @@ def plan_graph(
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
+    Under a budget that is too small for that, chains of operators are computed in bands.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made. `final` is called with
-    the program before it is planned, where no plan can ask for another: without limits on memory, and without unfusion.
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
+    `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
+    without unfusion.
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
+    """
+    try:
+        return _plan(graph, options, watch, final)
+    except BudgetError as refused:
+        if options.limits.budget is None:
+            raise
+        banded, note = fitting_bands(graph, options, refused, lambda banded: _plan(banded, options, watch, finest=True), watch)
+    generated, plan = _plan(banded, options, watch)
+    return generated, replace(plan, notes=(*plan.notes, note))
+
+
+def _plan(
+    graph: Graph,
+    options: Options,
+    watch: Watch,
+    final: Callable[[Generated], None] = lambda generated: None,
+    *,
+    finest: bool = False,
+) -> tuple[Generated, OverlapPlan]:
+    """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
+    and no layer split.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
     only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
 
-    def write(layers: Sequence[Layer], slicing: Slicing) -> Generated:
+    def write(layers: Sequence[Layer], order: LaunchOrder, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
-        return generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+        made = generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+        return replace(made, program=replace(made.program, order=order))
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
-            layers = fuse(graph, cuts)
+            layers, order = in_lowest_order(graph, fuse(graph, cuts), half=options.precision == "fp16")
         with watch("generate"):
-            made = write(layers, slicing)
+            made = write(layers, order, slicing)
             if choices.settle():
-                made = write(layers, slicing)
+                made = write(layers, order, slicing)
         if only_one:
             final(made)
         return made
@@ -215,6 +241,9 @@ def plan_graph(
     def pipeline_for(slicing: Slicing) -> Pipeline:
         return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
 
+    if finest:
+        attempt = pipeline_for(FINEST).attempt(frozenset())
+        return attempt.generated, attempt.plan
     pipeline, first = first_attempt(pipeline_for, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
     if limits.resolved_objective == "first":

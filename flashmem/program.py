@@ -66,7 +66,8 @@ class Slice:
 
     `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of `SLICE_ALIGNMENT`. For the memory path `texture`
     it is an image of `height` rows of `width` RGBA texels of `channel` type, each row padded in the file to `row_pitch`
-    bytes; `width == 0` marks a plain buffer on either path.
+    bytes; `width == 0` marks a plain buffer on either path. `raw` of its bytes are the weight's own elements, the rest is
+    padding.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Slice:
     height: int = 0
     row_pitch: int = 0
     channel: Channel = "float"
+    raw: int = 0
 
     @property
     def is_image(self) -> bool:
@@ -183,6 +185,23 @@ class RowGather:
 
 
 @dataclass(frozen=True)
+class LaunchOrder:
+    """How launches were ordered: the most bytes of activations alive at once in the order of the model and in the one taken,
+    and a bound that no order is below. Each fused group counts as one launch.
+    """
+
+    given_bytes: int
+    peak_bytes: int
+    bound_bytes: int
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """By what part the peak may be above the best one."""
+        return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
+
+
+@dataclass(frozen=True)
 class Program:
     """Everything the runtime needs to execute, save the weights and the plan."""
 
@@ -201,6 +220,7 @@ class Program:
     hands_over: bool = False  # the arena is host memory, and outputs stored as the user gets them become arrays where they lie
     status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
     build_options: tuple[str, ...] = ()
+    order: LaunchOrder | None = None
     live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
 
     def uses(self) -> dict[str, tuple[int, int]]:
@@ -250,6 +270,7 @@ class Program:
                 "launches": each(Launch, launches),
                 "row_gathers": each(RowGather, data["row_gathers"]),
                 "build_options": tuple(data["build_options"]),
+                "order": LaunchOrder(**data["order"]) if data.get("order") else None,
             }
         )
 
@@ -308,6 +329,16 @@ def panel_bytes(gather: RowGather) -> int:
         return -(-gather.columns // 2)
     itemsize = {"float32": 4, "float16": 2}.get(gather.dtype, 1)
     return (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
+
+
+def raw_bytes(program: Program) -> int:
+    """What of the weight file is elements of the model's weights; the rest pads rows of images, panels, and slices to pages.
+
+    Resident constants count as they lie.
+    """
+    tables = [gather for gather in program.row_gathers if gather.panel == 1]  # the others lie in a weight's panels
+    rows = {(table.offset, table.rows * table.row_stride) for table in tables}
+    return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
 
 
 def copied_outputs(program: Program) -> tuple[Port, ...]:

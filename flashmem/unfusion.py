@@ -156,8 +156,11 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
 def cut_point(layer: Layer, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
     """Where a fused layer is cut: after its first elementwise operator (a bias), or before its only one; None if it cannot be.
 
-    What comes before the cut must leave a single value, as every layer does.
+    What comes before the cut must leave a single value, as every layer does. A layer that stores what it moves stays whole:
+    its parts would need the memory of an output of the model twice.
     """
+    if layer.moved is not None:
+        return None
     for at in (*range(1, len(layer.tail)), 0) if layer.tail else ():
         before: Sequence[Node] = layer.nodes[: at + 1]
         inside = [node.outputs[0] for node in before[:-1]]

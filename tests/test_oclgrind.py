@@ -10,9 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from attention_cases import Model, capped, causal, few_masked, plain, standard_masked
+
+import flashmem
+from flashmem.program import kernel_texts
 
 LIBRARIES = sorted(Path("/usr/lib").glob("**/oclgrind/liboclgrind-rt-icd.so"))
 ROOT = Path(__file__).parent.parent
@@ -87,6 +91,37 @@ needs_oclgrind = pytest.mark.skipif(not LIBRARIES, reason="oclgrind is not insta
 @needs_oclgrind
 def test_a_race_would_be_seen(tmp_path: Path) -> None:
     assert _complains(_run(RACY, tmp_path))
+
+
+@needs_oclgrind
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_what_is_written_over_an_operand_is_no_race(path: str, tmp_path: Path) -> None:
+    model = tmp_path / "m.onnx"
+    onnx.save(_overwriting(), model)
+    bundle = flashmem.compile(model, tmp_path / "seen", device="nvidia", memory_path=path, build=False)  # type: ignore[arg-type]
+    over = {kernel.partition("_")[0] for kernel, text in kernel_texts(bundle.source.plain).items() if "//@ over" in text}
+    assert over == {"elementwise", "matmul", "reduce"}, over
+    done = _run(SCRIPT, tmp_path, str(model), path, "interleave", str(tmp_path), "nvidia", "fp32")
+    assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
+    assert not _complains(done), done.stderr
+
+
+def _overwriting() -> onnx.ModelProto:
+    """A model in which wide activations die where others are made, which are all that is large."""
+    generator = np.random.default_rng(0)
+    weights = {f"w{i}": generator.standard_normal(shape) for i, shape in enumerate([(64, 4), (4, 64), (4, 64), (64, 4)])}
+    nodes = [
+        ("Neg", ["x"], "a"), ("MatMul", ["a", "w0"], "b"), ("MatMul", ["b", "w1"], "c"), ("Softmax", ["c"], "d"),
+        ("MatMul", ["b", "w2"], "e"), ("Add", ["e", "d"], "f"), ("Softmax", ["f"], "g"), ("MatMul", ["g", "w3"], "y"),
+    ]  # fmt: skip
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node(op, read, [made], made, **({"axis": 0} if made == "g" else {})) for op, read, made in nodes],
+        "overwriting",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, (133, 64))],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, (133, 4))],
+        [onnx.numpy_helper.from_array(data.astype(np.float32), name) for name, data in weights.items()],
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
 
 
 @needs_oclgrind

@@ -207,6 +207,41 @@ def test_an_output_that_was_read_gives_its_place_to_later_tensors(tmp_path: Path
             np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
+def test_an_output_that_is_written_in_parts_is_read_after_the_last(tmp_path: Path) -> None:
+    """Parts of a Concat lie in it; a Slice of it is read later still."""
+    wide = [1, 4, 1024]
+    nodes = [
+        helper.make_node("Softmax", ["x"], ["a"]),
+        helper.make_node("Softmax", ["a"], ["b"]),
+        helper.make_node("Concat", ["a", "x", "b"], ["all"], axis=1),
+        helper.make_node("Slice", ["all", "four", "eight", "one"], ["part"]),
+        helper.make_node("Softmax", ["part"], ["c"]),
+        helper.make_node("Softmax", ["c"], ["d"]),
+        helper.make_node("Softmax", ["d"], ["e"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, wide)],
+        [
+            helper.make_tensor_value_info("all", TensorProto.FLOAT, [1, 12, 1024]),
+            helper.make_tensor_value_info("e", TensorProto.FLOAT, wide),
+        ],
+        [numpy_helper.from_array(np.array([n]), name) for name, n in (("one", 1), ("four", 4), ("eight", 8))],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "m.onnx")
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device="nvidia", memory_path="buffer", build=False)
+    ready = [port.ready for port in bundle.program.outputs]
+    assert ready[0] is None or 0 < ready[0] < len(bundle.program.launches)
+    x = np.random.default_rng(0).standard_normal(wide, np.float32)
+
+    def softmax(array: Array) -> Array:
+        return np.exp(array) / np.exp(array).sum(-1, keepdims=True)
+
+    with Session(bundle, device=DEVICES[0], mode="dma") as session:
+        got, last = session.run(None, {"x": x})
+    np.testing.assert_allclose(got, np.concatenate([softmax(x), x, softmax(softmax(x))], 1), rtol=1e-5)
+    np.testing.assert_allclose(last, softmax(softmax(softmax(x))), rtol=1e-5)
+
+
 def test_a_program_for_a_cpu_runs_where_memory_is_apart(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(next(d for d in list_devices() if d.descriptor_name == model.device), unified_memory=False)
     monkeypatch.setattr("flashmem.runtime.session.Session._uses_host_memory", False)

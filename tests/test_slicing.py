@@ -72,7 +72,7 @@ def test_a_launch_is_full_or_as_large_as_it_may_be(
     if len(parts) == 1:
         return
     # With one slice less, the largest passes `least`, and `most` or what fills the device or the width of an image.
-    texels = packing.panel_texels * packing.folds
+    texels = packing.panel_texels  # nothing is folded: no depth passes the images' height
     fewest = -(-packing.panels // (len(parts) - 1))  # panels of the largest slice if there were one slice less
     assert fewest * packing.panel_bytes > least
     full = fewest * row_items > ROUNDS * parallelism and not ((gpu or later) and most is None)

@@ -89,6 +89,29 @@ def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path
             np.testing.assert_array_equal(other[number], answers[0][number])
 
 
+@pytest.mark.parametrize(("device", "path"), PLACES, ids=lambda each: each)
+def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> None:
+    """As a CPU copies them: images narrower than a row of taps, padding on every side, several images, dilation downwards."""
+    nodes, random = Nodes(), np.random.default_rng(3)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    wide = nodes.constant(numbers(40, 5, 3, 7))
+    nodes.node("Conv", nodes.input(numbers(2, 5, 4, 3)), wide, pads=[2, 6, 1, 5], strides=[1, 2], dilations=[2, 1])
+    colours = nodes.input(numbers(2, 3, 13, 15))
+    nodes.node("Conv", colours, nodes.constant(numbers(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2])
+    (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
+    expected = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, nodes.feeds)
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=device, memory_path=path)
+    assert ("float part[" in bundle.source.plain) == (load_descriptor(device).kind == "cpu")
+    for mode in load_descriptor(device).modes[path]:
+        with flashmem.Session(bundle, device=device, mode=mode) as session:
+            answers = session.run(None, nodes.feeds)
+        for answer, wanted in zip(answers, expected, strict=True):
+            np.testing.assert_allclose(answer, wanted, atol=2e-6 * np.ptp(wanted))
+
+
 def stored_model() -> Nodes:
     """Products of activations that are large enough to be stored in half, which a model's own inputs are not."""
     nodes, random = Nodes(), np.random.default_rng(6)

@@ -17,7 +17,8 @@ from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.places import Place, Places
 from flashmem.codegen.slicing import Slicing
 from flashmem.codegen.templates import KernelLibrary
-from flashmem.device import DeviceDescriptor
+from flashmem.codegen.variants import Product
+from flashmem.device import DeviceDescriptor, Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
@@ -66,6 +67,7 @@ class Emitter:
     tensors: dict[str, Held] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
+    variants: dict[tuple[Value, Product], Variant] = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
     _asked: set[Value] = field(default_factory=set)
@@ -129,9 +131,9 @@ class Emitter:
                 self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
                 self._placed[content] = Arg("constant", offset, len(content) + SLACK)
             return self._placed[content]
-        nbytes += SLACK
-        [offset] = self.weights.place(name, [nbytes], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
-        self.slices.append(Slice(name, name, offset, nbytes))
+        size = nbytes + SLACK
+        [offset] = self.weights.place(name, [size], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
+        self.slices.append(Slice(name, name, offset, size, raw=nbytes))
         return Arg("slice", name)
 
     def parts(self, weight: Value, packing: Packing, row_items: int) -> list[PackedSlice]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitter import Emitter, Held
 from flashmem.program import Port, RowGather
 
 
@@ -30,9 +30,19 @@ def read_early(emitter: Emitter, outputs: Sequence[Port], gathers: Sequence[RowG
     """`outputs`, each with the layer after which it is read, where it can be before the end."""
     lifetimes = lifetimes_of(emitter)
     by_host = {gather.tensor for gather in gathers}
-    return [
-        replace(port, ready=lifetimes[port.tensor][1])
-        if port.tensor in lifetimes and port.tensor not in by_host and emitter.tensors[port.tensor].dtype == port.dtype
-        else port
-        for port in outputs
-    ]
+    ready: dict[str, int] = {}
+    for port in outputs:
+        if port.tensor is None or port.tensor not in lifetimes or emitter.tensors[port.tensor].dtype != port.dtype:
+            continue
+        same = [name for name in lifetimes if _overlap(emitter.tensors[name], emitter.tensors[port.tensor])]
+        if by_host.isdisjoint(same):
+            ready[port.name] = max(lifetimes[name][1] for name in same)  # a part of it may be written as a tensor of its own
+    return [replace(port, ready=ready.get(port.name)) for port in outputs]
+
+
+def _overlap(one: Held, other: Held) -> bool:
+    """Whether two tensors share bytes."""
+    first, second = one.place, other.place
+    return (
+        first.root is second.root and first.offset < second.offset + other.nbytes and second.offset < first.offset + one.nbytes
+    )

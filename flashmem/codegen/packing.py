@@ -2,8 +2,10 @@
 
 A contraction's weights are a matrix [depth, columns], cut into panels of `panel` columns (zero beyond the last; never across
 two groups of a convolution). In a buffer a panel is [depth][panel], one after the other: the MAC loop reads straight on. In
-a texture k runs down and columns across, four to a texel, so that neighbours in both directions are near in its cache; where
-`depth` passes the device's image height, the image is folded: rows `fold_rows`.. continue to the right.
+a texture k runs down and columns across, four to a texel, so that neighbours in both directions are near in its cache. An image
+may be folded: rows beyond its height continue to the right, as they must where `depth` passes the device's image height, and as
+they may where rows would be padded otherwise (`codegen/folding.py`). A weight whose images would be padded all the same is kept
+in buffers on the texture path, too.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.codegen.folding import ImageLimits, Panels, cut
 from flashmem.device import DeviceDescriptor
-from flashmem.errors import UserError
 from flashmem.graph.ir import Node
-from flashmem.program import TEXEL_BYTES, Channel, MemoryPath
+from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Channel, MemoryPath
 
 Columns = Callable[[int, int], NDArray[Any]]
 """(first, end) -> that range of output columns as [depth, end - first]."""
@@ -63,13 +65,21 @@ def weight_columns(node: Node, array: NDArray[Any]) -> Columns:
     return columns
 
 
+WASTED = 0.02
+"""Images are taken if padding is at most this part of a weight, or no more than a page, which slices are padded to anyway."""
+
+
 @dataclass(frozen=True)
 class PackedSlice:
-    """Panels `first_panel`.. of a weight, packed in `nbytes`: for a texture, rows padded to `row_pitch` bytes."""
+    """Panels `first_panel`.. of a weight, packed in `nbytes` bytes; `raw` is how many of them are the weight's own elements.
+
+    An image has `height` rows of `width` texels, padded to `row_pitch` bytes; `width` is 0 for a plain buffer.
+    """
 
     first_panel: int
     panels: int
     nbytes: int
+    raw: int = 0
     width: int = 0
     height: int = 0
     row_pitch: int = 0
@@ -77,7 +87,7 @@ class PackedSlice:
 
 @dataclass(frozen=True)
 class Packing:
-    """How one weight is packed. `fold_unit`: rows the kernel reads without a seek; a fold never splits one."""
+    """How one weight is packed. `fold_unit`: folds begin at multiples of as many rows."""
 
     depth: int
     group_columns: int
@@ -130,62 +140,64 @@ class Packing:
         """Bytes of a panel, without the padding of an image's rows."""
         return self.depth * self.row_bytes
 
-    @property
-    def folds(self) -> int:
-        """Times the image is folded; 1 if it is not."""
-        if self.path == "buffer":
-            return 1
-        units = self.descriptor.image_max_height // self.fold_unit
-        if units == 0:
-            raise UserError(
-                f"a convolution over {self.fold_unit} channels passes the device's image height; use --memory-path buffer"
-            )
-        return -(-self.depth // (units * self.fold_unit))
-
-    @property
-    def fold_rows(self) -> int:
-        """Rows of the image; `depth` if it is not folded."""
-        units = math.ceil(self.depth / self.fold_unit)
-        return min(math.ceil(units / self.folds) * self.fold_unit, self.depth)
-
-    def panels_per_slice(self, slice_bytes: int) -> int:
-        """As many panels as `slice_bytes` and the device's image width and allocation limit admit; at least one."""
-        most = min(slice_bytes, self.descriptor.max_alloc_bytes) // self.panel_bytes
-        if self.path == "texture":
-            across = self.descriptor.image_max_width // (self.panel_texels * self.folds)
-            if across == 0:
-                raise UserError(f"a weight of depth {self.depth} passes the device's image limits; use --memory-path buffer")
-            most = min(most, across)
-        return max(1, min(most, self.panels))
-
     def slices(self, slice_bytes: int) -> list[PackedSlice]:
-        """The weight's slices; panels are spread evenly over them."""
-        count = -(-self.panels // self.panels_per_slice(slice_bytes))
-        bounds = [self.panels * i // count for i in range(count + 1)]
-        return [self.sized(first, end - first) for first, end in pairwise(bounds)]
+        """The weight's slices: at most `slice_bytes` and what the device can allocate, padding included, or one panel.
 
-    def sized(self, first: int, count: int) -> PackedSlice:
-        """The slice of `count` panels from panel `first` on."""
-        if self.path == "buffer":
-            return PackedSlice(first, count, count * self.panel_bytes)
-        width = count * self.panel_texels * self.folds
-        alignment = self.descriptor.image_pitch_alignment or 1
-        pitch = -(-width // alignment) * alignment * TEXEL_BYTES[self.channel]
-        return PackedSlice(first, count, self.fold_rows * pitch, width, self.fold_rows, pitch)
+        On the texture path they are images, or buffers where images would waste memory or be more than the device can have.
+        """
+        slice_bytes = min(slice_bytes, self.descriptor.max_alloc_bytes)
+        if self.path == "texture":
+            images = self._images(slice_bytes)
+            wasted = sum(part.nbytes for part in images) - self.panels * self.panel_bytes
+            if images and wasted <= max(WASTED * self.panels * self.panel_bytes, SLICE_ALIGNMENT):
+                return images
+        count = -(-self.panels // max(1, min(slice_bytes // self.panel_bytes, self.panels)))
+        bounds = [self.panels * i // count for i in range(count + 1)]
+        return [self.plain(first, end - first) for first, end in pairwise(bounds)]
+
+    def plain(self, first: int, count: int) -> PackedSlice:
+        """The buffer of `count` panels from panel `first` on."""
+        return PackedSlice(first, count, count * self.panel_bytes, self._raw(first, count))
+
+    def _images(self, slice_bytes: int) -> list[PackedSlice]:
+        """The slices as images; none if the device has none that are large enough."""
+        device, texel = self.descriptor, TEXEL_BYTES[self.channel]
+        limits = ImageLimits(device.image_max_width, device.image_max_height, device.image_pitch_alignment or 1)
+        panels = Panels(self.panels, self.depth, self.panel_texels, texel, self.fold_unit)
+        found = cut(panels, limits, slice_bytes)
+        if found is None:
+            return []
+        folds, parts = -(-self.depth // found.rows), []
+        for first, end in pairwise(found.bounds):
+            width = (end - first) * self.panel_texels * folds
+            pitch = limits.aligned(width) * texel
+            raw = self._raw(first, end - first)
+            parts.append(PackedSlice(first, end - first, found.rows * pitch, raw, width, found.rows, pitch))
+        return parts
+
+    def _raw(self, first: int, count: int) -> int:
+        """Bytes of the elements of `count` panels from panel `first` on, without the zeros beyond a group's last column."""
+        columns = self._column(first + count) - self._column(first)
+        return -(-self.depth * columns * self.bits // 8)
+
+    def _column(self, index: int) -> int:
+        """The first column of panel `index`; the number of columns, if it is the number of panels."""
+        group, within = divmod(index, self.group_panels)
+        return group * self.group_columns + within * self.panel
 
     def pack(self, part: PackedSlice, columns: Columns) -> NDArray[Any]:
         """The contents of one of the weight's slices."""
         made = (self._panel(part.first_panel + i, columns) for i in range(part.panels))
         width = self.row_bytes // self._packed_dtype.itemsize
-        if self.path == "buffer":
+        if not part.width:
             panels = np.empty((part.panels, self.depth, width), self._packed_dtype)
             for i, panel in enumerate(made):
                 panels[i] = panel
             return panels
         image = np.zeros((part.height, part.row_pitch // self._packed_dtype.itemsize), self._packed_dtype)
         for i, panel in enumerate(made):
-            for fold in range(self.folds):
-                rows = panel[fold * part.height : (fold + 1) * part.height]
+            for fold, first in enumerate(range(0, self.depth, part.height)):
+                rows = panel[first : first + part.height]
                 start = (fold * part.panels + i) * width
                 image[: len(rows), start : start + width] = rows
         return image
@@ -196,9 +208,7 @@ class Packing:
 
     def _panel(self, index: int, columns: Columns) -> NDArray[Any]:
         """One panel, [depth, elements of a row]."""
-        group, within = divmod(index, self.group_panels)
-        start = group * self.group_columns + within * self.panel
-        stop = min(start + self.panel, (group + 1) * self.group_columns)
+        start, stop = self._column(index), self._column(index + 1)
         panel = np.zeros((self.depth, self.panel), self.dtype)
         panel[:, : stop - start] = columns(start, stop)
         if self.bits != 4:

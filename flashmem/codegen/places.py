@@ -12,15 +12,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from flashmem.codegen.arena import Use, alive, shapes
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.ranges import Ranges
-from flashmem.program import ITEMSIZE, TENSOR_ALIGNMENT, StoredType
+from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
+
+_WIDEST = 16
+"""Elements of the widest vector."""
 
 Storage = Callable[[Value], StoredType]
 
@@ -77,6 +81,29 @@ def find_places(
         item.base: Place(root, item.at) for root, items in trees.members.items() for item in items if item.base is not root
     }
     return Places(ranges, storage, moved, trees.overwritten)
+
+
+def held_by(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
+
+    Arguments as in `find_places`. Layers count from 1; 0 stands for what is before them, one more than their number for what is
+    after. A piece is needed from the first of its layers to the last, in whatever order they run.
+    """
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    return list(trees.pieces())
+
+
+def least_alive(
+    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+) -> list[int]:
+    """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
+    trees = _Trees(layers, early, results, ranges, storage)
+    trees.join_parts(layers)
+    trees.overwrite(layers, range(len(layers) + 2))
+    return trees.alive()[1:-1]
 
 
 def where_needed(apart: Sequence[int], least: int) -> set[int]:
@@ -165,6 +192,23 @@ class _Trees:
         ]
         return alive(shapes(uses), self._layers)
 
+    def pieces(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Bytes that the same layers touch, and those layers; see `held_by`."""
+        for items in self.members.values():
+            spans = [
+                (item.at + low, item.at + high, item.first, layer)
+                for item in items
+                for low, high, layer in [(0, item.nbytes, item.first), *item.reads]
+                if high > low
+            ]
+            end = max((high for _, high, *_ in spans), default=0)
+            whole = -(-(end + SLACK) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+            cuts = sorted({cut for low, high, *_ in spans for cut in (low, high)} - {end} | {whole})
+            for start, stop in pairwise(cuts):
+                touching = {layer for low, high, *both in spans if low <= start < high for layer in both}
+                if touching:
+                    yield stop - start, tuple(sorted(touching))
+
     # -- parts of a Concat
 
     def join_parts(self, layers: Sequence[Layer]) -> None:
@@ -218,6 +262,8 @@ class _Trees:
             possible = [value for value in possible if read_by(layer).count(value) == 1]
         else:
             return
+        if not _fills_vectors(layer, read):
+            return
         for value in possible:
             base = self._ranges.base(value)
             if value.shape != output.shape or value.dtype != output.dtype or base not in self._item_of:
@@ -261,6 +307,16 @@ class _Trees:
         else:
             return False
         return True
+
+
+def _fills_vectors(layer: Layer, read: Iterable[Value]) -> bool:
+    """Whether the last vector of a row ends with the row: otherwise it has elements of the next one, which others write."""
+    shape, columns = layer.output.shape, REGISTRY[layer.main.op].columns
+    if columns is not None:
+        groups = int(layer.main.attributes.get("group", 1))
+        return math.prod(shape[columns(layer.main) :]) // groups % _WIDEST == 0
+    one_row = all(value.shape == shape or value.size == 1 for value in read)
+    return one_row or math.prod(shape[-1:]) % _WIDEST == 0
 
 
 def parts_in_place(node: Node) -> Iterator[tuple[Value, int]]:

@@ -140,9 +140,10 @@ def _arena(
     for name in early:
         if name is not None:
             lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
-    for name in (*(port.tensor for port in outputs if port.ready is None), status):
+    for name, end in (*((port.tensor, port.ready) for port in outputs), (status, None)):
         if name is not None:
-            lifetimes[name] = (lifetimes.get(name, (0, 0))[0], last)
+            end = last if end is None else end
+            lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # its parts are tensors if no launch has it
     held = {name: emitter.tensors[name] for name in lifetimes}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():

@@ -40,7 +40,7 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
     for (weight, packing), parts in emitter.packed.items():
         if (
             weight is not table
-            or packing.path != "buffer"
+            or any(part.width for _, part in parts)
             or packing.storage not in ("float32", "float16")
             or packing.depth != columns
             or packing.group_columns != rows

@@ -24,7 +24,8 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Slicing:
-    """Sizes of slices in bytes: up to `least` always, and up to `most` where the launch would not fill the device.
+    """Sizes of slices in bytes, the padding of images included: up to `least` always, and up to `most` where the launch would
+    not fill the device.
 
     `most` None: nothing limits memory; `later`: later runs count, and not the first one.
 
@@ -38,12 +39,12 @@ class Slicing:
     def slices(self, packing: Packing, row_items: int) -> list[PackedSlice]:
         """The slices of a weight whose launches have `row_items` work-items for each panel."""
         device = packing.descriptor
-        full = -(-ROUNDS * device.parallelism // row_items) * packing.panel_bytes
-        if self.most is None:
-            wished = packing.panels * packing.panel_bytes if self.later or device.kind == "gpu" else full
+        full = -(-ROUNDS * device.parallelism // row_items)  # panels
+        if full >= packing.panels or (self.most is None and (self.later or device.kind == "gpu")):
+            wished = MOST_BYTES
         else:
-            wished = min(full, self.most)
-        return packing.slices(min(max(self.least, wished), MOST_BYTES))
+            wished = full * packing.panel_bytes
+        return packing.slices(min(max(self.least, min(wished, self.most or wished)), MOST_BYTES))
 
     def widest(self, column_bytes: int) -> int | None:
         """The most columns of `column_bytes` each that a panel may have, so that a slice is no larger; None: any."""

@@ -22,6 +22,7 @@ class Tile(Variant):
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
     `looped`: one copy of the fused tail finishes all sums, for compilers that take long and processors whose stack is near.
     `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
+    `scattered`: what is written has columns first.
     """
 
     texture: bool = False
@@ -38,6 +39,7 @@ class Tile(Variant):
     aligned_columns: bool = False
     whole: bool = False
     folded: bool = False
+    scattered: bool = False
     looped: bool = False
 
     @classmethod

@@ -17,7 +17,7 @@ from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
-from flashmem.program import Program
+from flashmem.program import Program, raw_bytes
 from flashmem.units import format_size
 from flashmem.zoo.names import architecture
 
@@ -164,13 +164,27 @@ def _launches(program: Program) -> dict[str, str]:
     return {"launches": f"{len(program.launches)}; more than one for {len(several)} weights: {named}"}
 
 
+def _file(program: Program) -> str:
+    raw, padded = raw_bytes(program), program.weights_bytes
+    return f"{format_size(padded)}, {format_size(raw)} without padding ({padded / raw - 1:.2%})"
+
+
+def _order(program: Program) -> dict[str, str]:
+    order = program.order
+    if order is None:
+        return {}
+    given, peak, bound = (format_size(nbytes) for nbytes in (order.given_bytes, order.peak_bytes, order.bound_bytes))
+    change = "the model's" if order.method == "as given" else f"by {order.method}, down from {given}"
+    return {"order": f"{change}: activations of {peak} at most, bound {bound}, gap {order.gap:.2%}"}
+
+
 def _activations(program: Program) -> str:
     """The arena, and how much of it is needed at the layer that needs most: no layout of these tensors is smaller."""
     return f"{format_size(program.arena_bytes)}, of which {format_size(program.live_bytes)} are needed at once"
 
 
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
-    plan = shown.plan
+    plan, order = shown.plan, shown.program.order
     data = {
         "model": shown.title,
         "device": shown.device,
@@ -191,8 +205,11 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
             "activations": {"arena_bytes": shown.program.arena_bytes, "live_bytes": shown.program.live_bytes},
             "in_several_launches": several_launches(shown.program),
             "weights_bytes": sum(w.nbytes for w in plan.weights),
+            "raw_bytes": raw_bytes(shown.program),
+            "padded_bytes": shown.program.weights_bytes,
             "most_in_flight_bytes": max((row.in_flight_bytes for row in rows), default=0),
         },
+        "order": {**asdict(order), "gap": order.gap} if order else None,
         "layout_bytes": {mode: layout.total_bytes for mode, layout in plan.layouts.items()},
         "why": [asdict(each) for each in because],
     }
@@ -222,6 +239,8 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
+        "weight file": _file(shown.program),
+        **_order(shown.program),
         **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)} in mode {plan.mode}",
         **_kept(plan),

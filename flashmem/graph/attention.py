@@ -84,6 +84,18 @@ def fuse_attention(graph: Graph) -> Graph:
     return rewriter.graph(graph)
 
 
+def attention_products(graph: Graph) -> set[Node]:
+    """The products of each attention in `graph` that `fuse_attention` finds: what they read, they read as views."""
+    readers = _Readers(graph)
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "Softmax" and _attention(node, readers) is not None:
+            behind, before = _behind(node.outputs[0], readers), _chain(node, readers)
+            assert behind is not None and before is not None, "an attention has two products"
+            found |= {behind.product, before[0]}
+    return found
+
+
 def _attention(softmax: Node, readers: _Readers) -> _Found | None:
     """The attention around `softmax`, if it is one that a kernel can compute."""
     keys = softmax.input(0).shape[-1]

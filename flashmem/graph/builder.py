@@ -68,6 +68,18 @@ def transposed_constant(value: Value, name: str, perm: tuple[int, ...]) -> Value
     return derived(value, name, shape, lambda array: array.transpose(perm))
 
 
+def sliced_constant(value: Value, axis: int, first: int, end: int) -> Value | None:
+    """Elements `first` to `end` of the constant `value` along `axis`, by its name; a quantised one stays quantised, or gives
+    None where a block would be cut.
+    """
+    shape = (*value.shape[:axis], end - first, *value.shape[axis + 1 :])
+    if isinstance(value.constant, QuantizedConstant):
+        part = value.constant.sliced(axis, first, end)
+        return None if part is None else Value(value.name, shape, value.dtype, part)
+    index = (*[slice(None)] * axis, slice(first, end))
+    return derived(value, value.name, shape, lambda array: array[index])
+
+
 @dataclass
 class Rewriter:
     """Collects the nodes of the new graph.

@@ -3,16 +3,21 @@
 The *tail* of a layer is any acyclic piece of elementwise operators that hangs on the main operator's output, works at its
 shape, and leaves only one value behind: so bias, activation (GELU and SiLU with their several uses of one value) and
 residual sums run in registers, in the producer's epilogue.
+
+A product whose result the model gives back with its columns first, as images are in ONNX, stores it so, element by element: a
+Transpose behind it would need the memory of the result twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.placement import place
+from flashmem.graph.views import Factor, merged, whole
 
 MAX_TAIL = 24
 """Operators in one tail: beyond this a kernel's registers, not its memory traffic, are what runs out."""
@@ -23,15 +28,20 @@ MAX_OPERANDS = 8
 
 @dataclass(eq=False)
 class Layer:
-    """One main operator and its tail; `output` is the single value it leaves in memory."""
+    """One main operator and its tail; `output` is the single value it leaves in memory.
+
+    `moved` is a Transpose behind them that the layer makes as it stores: columns of matrices of `places` rows become rows.
+    """
 
     main: Node
     tail: list[Node] = field(default_factory=list)
+    moved: Node | None = None
+    places: int = 0
 
     @property
     def output(self) -> Value:
         """The one value the layer leaves in memory."""
-        return (self.tail[-1] if self.tail else self.main).outputs[0]
+        return (self.moved or self.nodes[-1]).outputs[0]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -50,7 +60,8 @@ class Layer:
 
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
-    """The layers of `graph` in execution order. Reshapes are no layers: they move no data.
+    """The layers of `graph` in execution order. Reshapes are no layers: they move no data. Nor is a Slice that moves none
+    launched (`graph.ranges`), which depends on what its source is stored in.
 
     `cuts`: operators that join no tail; an elementwise one begins a layer of its own, with a tail of its own.
     """
@@ -70,7 +81,60 @@ def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
         if is_elementwise(node) and node not in taken:
             layers.append(_grow(Layer(node), position, consumers, outputs, taken | cut))
             taken.update(layers[-1].nodes)
-    return sorted(layers, key=lambda layer: position[layer.nodes[-1]])
+    return _stored_moved(sorted(layers, key=lambda layer: position[layer.nodes[-1]]), consumers, outputs)
+
+
+def _stored_moved(layers: list[Layer], consumers: dict[Value, list[Node]], outputs: set[Value]) -> list[Layer]:
+    """`layers`, those that give outputs of the model with columns first without the Transposes behind them."""
+    by_output = {layer.output: layer for layer in layers}
+    gone: set[Layer] = set()
+    for layer in layers:
+        if layer.main.op != "Transpose" or not _is_given(layer.output, consumers, outputs):
+            continue
+        chain, value = [layer.main], layer.main.input(0)
+        while value not in by_output and value.producer is not None and value.producer.op == "Reshape":
+            chain.append(value.producer)
+            value = value.producer.input(0)
+        made = by_output.get(value)
+        if made is None or made.moved is not None or not _scatters(made.main):
+            continue
+        if any(each.input(0) in outputs or consumers[each.input(0)] != [each] for each in chain):
+            continue
+        view = whole(value)
+        for node in reversed(chain):
+            seen = view.reshaped(node.outputs[0].shape) if node.op == "Reshape" else view.transposed(node.attributes["perm"])
+            if seen is None:
+                break
+            view = seen
+        else:
+            places = _places(merged(view.factors), value.shape[-1])
+            if places:
+                made.moved, made.places = layer.main, places
+                gone.add(layer)
+    return [layer for layer in layers if layer not in gone]
+
+
+def _places(factors: Sequence[Factor], columns: int) -> int:
+    """How many rows of `columns` the matrices have whose columns come first, by the factors of all; 0 if it is not so."""
+    batch, across, down = ((1, 0), *factors)[-3:] if len(factors) in (2, 3) else ((0, 0),) * 3
+    is_batch = batch[0] == 1 or batch[1] == down[0] * columns
+    return down[0] if is_batch and across == (columns, 1) and down[1] == columns else 0
+
+
+def _is_given(value: Value, consumers: dict[Value, list[Node]], outputs: set[Value]) -> bool:
+    """Whether `value` is an output of the model, or a part of one, in whatever shape."""
+    reshaped = (node for node in consumers.get(value, ()) if node.op in ("Concat", "Reshape"))
+    return value in outputs or any(_is_given(node.outputs[0], consumers, outputs) for node in reshaped)
+
+
+def _scatters(node: Node) -> bool:
+    """Whether the kernel of `node` is a product with packed weights, which can store columns first."""
+    if node.op not in ("Conv", "MatMul") or node.outputs[0].dtype != "float32":
+        return False
+    weight = node.input(1)
+    if weight.constant is None or weight.dtype not in ("float32", "int8", "uint8"):
+        return False
+    return bool(node.attributes["group"] == 1) if node.op == "Conv" else math.prod(weight.shape[:-2]) == 1
 
 
 def _grow(

@@ -42,6 +42,10 @@ class _Layouts:
             name = f"{value.name}.{'nhwc' if rank == 4 else 'ndhwc'}"
             if value.constant is not None:
                 self.last[value, rank] = derived(value, name, shape, lambda a: a.reshape(full).transpose(order))
+            elif (tile := _tile_of_constant(value, rank)) is not None:
+                source, repeats = self.channels_last(tile.input(0), rank), tuple(tile.attributes["repeats"][a] for a in order)
+                made = Value(name, shape, value.dtype)
+                self.last[value, rank] = self.rewriter.add("Tile", [source], made, tile.name, repeats=repeats)
             else:
                 source = reshaped(self.rewriter, value, full)
                 self.last[value, rank] = transpose(self.rewriter, source, order, Value(name, shape, value.dtype))
@@ -53,6 +57,13 @@ class _Layouts:
         self.last[value, rank] = Value(f"{value.name}.{'nhwc' if rank == 4 else 'ndhwc'}", shape, value.dtype)
         self.only_last.add(value)
         return self.last[value, rank]
+
+
+def _tile_of_constant(value: Value, rank: int) -> Node | None:
+    """The node that repeats a constant to give `value`, which it may as well do in another order."""
+    node = value.producer
+    is_tile = node is not None and node.op == "Tile" and node.input(0).constant is not None
+    return node if is_tile and len(value.shape) == rank else None
 
 
 def assign_layouts(graph: Graph) -> Graph:

@@ -77,6 +77,25 @@ class QuantizedConstant:
             self.bits,
         )
 
+    def sliced(self, axis: int, first: int, end: int) -> QuantizedConstant | None:
+        """Elements `first` to `end` along `axis`; None where they begin or end inside a block."""
+        block = self.block[axis]
+        varies = self.scale.shape[axis] > 1 or (self.zero is not None and self.zero.shape[axis] > 1)
+        if varies and (first % block or end % block):
+            return None
+
+        def of(part: Constant) -> Constant:
+            index = (*[slice(None)] * axis, slice(first // block, end // block))
+            return ArrayConstant(part.array()[index]) if part.shape[axis] > 1 else part
+
+        return QuantizedConstant(
+            _Part(self.codes, axis, first, end),
+            of(self.scale),
+            None if self.zero is None else of(self.zero),
+            tuple(size if a != axis or varies else end - first for a, size in enumerate(self.block)),
+            self.bits,
+        )
+
     def reshaped(self, shape: tuple[int, ...]) -> QuantizedConstant | None:
         """The constant in another shape; None where an element's scale could not be said along the new axes."""
         if 0 in shape:
@@ -103,6 +122,30 @@ class QuantizedConstant:
             tuple(block for _, block in sizes),
             self.bits,
         )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements `first` to `end` of a constant along an axis, when it is read."""
+
+    source: Constant
+    axis: int
+    first: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The source's, but for the axis."""
+        return (*self.source.shape[: self.axis], self.end - self.first, *self.source.shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The source's."""
+        return self.source.dtype
+
+    def array(self) -> NDArray[Any]:
+        """The part, read anew."""
+        return self.source.array()[(*[slice(None)] * self.axis, slice(self.first, self.end))]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flashmem.graph.builder import Rewriter
 from flashmem.graph.ir import Node, Value
 
 Factor = tuple[int, int]
@@ -30,6 +31,17 @@ class View:
     def shape(self) -> tuple[int, ...]:
         """Sizes of the dimensions."""
         return tuple(math.prod(size for size, _ in dimension) for dimension in self.dimensions)
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """The factors of all dimensions, in order."""
+        return tuple(factor for dimension in self.dimensions for factor in dimension)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the elements follow one another as they lie in memory: a Reshape of what is there."""
+        flat = merged(self.factors)
+        return not flat or (len(flat) == 1 and flat[0][1] == 1)
 
     def transposed(self, perm: Sequence[int]) -> View:
         """Dimension i of the result is dimension `perm[i]` of this view."""
@@ -97,6 +109,29 @@ def whole(value: Value) -> View:
     """`value` as it lies in its own memory, row-major."""
     strides = [math.prod(value.shape[axis + 1 :]) for axis in range(len(value.shape))]
     return View(value, 0, tuple(merged([factor]) for factor in zip(value.shape, strides, strict=True)))
+
+
+def write(rewriter: Rewriter, view: View, output: Value, moved: dict[object, Value] | None = None) -> Value:
+    """Append what makes `output` of `view`, which shows each element of its root once: a Reshape, or one Transpose at most.
+
+    `moved` holds the Transposes that are there already.
+    """
+    moved = {} if moved is None else moved
+    factors, root = merged(view.factors), view.root
+    if view.is_in_order:
+        return rewriter.add("Reshape", [root], output)
+    key = root, factors
+    if key not in moved:
+        outward = sorted(range(len(factors)), key=lambda i: -factors[i][1])
+        shape = tuple(factors[i][0] for i in outward)
+        source = root if root.shape == shape else rewriter.emit("Reshape", [root], shape, root.dtype, f"{root.name}.parts")
+        perm = tuple(outward.index(i) for i in range(len(factors)))
+        made = tuple(size for size, _ in factors)
+        if made == output.shape:
+            moved[key] = rewriter.add("Transpose", [source], output, perm=perm)
+            return output
+        moved[key] = rewriter.emit("Transpose", [source], made, root.dtype, f"{output.name}.moved", perm=perm)
+    return rewriter.add("Reshape", [moved[key]], output)
 
 
 KEPT = 4

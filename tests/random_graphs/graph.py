@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from .drawing import Drawing
-from .operators import FAMILIES
+from .operators import FAMILIES, Family
 from .values import RejectedNodeError, Value
 
 Array = NDArray[Any]
@@ -50,10 +50,12 @@ class Drawn:
         )
 
 
-def draw(rng: random.Random, nodes: int, listed: Callable[[str], bool] = lambda op: True) -> Drawn:
-    """A graph of about `nodes` nodes, of operators for which `listed` holds; fewer nodes are a part of the same graph."""
+def draw(
+    rng: random.Random, nodes: int, listed: Callable[[str], bool] = lambda op: True, pool: Sequence[Family] = FAMILIES
+) -> Drawn:
+    """A graph of about `nodes` nodes of `pool`, of operators for which `listed` holds; fewer are a part of the same graph."""
     drawing = Drawing(rng, rng.choice(OPSETS))
-    families = [(weight, how, known) for weight, how, ops in FAMILIES if (known := _known(ops, drawing.opset, listed))]
+    families = [(weight, how, known) for weight, how, ops in pool if (known := _known(ops, drawing.opset, listed))]
     weights = [weight for weight, *_ in families]
     for _ in range(_ATTEMPTS * nodes):
         if len(drawing.nodes) >= nodes:

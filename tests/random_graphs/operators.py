@@ -12,9 +12,11 @@ import numpy as np
 from onnx import helper
 
 from .drawing import Drawing, Shape
+from .patterns import packed, turned, windows
 from .values import DTYPES, FLOATS, INTEGERS, Array, RejectedNodeError, Value, leaf
 
 Draw = Callable[[Drawing, str], None]
+Family = tuple[float, Draw, tuple[str, ...]]
 
 _ATTRIBUTES: dict[str, dict[str, tuple[float, ...]]] = {
     "Celu": {"alpha": (0.5, 2.0)},
@@ -743,7 +745,7 @@ def _describe(d: Drawing, op: str) -> None:
     d.emit(op, [d.pick(d.types_of(op))])
 
 
-FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
+FAMILIES: tuple[Family, ...] = (
     (
         7.0,
         _unary,
@@ -782,6 +784,9 @@ FAMILIES: tuple[tuple[float, Draw, tuple[str, ...]], ...] = (
     (0.2, _lp_normalization, ("LpNormalization",)),
     (1.5, _matmul, ("MatMul",)),
     (0.8, _attention, ("Softmax",)),
+    (0.8, packed, ("MatMul",)),
+    (0.6, windows, ("LayerNormalization",)),
+    (0.8, turned, ("Neg",)),
     (1.0, _gemm, ("Gemm",)),
     (1.0, _einsum, ("Einsum",)),
     (0.5, _recurrent, ("GRU", "LSTM", "RNN")),

@@ -20,7 +20,7 @@ from flashmem.codegen.emitters.movement import (
     emit_transpose,
 )
 from flashmem.codegen.emitters.recurrent import emit_recurrent
-from flashmem.codegen.emitters.reduction import emit_determinant, emit_lrn, emit_reduction
+from flashmem.codegen.emitters.reduction import emit_determinant, emit_group_normalization, emit_lrn, emit_reduction
 from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
 from flashmem.codegen.emitters.selection import emit_extreme, emit_scan, emit_top
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
@@ -39,6 +39,7 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "gather": emit_gather,
     "gather_at": emit_gather_at,
     "grid_sample": emit_grid_sample,
+    "group_normalization": emit_group_normalization,
     "lrn": emit_lrn,
     "matmul": emit_matmul,
     "pad": emit_pad,

@@ -23,7 +23,7 @@ from flashmem.graph.placement import broadcast_strides
 from flashmem.program import ITEMSIZE, Arg, KernelShape, Slice
 
 DEPTH_BLOCK = 64
-"""Steps of depth between two of the stream lane (a power of two, so that folds of a texture fall between blocks)."""
+"""Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
 
 
 FEW_CHANNELS = 16
@@ -39,7 +39,12 @@ def _tile(emitter: Emitter, layer: Layer, product: Product, run: int, *, packed:
         [variant] = emitter.descriptor.plain(product.family)
     else:
         widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
-        variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+        key = (node.input(1), replace(product, rows=0))
+        if not packed or key not in emitter.variants:
+            variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
+            emitter.variants[key] = variant
+        else:
+            variant = emitter.variants[key]  # so that a weight is packed once, however many rows a band of a layer has
     if activation != "half" or weights != "float16":
         variant = replace(variant, half=0)
     variant = cut(variant, product)
@@ -156,11 +161,16 @@ def _emit_packed(
     tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
-    fold_unit = step if template == "matmul" else run
     packing = Packing(
-        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path, fold_unit, emitter.descriptor
-    )
-    tile = replace(tile, folded=packing.folds > 1)
+        depth, columns // groups, groups, tile.panel, kept.storage, emitter.memory_path,
+        _fold_unit(template, tile, run, step), emitter.descriptor,
+    )  # fmt: skip
+    if kept.codes is None:
+        parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
+    else:
+        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
+    texture, scattered = parts[0].width > 0, layer.moved is not None
+    tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
     if template == "conv":
         direct = tile.scalar == tile.activation == "float" and not (
             tile.stage or tile.integers or tile.folded or context["volume"]
@@ -181,23 +191,24 @@ def _emit_packed(
     x, y = emitter.operand(node.input(0)), emitter.tensor(layer.output)
     zeros = [emitter.zeros(dims[3])] if template != "matmul" else []
     if kept.codes is None:
-        parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
-        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
         sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [
-        _placed(emitter, node, replace(blocks, storage=by_block.storage), parts, by_block.array) for by_block in kept.by_block
+        _placed(emitter, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
+        for by_block in kept.by_block
+        for each in (replace(blocks, storage=by_block.storage),)
     ]
     operands = [*sampled, *emitter.operand_args(tail)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
-        folds = [packing.fold_rows, part.panels * packing.panel_texels] if tile.texture else []
+        folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
+        places = [layer.places] if layer.moved is not None else []
         scales = [*kept.args, *(Arg("slice", names[i]) for names in scaling)]
         emitter.launch(
             layer,
             kernel,
-            [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds],
+            [x, packed, y, *zeros, *scales, *operands, *dims, part.first_panel, part.panels, *folds, *places],
             tile.launched(rows, part.panels),
             tile.group,
             tile.described(
@@ -207,6 +218,20 @@ def _emit_packed(
             nbytes=emitter.nbytes(node.input(0)) + ITEMSIZE[emitter.storage(layer.output)] * rows * part.panels * tile.panel,
             part=f"[{i}]" if len(sliced) > 1 else "",
         )
+
+
+def _fold_unit(template: str, tile: Tile, run: int, step: int) -> int:
+    """Rows of which a texture may be folded after any whole number, without a change of what the kernel computes.
+
+    Where products of several steps are summed in half, their number is one of a sum that nothing splits.
+    """
+    if template == "deform_conv":
+        return run
+    if tile.block_depth:
+        return step
+    if tile.half and not tile.stage:
+        return tile.half if (step if template == "matmul" else run) % tile.half == 0 else run if template == "conv" else step
+    return 1
 
 
 def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int) -> Arg:
@@ -246,17 +271,16 @@ def _placed(
     if key not in emitter.packed:
         taken = any(each.name == f"{weight.name}[0]" for each in emitter.slices)
         name = f"{weight.name}#{len(emitter.packed)}" if taken else weight.name
-        sizes = [packing.sized(part.first_panel, part.panels) for part in parts]
 
         def pieces() -> Iterator[NDArray[Any]]:
             columns = weight_columns(node, read())
-            return (packing.pack(part, columns) for part in sizes)
+            return (packing.pack(part, columns) for part in parts)
 
-        offsets = emitter.weights.place(weight.name, [part.nbytes for part in sizes], pieces)
-        for i, (part, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        offsets = emitter.weights.place(weight.name, [part.nbytes for part in parts], pieces)
+        for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
             image = (part.width, part.height, part.row_pitch)
-            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, packing.channel))
-        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(sizes)]
+            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, packing.channel, part.raw))
+        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(parts)]
     return [name for name, _ in emitter.packed[key]]
 
 

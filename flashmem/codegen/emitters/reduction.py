@@ -133,6 +133,39 @@ def _emit_columns(
     emitter.launch(layer, kernel, args, items, local, shape)
 
 
+def emit_group_normalization(emitter: Emitter, layer: Layer) -> None:
+    """NormalizeGroups: a group is a run of columns in each of `depth` rows."""
+    x = layer.main.input(0)
+    outer, depth, groups, columns = x.shape
+    lanes, even = emitter.descriptor.tile.lanes, columns & -columns
+    vector = min(even, emitter.descriptor.tile.vector) if even >= _LEAST_EVEN else emitter.vector_for(columns)
+    tail, kinds = emitter.tail(layer, vector), Vector(vector)
+    kernel = emitter.kernels.kernel(
+        "normalize_groups",
+        attributes=emitter.attributes((lanes, 1)),
+        lanes=lanes,
+        vector=vector,
+        vec=kinds.named("float"),
+        mask=kinds.named("int"),
+        whole=columns % vector == 0,
+        load=kinds.load(emitter.storage(x), "a", "(size_t)row * columns + col"),
+        stored=emitter.stored(x),
+        made=emitter.stored(layer.output),
+        epsilon=scalar_literal("float32", layer.main.attributes["epsilon"]),
+        **emitter.tail_context(tail),
+    )
+    pointers = [emitter.operand(x), emitter.tensor(layer.output), *emitter.operand_args(tail)]
+    args: list[Arg | int] = [*pointers, outer, depth, groups, columns]
+    shape = KernelShape(
+        rows=outer * groups, columns=depth * columns, depth=depth * columns, run=columns, stride=groups, vector=vector
+    )
+    emitter.launch(layer, kernel, args, (lanes, outer * groups), (lanes, 1), shape)
+
+
+_LEAST_EVEN = 4
+"""The narrowest vector that is taken because it divides a run of columns, so that none is masked."""
+
+
 def emit_lrn(emitter: Emitter, layer: Layer) -> None:
     """LRN over windows of channels, wherever those lie."""
     node = layer.main

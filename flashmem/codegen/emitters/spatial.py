@@ -9,10 +9,11 @@ import numpy as np
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
-from flashmem.codegen.resize_taps import Axis, Rule, resize_taps
 from flashmem.graph.fusion import Layer
+from flashmem.graph.operators.resize import height_taps
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.placement import affine
+from flashmem.graph.resize_taps import Axis, Rule, resize_taps
 from flashmem.program import Arg, KernelShape
 
 
@@ -95,8 +96,8 @@ def emit_resize(emitter: Emitter, layer: Layer) -> None:
     x, y = node.input(0), node.outputs[0]
     _, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
-    rule, (top, bottom, left, right) = Rule.of(node.attributes), node.attributes["regions"]
-    down = resize_taps(Axis(height, y.shape[1], node.attributes["scales"][0], (top, bottom)), rule)
+    rule, (_, _, left, right) = Rule.of(node.attributes), node.attributes["regions"]
+    down = height_taps(node)
     across = resize_taps(Axis(width, y.shape[2], node.attributes["scales"][1], (left, right)), rule)
     copies = rule.mode == "nearest"
     arrays = [down.at, across.at] if copies else [down.at, down.weights, across.at, across.weights]

@@ -8,12 +8,15 @@ product of a query and a key), `value_scale` (of each value) and `scores`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.registry import FLOAT, Operator, register
-from flashmem.graph.views import Dimension
+from flashmem.graph.operators.spans import Part, Span, aligned, outermost
+from flashmem.graph.views import Dimension, merged
 from flashmem.program import DType
 
 
@@ -62,7 +65,115 @@ class Scores:
         return score, tuple(nodes)
 
 
+@dataclass(frozen=True)
+class _Range:
+    """Batches, or rows of every batch, from `start` to `stop`."""
+
+    kind: Literal["batch", "row"]
+    start: int
+    stop: int
+
+
+def attention_part(node: Node, span: Span) -> Part | None:
+    """A range of the answer along its outermost axis is a range of queries, or of the matrices of a stack. Queries of a range
+    read all keys and values; matrices those of their own, where these lie apart in memory.
+    """
+    given, output = node.attributes, node.outputs[0]
+    if math.prod(output.shape[: span.axis]) != 1:
+        return None
+    inner = math.prod(output.shape[span.axis + 1 :])
+    chosen = _chosen(given["answer"], output.size, span.start * inner, span.stop * inner)
+    answer = None if chosen is None else _restricted(given["answer"], chosen)
+    if chosen is None or answer is None:
+        return None
+    needs: list[Span | None] = []
+    accesses: list[Access] = []
+    for name, value in zip(("query", "key", "value"), node.inputs, strict=False):
+        assert value is not None
+        access: Access = given[name]
+        if chosen.kind == "row" and name != "query":
+            needs.append(None)
+            accesses.append(access)
+            continue
+        made = _restricted(access, chosen)
+        if made is None:
+            return None
+        span_of = _memory(access, chosen, value)
+        needs.append(span_of)
+        accesses.append(made if span_of is None else replace(made, start=access.start))
+    query, key, stored = accesses
+    scores = _scores(given["scores"], chosen, given["rows"], [v for v in node.inputs[3:] if v is not None])
+    if scores is None:
+        return None
+    count = chosen.stop - chosen.start
+    counts = {"batches": count} if chosen.kind == "batch" else {"rows": count}
+    changed = {"query": query, "key": key, "value": stored, "answer": replace(answer, start=0), "scores": scores[0], **counts}
+    return Part((*needs, *scores[1]), {**given, **changed})
+
+
+def _chosen(answer: Access, size: int, first: int, last: int) -> _Range | None:
+    """The batches or rows whose answers are the elements from `first` to `last` of all the `size` elements."""
+    kinds: tuple[tuple[Literal["batch", "row"], Dimension], ...] = (("batch", answer.batch), ("row", answer.row))
+    for kind, dimension in kinds:
+        if dimension and dimension[0][0] * dimension[0][1] == size:
+            stride, each = dimension[0][1], math.prod(count for count, _ in dimension[1:])
+            if first % stride or last % stride:
+                return None
+            return _Range(kind, first // stride * each, last // stride * each)
+    return None
+
+
+def _restricted(access: Access, chosen: _Range) -> Access | None:
+    """`access` to the chosen matrices or rows only."""
+    dimension = access.batch if chosen.kind == "batch" else access.row
+    (_, stride), *others = dimension or ((1, 0),)
+    each = math.prod(count for count, _ in others)
+    if chosen.start % each or chosen.stop % each:
+        return None
+    left = merged([((chosen.stop - chosen.start) // each, stride), *others])
+    start = access.start + chosen.start // each * stride
+    return replace(access, start=start, batch=left) if chosen.kind == "batch" else replace(access, start=start, row=left)
+
+
+def _memory(access: Access, chosen: _Range, value: Value) -> Span | None:
+    """The part of `value` along its outermost axis that the chosen ones are, if no other reads it; None: all of it."""
+    dimension, other = (access.batch, access.row) if chosen.kind == "batch" else (access.row, access.batch)
+    if not dimension:
+        return None
+    (count, stride), *others = dimension
+    rest = [*others, *other, (access.channels, access.channel)]
+    if count * stride != value.size or access.start + sum((n - 1) * step for n, step in rest) >= stride:
+        return None
+    each, axis = math.prod(n for n, _ in others), outermost(value.shape)
+    first, last = (at // each * stride for at in (chosen.start, chosen.stop))
+    place = math.prod(value.shape[axis + 1 :])
+    return None if first % place or last % place else Span(axis, first // place, last // place)
+
+
+def _scores(scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]) -> tuple[Scores, list[Span | None]] | None:
+    """The steps on the scores of the chosen ones, and what they need of their operands."""
+    shape = scores.shape
+    queries = math.prod(shape[:-1])
+    if not operands:
+        each = queries // rows if chosen.kind == "row" else rows
+        return replace(scores, shape=((chosen.stop - chosen.start) * each, shape[-1])), []
+    inner, total = (rows, queries) if chosen.kind == "batch" else (1, rows)
+    before = 1
+    for axis, size in enumerate(shape[:-1]):
+        if before * total == queries and size > 1:
+            each = math.prod(shape[axis + 1 : -1])
+            first, last = chosen.start * inner, chosen.stop * inner
+            if first % each or last % each:
+                return None
+            span = Span(axis, first // each, last // each)
+            return replace(scores, shape=span.of(shape)), [aligned(value.shape, len(shape), span) for value in operands]
+        before *= size
+    return None
+
+
 register(
     __name__,
-    Operator("FusedAttention", (FLOAT,), kernel="attention", operator_class="hierarchical", onnx=False),
-)
+    Operator(
+        "FusedAttention", (FLOAT,), kernel="attention", operator_class="hierarchical", onnx=False, part=attention_part
+    ),
+)  # fmt: skip

@@ -16,6 +16,7 @@ from flashmem.graph.builder import Rewriter, constant, derived
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.lowering import chain, constant_integers, reshaped, spreads, transpose
 from flashmem.graph.operators.registry import FLOAT, INDEX, WIDE, Operator, all_of, constant_inputs, register
+from flashmem.graph.operators.spans import product_part, window_part
 
 
 def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -246,15 +247,16 @@ register(
     ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
-        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
+        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable", part=window_part,
     ),
     Operator(
         "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
         layout="channels_last", columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
+        part=window_part,
     ),
     Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
     Operator(
         "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns,
-        overwrites="tail", retypes=True, operator_class="reusable", empty=True,
+        overwrites="tail", retypes=True, operator_class="reusable", empty=True, part=product_part,
     ),
 )  # fmt: skip

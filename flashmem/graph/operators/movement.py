@@ -25,6 +25,16 @@ from flashmem.graph.operators.lowering import (
 )
 from flashmem.graph.operators.quantization import gather_codes
 from flashmem.graph.operators.registry import ANY, BOOL, INDEX, INTEGERS, Operator, all_of, constant_inputs, each, register
+from flashmem.graph.operators.spans import (
+    at_each_place,
+    gathered_part,
+    joined_part,
+    merged_part,
+    padded_part,
+    sliced_part,
+    tiled_part,
+    transposed_part,
+)
 from flashmem.graph.quantized import QuantizedConstant
 
 
@@ -66,6 +76,7 @@ def _check_transpose(node: Node) -> str | None:
 
 
 def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequence[int], steps: Sequence[int]) -> None:
+    """A Slice, if it is one; of a Slice, the two in one."""
     if x.constant is not None:
         index = tuple(
             np.arange(size, dtype=np.int64) * step + start
@@ -76,6 +87,11 @@ def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequ
         rewriter.replaced[output] = constant(output.name, np.zeros(output.shape, output.dtype))
     elif x.shape == output.shape and all(step == 1 for step in steps):
         rewriter.add("Reshape", [x], output, name)
+    elif x.producer is not None and x.producer.op == "Slice":
+        whole, before = x.producer.input(0), x.producer.attributes
+        both = list(zip(before["starts"], before["steps"], starts, steps, strict=True))
+        first = tuple(near + far * start for near, far, start, _ in both)
+        rewriter.add("Slice", [whole], output, name, starts=first, steps=tuple(far * step for _, far, _, step in both))
     else:
         rewriter.add("Slice", [x], output, name, starts=tuple(starts), steps=tuple(steps))
 
@@ -169,6 +185,9 @@ def _rewrite_pad(rewriter: Rewriter, node: Node, opset: int) -> None:
         value = node.attributes.get("value", 0.0)
         if fill is not None and fill.constant is not None:
             value = fill.constant.array().reshape(-1)[0].item()
+        if not any(before) and x.shape == output.shape:
+            rewriter.add("Reshape", [x], output, node.name)
+            return
         rewriter.add("Pad", [x], output, node.name, before=tuple(before), value=value)
         return
     for axis, (first, last) in enumerate(zip(before, after, strict=True)):
@@ -354,27 +373,27 @@ register(
     __name__,
     Operator(
         "Concat", (ANY,), check=_check_concat, rewrite=_rewrite_concat, kernel="concat", layout="either", remap=axis_last,
-        empty=True,
+        empty=True, part=joined_part,
     ),
     *each(("DepthToSpace", "SpaceToDepth"), inputs=(ANY,), check=_check_blocks, rewrite=_rewrite_blocks),
     Operator("Dropout", (ANY, ANY, BOOL), check=_check_dropout, rewrite=_rewrite_dropout, empty=True),
-    Operator("Expand", (ANY, INDEX), rewrite=_rewrite_expand, kernel="expand"),
+    Operator("Expand", (ANY, INDEX), rewrite=_rewrite_expand, kernel="expand", part=at_each_place),
     *each(("Flatten", "Identity", "Squeeze", "Unsqueeze"), **_RENAMING),
-    Operator("Reshape", (ANY, INTEGERS), check=_check_reshape, rewrite=rewrite_reshape),
-    Operator("Gather", (ANY, INDEX), check=_check_gather, rewrite=_rewrite_gather, kernel="gather"),
+    Operator("Reshape", (ANY, INTEGERS), check=_check_reshape, rewrite=rewrite_reshape, part=merged_part),
+    Operator("Gather", (ANY, INDEX), check=_check_gather, rewrite=_rewrite_gather, kernel="gather", part=gathered_part),
     Operator(
         "Pad", (ANY,), check=all_of(constant_inputs(1, 2, 3), _check_pad), rewrite=_rewrite_pad, kernel="pad",
-        layout="either", remap=per_dimension_last("before"), empty=True,
+        layout="either", remap=per_dimension_last("before"), empty=True, part=padded_part,
     ),
     *each(("Shape", "Size"), inputs=(ANY,), rewrite=_rewrite_shape, empty=True),
     Operator(
         "Slice", (ANY, INDEX), check=all_of(constant_inputs(1, 2, 3, 4), _check_slice), rewrite=_rewrite_slice,
-        kernel="slice", layout="either", remap=per_dimension_last("starts", "steps"),
+        kernel="slice", layout="either", remap=per_dimension_last("starts", "steps"), part=sliced_part,
     ),
     Operator("Split", (ANY, INDEX), check=all_of(constant_inputs(1), _check_split), rewrite=_rewrite_split),
     Operator(
         "Tile", (ANY, INDEX), check=all_of(constant_inputs(1), _check_tile), rewrite=_rewrite_tile, kernel="tile",
-        layout="either", remap=per_dimension_last("repeats"),
+        layout="either", remap=per_dimension_last("repeats"), part=tiled_part,
     ),
-    Operator("Transpose", (ANY,), check=_check_transpose, rewrite=_rewrite_transpose, kernel="transpose"),
+    Operator("Transpose", (ANY,), check=_check_transpose, rewrite=_rewrite_transpose, kernel="transpose", part=transposed_part),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from flashmem.graph.operators.lowering import (
 )
 from flashmem.graph.operators.reduction import whole_rows
 from flashmem.graph.operators.registry import FLOAT, Check, Operator, all_of, each, register
+from flashmem.graph.operators.spans import along_others
 
 
 def _columns(node: Node) -> int:
@@ -269,7 +270,7 @@ register(
     ),
     Operator(
         "LRN", (FLOAT,), check=_check_lrn, rewrite=_rewrite_lrn, kernel="lrn", layout="either", remap=axis_last,
-        operator_class="hierarchical",
+        operator_class="hierarchical", part=along_others,
     ),
     Operator(
         "LpNormalization", (FLOAT,), check=_check_lp_normalization, rewrite=_rewrite_lp_normalization,
@@ -278,9 +279,15 @@ register(
     *each(
         ("Softmax", "LogSoftmax"), inputs=(FLOAT,), check=_check_axis, rewrite=_rewrite_softmax, kernel="reduction",
         layout="either", remap=axes_last, columns=_columns, overwrites="input", operator_class="hierarchical",
+        part=along_others,
     ),
     Operator(
         "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, overwrites="input",
-        operator_class="hierarchical", onnx=False,
+        operator_class="hierarchical", onnx=False, part=along_others,
+    ),
+    # Of [outer, depth, groups, columns], over depth and columns: groups of channels in images that are channels-last.
+    Operator(
+        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, operator_class="hierarchical",
+        onnx=False,
     ),
 )  # fmt: skip

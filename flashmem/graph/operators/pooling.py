@@ -13,6 +13,7 @@ from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.contraction import bad_window, lift, window
 from flashmem.graph.operators.lowering import reshaped
 from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, Types, constant_inputs, each, register
+from flashmem.graph.operators.spans import window_part
 
 _POOLED: Types = frozenset({"float32", "int8", "uint8"})
 
@@ -108,8 +109,8 @@ _POOL: dict[str, Any] = {"rewrite": _rewrite_pool, "check": _check_pool, **_KERN
 
 register(
     __name__,
-    *each(("AveragePool", "LpPool"), inputs=(FLOAT,), **_POOL),
-    Operator("MaxPool", (_POOLED,), **_POOL),
+    *each(("AveragePool", "LpPool"), inputs=(FLOAT,), part=window_part, **_POOL),
+    Operator("MaxPool", (_POOLED,), part=window_part, **_POOL),
     Operator("MaxPoolAt", (_POOLED,), onnx=False, **_KERNEL),
     Operator(
         "MaxUnpool", (FLOAT, INDEX, INDEX), check=lambda node: constant_inputs(2)(node) or _check_max_unpool(node),

@@ -22,6 +22,7 @@ from flashmem.graph.operators.registry import (
     register,
     whole_outputs,
 )
+from flashmem.graph.operators.spans import along_others
 
 _OF_NOTHING = {
     "ReduceL1": 0.0, "ReduceL2": 0.0, "ReduceLogSum": -np.inf, "ReduceLogSumExp": -np.inf, "ReduceMax": -np.inf,
@@ -111,6 +112,7 @@ def _reduction(name: str, types: Types) -> Operator:
     return Operator(
         name, (types, INDEX), check=all_of(constant_inputs(1), _check_reduce), rewrite=_rewrite_reduce, kernel="reduction",
         layout="either", remap=axes_last, whole=whole_outputs, operator_class="hierarchical", empty=True,
+        part=along_others,
     )  # fmt: skip
 
 

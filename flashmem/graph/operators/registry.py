@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from flashmem.graph.builder import Rewriter
 from flashmem.graph.ir import Node, Value
+from flashmem.graph.operators.spans import Part, PartRule, Span, at_each_place
 from flashmem.graph.operators.vector import Vector
 from flashmem.program import DType, OperatorClass
 
@@ -80,6 +81,7 @@ class Operator:
         operator_class: how much it may stream while it computes (FlashMem Table 5).
         empty: whether it can run on an input without elements when its output has some.
         onnx: whether ONNX has it; if not, only rewrites make it.
+        part: how a range of its output is computed alone (`operators.spans`). None: only an expression's can be.
         family: the module that declares it.
     """
 
@@ -99,6 +101,7 @@ class Operator:
     operator_class: OperatorClass = "elemental"
     empty: bool = False
     onnx: bool = True
+    part: PartRule | None = None
     family: str = ""
 
     def why_not(self, node: Node) -> str | None:
@@ -110,6 +113,13 @@ class Operator:
         if not is_read and not self.empty and (self.layout == "channels_last" or any(value.size for value in node.outputs)):
             return f"{node.op} of a tensor without elements ({node.input(0).name}) is not implemented"
         return self.check(node) if is_read or self.empty else None
+
+    def part_of(self, node: Node, span: Span) -> Part | None:
+        """What computes `span` of the output of `node`, a node in normal form; None if it cannot be computed alone."""
+        if len(node.outputs) > 1:
+            return None
+        rule = self.part or (at_each_place if self.expression is not None else None)
+        return None if rule is None else rule(node, span)
 
 
 REGISTRY: dict[str, Operator] = {}

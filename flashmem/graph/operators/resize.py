@@ -1,4 +1,7 @@
-"""Resize of any dimensions as Resize of the last two of four, with attributes `scales` and `regions` for those."""
+"""Resize of any dimensions as Resize of the last two of four, with attributes `scales` and `regions` for those.
+
+A Resize of some rows of an image also has attribute `part` (`height_taps`).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from flashmem.graph.builder import Rewriter
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.lowering import constant_integers, from_front, reshaped
 from flashmem.graph.operators.registry import ANY, FLOAT, INDEX, constant_inputs, each, register
+from flashmem.graph.operators.spans import Part, Span
+from flashmem.graph.resize_taps import Axis, Rule, Taps, resize_taps
 
 _KEPT = ("mode", "cubic_coeff_a", "exclude_outside", "antialias")
 
@@ -131,10 +138,38 @@ def _check_resize(node: Node) -> str | None:
     return constant_inputs(*([1] if crops else []), 2, 3)(node)
 
 
+def height_taps(node: Node) -> Taps:
+    """The taps of the output's rows, in rows of the input. Attribute `part`, of a node that makes a part of a larger image, is
+    the first row of its output and of its input, and the rows of the whole input and output.
+    """
+    given, height, out_height = node.attributes, node.input(0).shape[1], node.outputs[0].shape[1]
+    first, offset, size, out_size = given.get("part", (0, 0, height, out_height))
+    top, bottom, *_ = given["regions"]
+    whole = resize_taps(Axis(size, out_size, given["scales"][0], (top, bottom)), Rule.of(given))
+    at = whole.at[first : first + out_height]
+    return Taps(np.where(at < 0, at, at - np.int32(offset)), whole.weights[first : first + out_height])
+
+
+def _resized_part(node: Node, span: Span) -> Part | None:
+    """Rows: those under their taps. Images of a batch, and channels, are independent of each other."""
+    others: tuple[Span | None, ...] = (None,) * (len(node.inputs) - 1)
+    if span.axis in (0, 3):
+        return Part((span, *others), node.attributes)
+    if span.axis != 1 or "part" in node.attributes:
+        return None
+    at = height_taps(node).at[span.start : span.stop]
+    inside = at[at >= 0]
+    if not inside.size:
+        return None
+    rows = Span(1, int(inside.min()), int(inside.max()) + 1)
+    sizes = node.input(0).shape[1], node.outputs[0].shape[1]
+    return Part((rows, *others), {**node.attributes, "part": (span.start, rows.start, *sizes)})
+
+
 register(
     __name__,
     *each(
         ("Resize", "Upsample"), inputs=(ANY, FLOAT, FLOAT, INDEX), check=_check_resize, rewrite=_rewrite_resize,
-        kernel="resize", layout="channels_last",
+        kernel="resize", layout="channels_last", part=_resized_part,
     ),
 )  # fmt: skip

@@ -22,6 +22,7 @@ from flashmem.graph.operators.registry import (
     each,
     register,
 )
+from flashmem.graph.operators.spans import along_others
 
 SHAPED_BY_DATA = {
     "Compress": "make its condition a constant, or keep all elements and mask them with Where",
@@ -191,10 +192,13 @@ def _check_triangle(node: Node) -> str | None:
 
 register(
     __name__,
-    *each(("ArgMax", "ArgMin"), inputs=(NUMBERS,), check=_check_axis, rewrite=_rewrite_extreme, kernel="extreme"),
+    *each(
+        ("ArgMax", "ArgMin"), inputs=(NUMBERS,), check=_check_axis, rewrite=_rewrite_extreme, kernel="extreme",
+        part=along_others,
+    ),
     *each(
         ("CumProd", "CumSum"), inputs=(WIDE,), check=all_of(constant_inputs(1), _check_scan), rewrite=_rewrite_scan,
-        kernel="scan",
+        kernel="scan", part=along_others,
     ),
     Operator("EyeLike", (ANY,), check=_check_eye, rewrite=_rewrite_eye),
     Operator("Hardmax", (FLOAT,), check=_check_hardmax, rewrite=_rewrite_hardmax),

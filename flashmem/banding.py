@@ -1,0 +1,143 @@
+"""Plans for budgets that are too small for a graph as it is: chains of operators are computed in bands (`graph.bands`).
+
+How little the activations may take follows from what is missing. Bands for exactly that are tried, then those for a few fixed
+limits below it, the last of which is the least there can be. So a budget that was named as the smallest is found again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from flashmem.codegen.places import least_alive
+from flashmem.codegen.row_gather import host_indices
+from flashmem.codegen.slicing import LEAST_BYTES
+from flashmem.codegen.storage import stored_in_half
+from flashmem.device import DeviceDescriptor
+from flashmem.errors import BudgetError
+from flashmem.graph.band_choice import Memory, choose
+from flashmem.graph.bands import Chain, in_bands
+from flashmem.graph.fusion import Layer, fuse
+from flashmem.graph.ir import Graph, Value
+from flashmem.graph.quantized import QuantizedConstant
+from flashmem.graph.ranges import Ranges
+from flashmem.program import ITEMSIZE, StoredType
+from flashmem.request import Options
+from flashmem.units import format_size
+
+STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
+"""The fixed limits, in the least that is alive."""
+
+NAMED = 6
+"""Chains that a plan's note names one by one."""
+
+LEAST_BAND_BYTES = {"cpu": 1 << 20, "gpu": 4 << 20}
+"""The largest result inside a band is no smaller: a launch of less leaves a device idle."""
+
+
+class Bands:
+    """What chains a graph may have in bands, on a device and in a precision."""
+
+    def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
+        self.graph, self.layers, self.ranges = graph, fuse(graph), Ranges(graph, half=precision == "fp16")
+        self._memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
+
+    @property
+    def alive(self) -> int:
+        """The bytes of activations that are needed at once without bands."""
+        return max(self._memory.alive, default=0)
+
+    def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
+        """Chains with which activations take `limit` bytes, or as few as can be, and how many they are estimated to take."""
+        chains, alive = choose(self.graph, self.layers, self.ranges, self._memory, limit)
+        return tuple(chains), alive
+
+    def described(self, chains: Sequence[Chain], without: int) -> str:
+        """`chains`, for the notes of a plan; `without` them it would take a budget of so many bytes."""
+        texts = []
+        for chain in chains:
+            end = self.layers[chain.last].output
+            names = f"{self.layers[chain.first].main.name} to {end.name}" if chain.first < chain.last else end.name
+            size = chain.starts[1] if len(chain.starts) > 1 else end.shape[chain.axis]
+            texts.append(f"{names} in {len(chain.starts)} of {size}")
+        left = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
+        taken = f"without bands the smallest budget is {format_size(without)}"
+        return f"{len(chains)} chains of operators computed in bands: {'; '.join(texts[:NAMED] + left)}; {taken}"
+
+
+def fitting_bands(
+    graph: Graph,
+    options: Options,
+    refused: BudgetError,
+    attempt: Callable[[Graph], object],
+    watch: Callable[[str], AbstractContextManager[None]],
+) -> tuple[Graph, str]:
+    """`graph` with chains in bands, in as few as fit the budget that was `refused` without; and a note for its plan.
+
+    `attempt` plans a graph, and raises a BudgetError if that does not fit.
+
+    Raises:
+        BudgetError: nothing fits; it names the smallest budget with bands, and the one without.
+    """
+    budget = options.limits.budget
+    assert budget is not None
+    with watch("bands"):
+        bands = Bands(graph, options.descriptor, options.precision)
+        least = bands.choose(0)
+    wanted = bands.alive - (refused.smallest_bytes - budget)
+    fixed = [limit for step in STEPS if (limit := int(least[1] * step)) < min(wanted, bands.alive)]
+    smallest = refused
+    tried: set[tuple[Chain, ...]] = {()}
+    for limit in [*([wanted] if wanted > least[1] else []), *fixed, 0]:
+        with watch("bands"):
+            chains = bands.choose(limit)[0] if limit else least[0]
+            if chains in tried:
+                continue
+            tried.add(chains)
+            banded = in_bands(graph, chains)
+        try:
+            attempt(banded)
+        except BudgetError as error:
+            if limit != wanted and error.smallest_bytes < smallest.smallest_bytes:
+                smallest = error
+            continue
+        return banded, bands.described(chains, refused.smallest_bytes)
+    raise _too_small(budget, refused, smallest)
+
+
+def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> BudgetError:
+    if smallest is without:
+        return without
+    return BudgetError(
+        f"budget of {budget} bytes is too small: {smallest.smallest_bytes} bytes are needed with chains of operators in bands "
+        f"({without.smallest_bytes} without), bound by layer {smallest.binding!r}; raise the budget to "
+        f"{smallest.smallest_bytes} bytes or more",
+        smallest_bytes=smallest.smallest_bytes,
+        binding=smallest.binding,
+    )
+
+
+def _memory(graph: Graph, layers: Sequence[Layer], ranges: Ranges, half: bool, least: int) -> Memory:
+    halves = stored_in_half(graph, ranges) if half else frozenset()
+
+    def storage(value: Value) -> StoredType:
+        return "float16" if ranges.base(value) in halves else value.dtype
+
+    def nbytes(value: Value) -> int:
+        return ITEMSIZE[storage(value)] * value.size
+
+    def weight_bytes(value: Value) -> int:
+        if isinstance(value.constant, QuantizedConstant):
+            return value.size * value.constant.bits // 8
+        return (2 if half else 4) * value.size
+
+    gathered = [layer.main.outputs[0] for layer in layers if host_indices(layer.main, graph) is not None]
+    launched = [layer for layer in layers if layer.main.outputs[0] not in gathered and not ranges.moves_nothing(layer.main)]
+    early = [*(port.value for port in graph.inputs), *gathered]
+    needed = iter(least_alive(launched, early, [port.value for port in graph.outputs if port.value.size], ranges, storage))
+    known = {layer: next(needed) for layer in launched}
+    alive: list[int] = []
+    for layer in layers:
+        alive.append(known.get(layer, alive[-1] if alive else 0))
+    return Memory(alive, nbytes, weight_bytes, 2 * LEAST_BYTES, least)

@@ -1,0 +1,144 @@
+"""The textures of a packed weight: which panels each holds, and how tall they are, so that aligned rows waste next to nothing.
+
+Devices that make an image of a buffer want its rows to start at multiples of an alignment, of 64 texels on phones. An image of
+a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*), and with
+as many folds as make its width a multiple of the alignment nothing is lost. Slices of multiples of some panels need fewer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+GOOD = 0.01
+"""Images with no more padding than this part of their elements are equally good; of them the tallest ones are taken."""
+
+BLOCK = 64
+"""Rows that a kernel reads without looking where the next ones are (at most; up to the end of a fold)."""
+
+_Whole = TypeVar("_Whole", int, NDArray[np.int64])
+_Numbers = NDArray[np.int64]
+
+_FOLDS = 256
+"""Numbers of folds that are tried, from the fewest on; beside them, all heights up to as many rows."""
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A weight cut into `count` panels of `depth` rows, each `texels` across; folds begin at multiples of `unit` rows."""
+
+    count: int
+    depth: int
+    texels: int
+    texel_bytes: int
+    unit: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one panel."""
+        return self.depth * self.texels * self.texel_bytes
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What a device's images may be: texels in both directions; rows start at multiples of `alignment` texels."""
+
+    width: int
+    height: int
+    alignment: int = 1
+
+    def aligned(self, width: _Whole) -> _Whole:
+        """Texels from one row of an image of `width` texels to the next."""
+        return -(-width // self.alignment) * self.alignment
+
+
+@dataclass(frozen=True)
+class Images:
+    """The slices of a weight: `bounds` are the first panel of each and the end of the last; all are `rows` high."""
+
+    bounds: tuple[int, ...]
+    rows: int
+
+
+@lru_cache(maxsize=4096)
+def cut(panels: Panels, limits: ImageLimits, slice_bytes: int) -> Images | None:
+    """As few images as there can be of at most `slice_bytes` bytes, padding included, or of one panel; None if there are none.
+
+    Of the ways to cut a weight into so many, and of the heights, those with little padding (`GOOD`) are preferred, of these the
+    ones whose rows are read in the fewest blocks, then the ones with the fewest folds, then the ones with the least padding.
+    """
+    heights = _heights(panels, limits)
+    if not heights.size:
+        return None
+    folds = -(-panels.depth // heights)
+    widest = limits.width // (panels.texels * int(folds.min()))  # panels across the widest image
+    if widest == 0:
+        return None
+    most = max(1, min(slice_bytes // panels.nbytes, widest, panels.count))
+    for slices in range(-(-panels.count // most), panels.count + 1):
+        found = _best(panels, limits, slice_bytes, slices, heights, folds)
+        if found is not None:
+            return found
+    return None
+
+
+def _heights(panels: Panels, limits: ImageLimits) -> _Numbers:
+    """Heights worth trying, the tallest first; none where a fold cannot be as low as the device's images."""
+    units = -(-panels.depth // panels.unit)
+    highest = limits.height // panels.unit
+    if highest == 0:
+        return np.zeros(0, np.int64)
+    fewest = -(-units // highest)
+    by_folds = -(-units // np.arange(fewest, min(fewest + _FOLDS, units) + 1))
+    by_rows = np.arange(1, min(_FOLDS, highest, units) + 1)
+    tried = np.unique(np.concatenate((by_folds, by_rows)))[::-1] * panels.unit
+    if limits.alignment <= 1:
+        tried = tried[:1]
+    return np.minimum(tried, panels.depth).astype(np.int64)
+
+
+def _best(
+    panels: Panels,
+    limits: ImageLimits,
+    slice_bytes: int,
+    slices: int,
+    heights: _Numbers,
+    folds: _Numbers,
+) -> Images | None:
+    """The best of the ways to cut the weight into `slices` images; None if all pass a limit."""
+    blocks = folds * -(-heights // BLOCK)
+    best: tuple[tuple[int, ...], Images] | None = None
+    for step in (1, 2, 4, 8, 16, 32, 64) if limits.alignment > 1 else (1,):
+        bounds = _spread(panels.count, slices, step)
+        if bounds is None:
+            break
+        counts = Counter(end - first for first, end in pairwise(bounds))
+        total = np.zeros_like(heights)
+        allowed = np.ones(len(heights), bool)
+        for count, times in counts.items():
+            width = count * panels.texels * folds
+            nbytes = heights * limits.aligned(width) * panels.texel_bytes
+            allowed &= (width <= limits.width) & ((nbytes <= slice_bytes) | (count == 1))
+            total += times * nbytes
+        if not allowed.any():
+            continue
+        too_many = np.maximum(total - int((1 + GOOD) * panels.count * panels.nbytes), 0)
+        at = int(min(np.flatnonzero(allowed), key=lambda i: (too_many[i], blocks[i], folds[i], total[i])))
+        key = tuple(int(column[at]) for column in (too_many, blocks, folds, total))
+        if best is None or key < best[0]:
+            best = key, Images(bounds, int(heights[at]))
+    return None if best is None else best[1]
+
+
+def _spread(count: int, slices: int, step: int) -> tuple[int, ...] | None:
+    """`count` panels spread evenly over `slices` by whole multiples of `step`; None if these are too few."""
+    steps = -(-count // step)
+    if steps < slices:
+        return None
+    return tuple(min(steps * i // slices * step, count) for i in range(slices + 1))

@@ -1,0 +1,370 @@
+"""Which chains are computed in bands, and in how many, so that no more than a limit of activations is alive at once.
+
+The layer at which most is alive is taken first. Around it runs of layers are tried that begin and end where little is alive, in
+bands of several sizes. Of those that stay below the limit the one is taken that adds the fewest launches for what it lowers;
+if none does, the one that gets lowest. Then the layer at which most is alive now, until nothing is above the limit, or the
+highest cannot be lowered. A chain that helped is tried first wherever the same operators follow each other again.
+
+What is alive in a chain is estimated: tensors that were there before and die in the chain go band by band, its result comes
+band by band, and weights that all bands read stay from the first to the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from flashmem.graph.bands import Band, Chain, band_of, units
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.operators.spans import Span, outermost
+from flashmem.graph.ranges import Ranges
+from flashmem.program import TENSOR_ALIGNMENT
+
+WINDOW = 40
+"""Layers that a chain has at most before, and behind, the one it is made for."""
+
+ENDS = 7
+"""Places at which a chain may begin, and end, that are tried."""
+
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of bands."""
+
+WORTH = 0.98
+"""A chain is made for a layer if no more than this part of what was alive there is alive then."""
+
+MOST_AGAIN = 1.5
+"""A band may compute what others compute too, where windows overlap, but not more than this times what there is in all."""
+
+Size = Callable[[Value], int]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a choice is made by.
+
+    Attributes:
+        alive: bytes that are needed at each layer of `fuse(graph)`, without bands.
+        nbytes: bytes that a tensor takes.
+        weight_bytes: bytes of a constant where it is streamed.
+        in_flight: bytes of weights that are loaded at a time anyway.
+        least: bytes below which the largest result inside a band shall not be.
+    """
+
+    alive: Sequence[int]
+    nbytes: Size
+    weight_bytes: Size
+    in_flight: int
+    least: int
+
+
+@dataclass(frozen=True)
+class _Tried:
+    chain: Chain
+    alive: int
+    launches: int
+
+    def rank(self, limit: int, alive: Sequence[int]) -> tuple[float, ...]:
+        """The smaller, the better, where `alive` is alive now. Below the limit: launches for what goes of all that is above it;
+        above it: what is alive in the chain and beside it.
+        """
+        first, last = self.chain.first, self.chain.last
+        if self.alive <= limit:
+            gone = sum(max(0, now - limit) for now in alive[first : last + 1])
+            return (0, self.launches / max(1, gone), self.alive)
+        return (1, max([self.alive, *alive[max(0, first - 1) : first], *alive[last + 1 : last + 2]]), self.launches)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A chain that helped: the signatures of its layers, which of them it was made for, the places of a band, what is alive."""
+
+    signatures: list[tuple[object, ...]]
+    offset: int
+    rows: int
+    alive: int
+
+
+def choose(graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory, limit: int) -> tuple[list[Chain], int]:
+    """Chains that keep what is alive below `limit` bytes, or as near to it as was found, and what is alive then at most.
+
+    `ranges`: those of `graph`, whose layers are `layers`.
+    """
+    return _Choice(graph, layers, ranges, memory).run(limit)
+
+
+class _Choice:
+    def __init__(self, graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory) -> None:
+        self.layers, self.memory, self.ranges = layers, memory, ranges
+        self.nodes = units(graph, layers)[1:]
+        self.results = {port.value for port in graph.outputs}
+        self.readers: dict[Value, list[int]] = {}
+        self.at = {node: i for i, unit in enumerate(self.nodes) for node in unit}
+        for node in graph.nodes:
+            for value in node.inputs:
+                if value is not None and value.constant is None:
+                    self.readers.setdefault(value, []).append(self.at.get(node, -1))
+        # When the memory of each value is needed, first and last.
+        self.life: dict[Value, tuple[int, int]] = {}
+        for port in graph.inputs:
+            self.life[ranges.base(port.value)] = (-1, -1)
+        for i, layer in enumerate(layers):
+            if not ranges.moves_nothing(layer.main):
+                self.life[layer.output] = (i, i)
+            for value in (*layer.main.inputs, *layer.operands()):
+                if value is not None and (base := ranges.base(value)) in self.life:
+                    self.life[base] = (self.life[base][0], i)
+        for value in self.results:
+            base = ranges.base(value)
+            if base in self.life:
+                self.life[base] = (self.life[base][0], len(layers))
+        self.born: dict[int, list[Value]] = {}
+        change = [0] * (len(layers) + 3)
+        for value, (first, last) in self.life.items():
+            self.born.setdefault(first, []).append(value)
+            change[max(first + 1, 0)] += memory.nbytes(value)
+            change[last + 1] -= memory.nbytes(value)
+        self.crossing, total = [], 0  # before each layer: bytes made before it and needed by it or later
+        for step in change:
+            total += step
+            self.crossing.append(total)
+        self.signatures = [_signature(unit) for unit in self.nodes]
+
+    def run(self, limit: int) -> tuple[list[Chain], int]:
+        alive = list(self.memory.alive)
+        chosen: list[_Tried] = []
+        known: list[_Known] = []
+        while alive and max(alive) > limit:
+            peak = max(range(len(alive)), key=alive.__getitem__)
+            kept = [tried for tried in chosen if not tried.chain.first <= peak <= tried.chain.last]
+            free = _free(peak, kept, len(self.layers))
+            without = list(alive)  # as it is without the chain around the peak, if there is one
+            for old in chosen:
+                if old not in kept:
+                    part = slice(old.chain.first, old.chain.last + 1)
+                    without[part] = self.memory.alive[part]
+            best = next(self._again(peak, free, known, limit), None)
+            candidates = self._candidates(peak, free, limit) if best is None else ()
+            best = best or min(candidates, key=lambda t: t.rank(limit, without), default=None)
+            if best is None or best.alive > WORTH * alive[peak]:
+                limit = alive[peak]  # as low as it gets
+                continue
+            alive = without
+            chosen = [*kept, best]
+            first, last = best.chain.first, best.chain.last
+            alive[first : last + 1] = [best.alive] * (last + 1 - first)
+            known.append(_Known(self.signatures[first : last + 1], peak - first, best.chain.starts[1], best.alive))
+        return sorted((tried.chain for tried in chosen), key=lambda chain: chain.first), max(alive, default=0)
+
+    def _again(self, peak: int, free: tuple[int, int], known: Sequence[_Known], limit: int) -> Iterator[_Tried]:
+        """Chains that helped elsewhere, where the same operators stand around `peak`, and help as much."""
+        for chain in known:
+            first = peak - chain.offset
+            last = first + len(chain.signatures) - 1
+            if free[0] <= first and last <= free[1] and self.signatures[first : last + 1] == chain.signatures:
+                yield from (t for t in self._tried(last, chain.rows, [first]) if t.alive <= max(limit, chain.alive))
+
+    def _candidates(self, peak: int, free: tuple[int, int], limit: int) -> Iterator[_Tried]:
+        crossing = self.crossing
+        lasts = range(peak, min(free[1], peak + WINDOW) + 1)
+        firsts = range(max(free[0], peak - WINDOW), peak + 1)
+        begins = sorted(firsts, key=lambda i: (crossing[i], peak - i))[:ENDS]
+        begins += [i for i in (peak, peak - 1, peak - 2) if i in firsts and i not in begins]
+        ends = sorted(lasts, key=lambda j: (crossing[j + 1], j))[:ENDS]
+        ends += [j for j in (peak, peak + 1, peak + 2) if j in lasts and j not in ends]
+        for last in ends:
+            left = list(begins)
+            for rows in self._sizes(last):
+                done = []
+                for tried in self._tried(last, rows, left):
+                    yield tried
+                    if tried.alive <= limit:
+                        done.append(tried.chain.first)
+                left = [first for first in left if first not in done]  # more bands are more launches
+
+    def _sizes(self, last: int) -> Iterator[int]:
+        """Sizes of bands of a layer's result, the largest first: aligned ranges of memory, of equal sizes where that can be."""
+        output = self.layers[last].output
+        axis = outermost(output.shape)
+        if not output.size or output.dtype not in ("float32",) or self.ranges.moves_nothing(self.layers[last].main):
+            return
+        places = output.shape[axis]
+        place_bytes = self.memory.nbytes(output) // places
+        unit = TENSOR_ALIGNMENT // math.gcd(TENSOR_ALIGNMENT, max(1, place_bytes))
+        seen = set()
+        for count in COUNTS:
+            least = -(-places // count)
+            rows = -(-least // unit) * unit
+            equal = next((n for n in range(rows, 2 * rows, unit) if places % n == 0), rows)
+            for size in (equal, rows):
+                if size < places and size not in seen:
+                    seen.add(size)
+                    yield size
+
+    def _tried(self, last: int, rows: int, firsts: Sequence[int]) -> Iterator[_Tried]:
+        """Chains up to layer `last` in bands of `rows` places, from each of `firsts`, and what is alive in them."""
+        output = self.layers[last].output
+        axis = outermost(output.shape)
+        places = output.shape[axis]
+        starts = tuple(range(0, places, rows))
+        chain = Chain(min(firsts, default=last), last, axis, starts)
+        spans = chain.spans(places)
+        few = [spans[0], *spans[1:2], *spans[-1:]] if len(spans) > 3 else spans
+        nodes = [node for unit in self.nodes[chain.first : last + 1] for node in unit]
+        found = self._bands(nodes, output, few, last)
+        if found is None:
+            return
+        band = max(found, key=lambda band: sum(span.size for span in band.needs.values()))
+        for first in firsts:
+            made = self._estimate(Chain(first, last, axis, starts), band)
+            if made is not None:
+                yield made
+
+    def _bands(self, nodes: Sequence[Node], end: Value, spans: Sequence[Span], last: int) -> list[Band] | None:
+        """Like `bands.bands_of` of all spans, from the first ones and the last one."""
+        whole: set[Value] = set()
+        for _ in range(8):
+            bands, found = [], set(whole)
+            for span in spans:
+                band, before = band_of(nodes, end, span, found)
+                bands.append(band)
+                found |= before
+            if end in found:
+                return None
+            if found == whole:
+                for value in self._joined(bands[0], last):
+                    needs = [band.needs[value] for band in bands]
+                    apart = needs[0].start == 0 and needs[0].stop == needs[1].start
+                    if not apart or needs[-1].stop != value.shape[needs[0].axis]:
+                        found.add(value)
+            if found == whole:
+                return bands
+            whole = found
+        return None
+
+    def _joined(self, band: Band, last: int) -> list[Value]:
+        """Results made in parts that are read behind layer `last`, or whole."""
+        made = [node.outputs[0] for node in band.parts]
+        inside = {node for node in band.parts}
+        return [
+            value
+            for value in made
+            if value in self.results
+            or any(
+                reader > last or any(n not in inside and value in n.inputs for n in self.nodes[reader])
+                for reader in self.readers.get(value, ())
+            )
+        ]
+
+    def _estimate(self, chain: Chain, band: Band) -> _Tried | None:
+        """What is alive in `chain`, one of whose bands is (part of) `band`."""
+        first, last = chain.first, chain.last
+        count = len(chain.starts)
+        base, nbytes = self.ranges.base, self.memory.nbytes
+        inside = [node for unit in self.nodes[first : last + 1] for node in unit]
+        members = [node for node in inside if node in band.parts]
+        if not members or self.layers[last].output not in band.needs:
+            return None
+        # Before the bands: operators whose results these need whole.
+        wanted: set[Value] = set()
+        sliced: set[Value] = set()
+        copies = 0
+        for node in members:
+            for value, need in zip(node.inputs, band.parts[node].needs, strict=True):
+                if value is None or value.constant is not None:
+                    continue
+                if value.producer in band.parts and self.at[value.producer] >= first:
+                    continue
+                in_place = need is not None and need.axis == outermost(value.shape)
+                (sliced if in_place else wanted).add(base(value))
+                if need is not None and not in_place:
+                    copies += nbytes(value) * need.size // value.shape[need.axis]
+        at_first = self.crossing[first]
+        inner = {node.outputs[0] for node in members}
+        results = {
+            base(value) for value in self._joined(band, last) if value.producer is not None and self.at[value.producer] >= first
+        }
+        whole = [v for i in range(first, last + 1) for v in self.born.get(i, ()) if v not in inner and v not in results]
+        needed = wanted | sliced
+        before = [v for v in whole if v in needed]
+        late = self._late(first, last, inner)
+        early = [i for i in range(first, last + 1) if i not in late and not any(n in band.parts for n in self.nodes[i])]
+        peak_before = max((self.memory.alive[i] for i in early), default=0)
+        # In the bands.
+        dying = {v for v in sliced if v not in wanted and self.life.get(v, (0, last + 1))[1] <= last}
+        gone = sum(
+            nbytes(v)
+            for i in range(-1, first)
+            for v in self.born.get(i, ())
+            if first <= self.life[v][1] <= last and v not in needed
+        )
+        fixed = (
+            at_first
+            - gone
+            - sum(nbytes(v) for v in dying if v not in before)
+            + sum(nbytes(v) for v in before if v not in dying)
+        )
+        falling, rising = sum(map(nbytes, dying)), sum(map(nbytes, results))
+        within = self._within(members, band, results) + copies
+        ends = [falling + -(-rising // count), -(-falling // count) + rising]
+        weights = sum({v: self.memory.weight_bytes(v) for n in members for v in self._weights(n, band)}.values())
+        largest = max((self._part(v, band) for v in inner if base(v) is v), default=0)
+        if largest < self.memory.least:
+            return None
+        behind = max((self.memory.alive[i] for i in late), default=0)
+        alive = max(peak_before, behind, fixed + max(ends) + within + max(0, weights - self.memory.in_flight))
+        taken = sum(any(node in band.parts for node in unit) for unit in self.nodes[first : last + 1])
+        stored = [v for v in inner if v in self.life]
+        again = count * sum(self._part(v, band) for v in stored) / max(1, sum(map(nbytes, stored)))
+        if again > MOST_AGAIN:
+            return None
+        return _Tried(chain, alive, round((count - 1) * taken * again))
+
+    def _late(self, first: int, last: int, inner: set[Value]) -> set[int]:
+        """The layers among these that read what the bands make, and are in none."""
+        behind, late = set(inner), set()
+        for i in range(first, last + 1):
+            for node in self.nodes[i]:
+                if node.outputs[0] not in inner and not behind.isdisjoint(node.inputs):
+                    behind.update(node.outputs)
+                    if self.layers[i].main.outputs[0] not in inner:  # not only a Reshape of what the layer gives
+                        late.add(i)
+        return late
+
+    def _weights(self, node: Node, band: Band) -> Iterator[Value]:
+        for value, need in zip(node.inputs, band.parts[node].needs, strict=True):
+            if value is not None and value.constant is not None and need is None:
+                yield value
+
+    def _part(self, value: Value, band: Band) -> int:
+        need = band.needs[value]
+        return self.memory.nbytes(value) * need.size // value.shape[need.axis]
+
+    def _within(self, members: Sequence[Node], band: Band, results: set[Value]) -> int:
+        """The most that is alive of what a band alone needs."""
+        last: dict[Value, int] = {}
+        for node in members:
+            for value in node.inputs:
+                if value is not None:
+                    last[self.ranges.base(value)] = self.at[node]
+        change: dict[int, int] = {}
+        for node in members:
+            value, at = node.outputs[0], self.at[node]
+            if value in self.life and value not in results:
+                change[at] = change.get(at, 0) + self._part(value, band)
+                end = last.get(value, at) + 1
+                change[end] = change.get(end, 0) - self._part(value, band)
+        return max(accumulate(change[at] for at in sorted(change)), default=0)
+
+
+def _free(peak: int, chosen: Sequence[_Tried], count: int) -> tuple[int, int]:
+    """The layers around `peak` that are in none of the chosen chains."""
+    first = max((tried.chain.last + 1 for tried in chosen if tried.chain.last < peak), default=0)
+    last = min((tried.chain.first - 1 for tried in chosen if tried.chain.first > peak), default=count - 1)
+    return first, last
+
+
+def _signature(nodes: Sequence[Node]) -> tuple[object, ...]:
+    return tuple((node.op, *(value.shape for value in (*node.inputs, *node.outputs) if value is not None)) for node in nodes)

@@ -1,0 +1,245 @@
+"""Chains of operators computed in *bands*: one range of their last result after the other, so that what lies between is small.
+
+A chain is a run of layers. From a range of the last one's result follow, backwards, the parts that are needed of all results
+before it (`Operator.part`): of a window partition whole windows, of a 3x3 convolution one row more on either side, which is
+computed twice. Each band is a copy of the chain's operators on such parts. It reads `Slice`s of what was there before the chain
+and its results that the rest of the graph reads are joined by `Concat`. Along the outermost axis both are ranges of
+memory, which cost nothing. What a band needs whole, such as the keys of an attention over everything, is computed before the
+first band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from flashmem.graph.builder import Rewriter, derived
+from flashmem.graph.fusion import Layer, fuse
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.operators import REGISTRY
+from flashmem.graph.operators.spans import Part, Span
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers `first` to `last` of `fuse(graph)`, counted from 0, in bands of the last one's result: each from one of `starts`
+    along `axis` to the next. The first start is 0.
+    """
+
+    first: int
+    last: int
+    axis: int
+    starts: tuple[int, ...]
+
+    def spans(self, size: int) -> list[Span]:
+        """The bands of a result that has `size` places along the axis."""
+        return [Span(self.axis, start, stop) for start, stop in pairwise((*self.starts, size))]
+
+
+@dataclass
+class Band:
+    """What one band needs of each result inside the chain, and the parts of the operators that make it."""
+
+    needs: dict[Value, Span] = field(default_factory=dict)
+    parts: dict[Node, Part] = field(default_factory=dict)
+
+
+def units(graph: Graph, layers: Sequence[Layer]) -> list[list[Node]]:
+    """The nodes of each layer, with the Reshapes of its result; Reshapes of inputs before the first."""
+    at = {node: i for i, layer in enumerate(layers, start=1) for node in layer.nodes}
+    made: list[list[Node]] = [[] for _ in range(len(layers) + 1)]
+    for node in graph.nodes:
+        if node not in at:
+            source = node.input(0).producer
+            at[node] = 0 if source is None else at[source]
+        made[at[node]].append(node)
+    return made
+
+
+def band_of(nodes: Sequence[Node], end: Value, span: Span, whole: Collection[Value]) -> tuple[Band, set[Value]]:
+    """What computing `span` of `end` takes of `nodes` (in order), of which `whole` values are made as a whole before; and all
+    that has to be: `whole`, what operators that have no such part make or need whole, and what that is made of.
+    """
+    band, before = Band({end: span}), set(whole)
+    made = {value for node in nodes for value in node.outputs}
+    for node in reversed(nodes):
+        wanted = band.needs.get(node.outputs[0])
+        part = None
+        if before.isdisjoint(node.outputs):
+            if wanted is None:
+                continue
+            part = REGISTRY[node.op].part_of(node, wanted)
+        if part is None:
+            before.update(node.outputs)
+            before.update(value for value in node.inputs if value in made)
+            continue
+        band.parts[node] = part
+        if part.made is not None:
+            band.needs[node.outputs[0]] = part.made
+        for value, needed in zip(node.inputs, part.needs, strict=True):
+            if value is None or value not in made:
+                continue
+            known = band.needs.get(value, needed)
+            if needed is None or known is None or known.axis != needed.axis or needed.is_whole(value.shape):
+                before.add(value)
+            else:
+                band.needs[value] = known.hull(needed)
+    return band, before
+
+
+def bands_of(nodes: Sequence[Node], end: Value, spans: Sequence[Span], outside: Collection[Value]) -> list[Band] | None:
+    """The bands that compute `spans` of `end`, which are all of it; None if it cannot be in bands.
+
+    All make the same operators in parts. Results of theirs that others read (`outside`, and the rest of `nodes`) are made of
+    parts that do not overlap.
+    """
+    whole: set[Value] = set()
+    while True:
+        bands, found = [], set(whole)
+        for span in spans:
+            band, before = band_of(nodes, end, span, found)
+            bands.append(band)
+            found |= before
+        if end in found:
+            return None
+        if found == whole:
+            found |= {
+                value for value in joined(nodes, bands[0], outside) if not _tiles([band.needs[value] for band in bands], value)
+            }
+        if found == whole:
+            return bands
+        whole = found
+
+
+def joined(nodes: Sequence[Node], band: Band, outside: Collection[Value]) -> Iterator[Value]:
+    """The results that bands make in parts and that others read."""
+    others = {value for node in nodes if node not in band.parts for value in node.inputs}
+    return (node.outputs[0] for node in band.parts if node.outputs[0] in outside or node.outputs[0] in others)
+
+
+def _tiles(spans: Sequence[Span], value: Value) -> bool:
+    """Whether `spans` are all of `value`, one after the other."""
+    size = value.shape[spans[0].axis]
+    ends = [0, *(span.stop for span in spans)]
+    return ends[-1] == size and all(span.start == end for span, end in zip(spans, ends, strict=False))
+
+
+def in_bands(graph: Graph, chains: Sequence[Chain]) -> Graph:
+    """`graph` with `chains`, no two of which share a layer, in bands. `graph` stays as it is.
+
+    Raises:
+        ValueError: a chain whose last operator has no parts such as it asks for.
+    """
+    layers = fuse(graph)
+    nodes = units(graph, layers)
+    writer = _Writer()
+    for node in nodes[0]:
+        writer.copy(node)
+    at = 0
+    for chain in sorted(chains, key=lambda chain: chain.first):
+        for layer in range(at, chain.first):
+            writer.copy_all(nodes[layer + 1])
+        inside = [node for unit in nodes[chain.first + 1 : chain.last + 2] for node in unit]
+        end = layers[chain.last].output
+        taken = set(inside)
+        outside = {value for node in graph.nodes if node not in taken for value in node.inputs if value is not None}
+        outside |= {port.value for port in graph.outputs}
+        bands = bands_of(inside, end, chain.spans(end.shape[chain.axis]), outside)
+        if bands is None:
+            raise ValueError(f"{end.name} cannot be computed in bands along axis {chain.axis}")
+        writer.write(inside, bands, list(joined(inside, bands[0], {*outside, end})))
+        at = chain.last + 1
+    for layer in range(at, len(layers)):
+        writer.copy_all(nodes[layer + 1])
+    return writer.rewriter.graph(graph)
+
+
+class _Writer:
+    """Copies nodes into a new graph, as they are or in bands."""
+
+    def __init__(self) -> None:
+        self.rewriter = Rewriter()
+        self._sliced: dict[tuple[Value, Span], Value] = {}
+
+    def copy_all(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            self.copy(node)
+
+    def copy(self, node: Node) -> None:
+        """`node` as it is."""
+        outputs = [replace(value, producer=None) for value in node.outputs]
+        made = Node(node.op, node.name, [self.rewriter.now(value) for value in node.inputs], outputs, node.attributes)
+        for old, new in zip(node.outputs, outputs, strict=True):
+            new.producer = made
+            self.rewriter.replaced[old] = new
+        self.rewriter.nodes.append(made)
+
+    def write(self, nodes: Sequence[Node], bands: Sequence[Band], results: Sequence[Value]) -> None:
+        """`nodes` in bands: first what these need whole, then each of them, then what reads their joined `results`."""
+        members = bands[0].parts
+        behind: set[Value] = {node.outputs[0] for node in members}
+        late: list[Node] = []
+        for node in nodes:
+            if node not in members and not behind.isdisjoint(node.inputs):
+                behind.update(node.outputs)
+                late.append(node)
+            elif node not in members:
+                self.copy(node)
+        pieces = [self._band(nodes, band) for band in bands]
+        for value in results:
+            joined = replace(value, producer=None)
+            axis = bands[0].needs[value].axis
+            self.rewriter.add("Concat", [made[value] for made in pieces], joined, f"{value.name}.bands", axis=axis)
+            self.rewriter.replaced[value] = joined
+        self.copy_all(late)
+
+    def _band(self, nodes: Sequence[Node], band: Band) -> dict[Value, Value]:
+        """The parts of one band by what they are parts of."""
+        made: dict[Value, Value] = {}
+        for node in nodes:
+            part = band.parts.get(node)
+            if part is None:
+                continue
+            inputs: list[Value | None] = []
+            for value, needed in zip(node.inputs, part.needs, strict=True):
+                if value in made:
+                    assert value is not None and needed is not None
+                    inputs.append(
+                        self._slice(
+                            made[value],
+                            Span(needed.axis, needed.start - band.needs[value].start, needed.stop - band.needs[value].start),
+                        )
+                    )
+                elif value is not None and needed is not None:
+                    now = self.rewriter.now(value)
+                    assert now is not None
+                    inputs.append(self._slice(now, needed))
+                else:
+                    inputs.append(self.rewriter.now(value))
+            [output] = node.outputs
+            span = band.needs[output]
+            shape, name = span.of(output.shape), f"[{span.start}:{span.stop}]"
+            if node.op == "Slice" and inputs[0] is not None and inputs[0].shape == shape:
+                made[output] = inputs[0]
+                continue
+            result = Value(f"{output.name}{name}", shape, output.dtype)
+            made[output] = self.rewriter.add(node.op, inputs, result, f"{node.name}{name}", **part.attributes)
+        return made
+
+    def _slice(self, value: Value, span: Span) -> Value:
+        """`span` of `value`, itself if that is all of it."""
+        if span.is_whole(value.shape):
+            return value
+        if (value, span) not in self._sliced:
+            shape, name = span.of(value.shape), f"{value.name}[{span.start}:{span.stop}]"
+            if value.constant is not None:
+                index = (*[slice(None)] * span.axis, slice(span.start, span.stop))
+                self._sliced[value, span] = derived(value, name, shape, lambda array: array[index])
+            else:
+                starts = tuple(span.start if axis == span.axis else 0 for axis in range(len(shape)))
+                steps = (1,) * len(shape)
+                self._sliced[value, span] = self.rewriter.emit(
+                    "Slice", [value], shape, value.dtype, name, starts=starts, steps=steps
+                )
+        return self._sliced[value, span]

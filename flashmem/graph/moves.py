@@ -1,0 +1,417 @@
+"""Moves that cancel, or that nobody needs: Transposes and Reshapes wait until an operator has to have their result in order.
+
+What waits is a view of a tensor that is there (`graph.views`). Many operators need no order of their own:
+
+- elementwise ones run in the order in which most of their operands lie, constants brought into it when compiling;
+- what works row by row (LayerNormalization; a product with constant weights) takes rows in any order;
+- a Slice takes its part of any dimension, pooling without overlap works inside windows as inside the image they were cut of.
+
+Their results wait, too. So the Transposes of two layouts cancel (`graph.layout`), and windows of an image need none at all
+where attention follows, which reads views (`graph.attention`). A product with weights hands a move on only where it ends in
+attention, since its result may be larger than what it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from flashmem.graph.attention import attention_products
+from flashmem.graph.builder import Rewriter, derived
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.operators import REGISTRY, is_elementwise
+from flashmem.graph.operators.lowering import reshaped
+from flashmem.graph.views import Dimension, Factor, View, merged, whole, write
+
+_POOLING = ("MaxPool", "AveragePool", "LpPool")
+
+
+def drop_moves(graph: Graph) -> Graph:
+    """`graph` (in normal form, layouts assigned) with the Transposes that its operators need."""
+    return _Moves(graph).graph()
+
+
+@dataclass(frozen=True)
+class _Order:
+    """An order of a tensor's elements: sizes of the factors of each of its dimensions, and which of them, all counted in order,
+    lies at each place in memory, outermost first. `shape` is how that memory is seen.
+    """
+
+    split: tuple[tuple[int, ...], ...]
+    perm: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, view: View) -> _Order:
+        """The order in which the elements of `view` lie, seen as its root is if that is possible."""
+        split = [tuple(_cut(dimension, view.root.shape)) for dimension in view.dimensions]
+        flat = [each for dimension in split for each in dimension]
+        perm = tuple(sorted(range(len(flat)), key=lambda i: -flat[i][1]))
+        return cls(tuple(tuple(size for size, _ in dimension) for dimension in split), perm, view.root.shape)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the factors, as they lie in memory."""
+        flat = [size for dimension in self.split for size in dimension]
+        return tuple(flat[i] for i in self.perm)
+
+    def parts_of(self, value: Value) -> tuple[int, ...]:
+        """The shape of `value`, which broadcasts, with each dimension as factors."""
+        padded = (1,) * (len(self.split) - len(value.shape)) + value.shape
+        found: list[int] = []
+        for size, factors in zip(padded, self.split, strict=True):
+            found += factors if size > 1 else [1] * len(factors)
+        return tuple(found)
+
+    def seen(self, parts: Sequence[int]) -> tuple[int, ...] | None:
+        """`shape` as an operand broadcasts to it, whose factors are `parts`; None if it cannot be said."""
+        sizes, own = list(self.sizes), [parts[i] for i in self.perm]
+        found = []
+        for size in self.shape:
+            there, mine = 1, 1
+            while there < size:
+                if not sizes:
+                    return None
+                there, mine = there * sizes.pop(0), mine * own.pop(0)
+            if there != size or mine not in (1, size):
+                return None
+            found.append(mine)
+        return tuple(found)
+
+    def view(self, value: Value) -> View:
+        """`value`, whose memory has this order, as the tensor in its own."""
+        strides = [0] * len(self.perm)
+        stride = 1
+        for i, size in zip(reversed(self.perm), reversed(self.sizes), strict=True):
+            strides[i] = stride
+            stride *= size
+        left = iter(strides)
+        return View(value, 0, tuple(merged([(size, next(left)) for size in factors]) for factors in self.split))
+
+
+def _cut(dimension: Dimension, shape: Sequence[int]) -> list[Factor]:
+    """The factors of a dimension, none of which goes through two dimensions of its root's `shape` where that can be."""
+    ends = list(accumulate(reversed(shape), lambda a, b: a * b))
+    found: list[Factor] = []
+    for size, stride in dimension:
+        inner: list[Factor] = []
+        for end in ends:
+            if stride < end < size * stride and end % stride == 0 and size * stride % end == 0:
+                inner.append((end // stride, stride))
+                size, stride = size * stride // end, end
+        found += [(size, stride), *reversed(inner)]
+    return found
+
+
+class _Moves:
+    """The walk. `views` has what waits, or has waited: `there` are those that somebody had to have."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.old = graph
+        self.readers, self.outputs = graph.consumers(), {port.value for port in graph.outputs}
+        self.rewriter = Rewriter()
+        self.views: dict[Value, View] = {}
+        self.there: set[Value] = set()
+        self.moved: dict[object, Value] = {}
+        self.constants: dict[object, Value] = {}
+        self.attended = attention_products(graph)
+        self.ends: dict[Value, bool] = {}
+
+    def graph(self) -> Graph:
+        for node in self.old.nodes:
+            if not self._waits(node):
+                self._keep(node)
+        for port in self.old.outputs:
+            self.rewriter.replaced[port.value] = self.now(port.value)
+        return self.rewriter.graph(self.old)
+
+    def now(self, value: Value) -> Value:
+        """`value`, in its own order."""
+        if value not in self.views:
+            return value
+        view = self.views[value]
+        if view.is_in_order and view.root.shape == value.shape:
+            return view.root
+        if value not in self.there:
+            self.there.add(value)
+            write(self.rewriter, view, value, self.moved)
+        return value
+
+    def view(self, value: Value) -> View:
+        """`value` as a view of something that is there."""
+        return self.views.get(value) or whole(value)
+
+    def is_moved(self, value: Value | None) -> bool:
+        """Whether `value` would have to be moved, and nobody who reads it needs that."""
+        if value is None or value not in self.views or value in self.there or self.views[value].is_in_order:
+            return False
+        return not any(self._needs(node, value) for node in self.readers[value])
+
+    def _needs(self, node: Node, value: Value) -> bool:
+        """Whether `node`, which reads `value`, which waits, is sure to need it in order."""
+        if node.op in ("Reshape", "Transpose", "Slice", *_POOLING) or is_elementwise(node):
+            return False
+        if node in self.attended:
+            return False
+        axes = node.attributes.get("axes", (len(value.shape) - 1,))
+        if node.op == "Normalize" and _group_sizes(self.views[value], axes) is not None:
+            return False
+        return not _has_rows(self.views[value], axes[0])
+
+    def _keep(self, node: Node) -> None:
+        inputs = [None if value is None else self.now(value) for value in node.inputs]
+        made = Node(node.op, node.name, inputs, node.outputs, node.attributes)
+        for output in made.outputs:
+            output.producer = made
+        self.rewriter.nodes.append(made)
+
+    def _waits(self, node: Node) -> bool:
+        """Whether the result of `node` is a view of what is there now; if not, nothing has been done."""
+        source = node.inputs[0] if node.inputs else None
+        if source is None or source.constant is not None:
+            return is_elementwise(node) and self._elementwise(node)
+        if node.op == "Reshape":
+            return self._found(node, self.view(source).reshaped(node.outputs[0].shape))
+        if node.op == "Transpose":
+            return self._found(node, self.view(source).transposed(node.attributes["perm"]))
+        if is_elementwise(node):
+            return self._elementwise(node)
+        if not self.is_moved(source):
+            return False
+        if node.op == "Slice":
+            return self._slice(node)
+        if node.op in _POOLING:
+            return self._pool(node)
+        if node.op == "MatMul":
+            weight = node.input(1)
+            is_product = weight.constant is not None and math.prod(weight.shape[:-2]) == 1 and len(weight.shape) > 1
+            return is_product and self._is_attended(node.outputs[0]) and self._rows(node, len(source.shape) - 1)
+        if node.op == "Normalize" and self._groups(node):
+            return True
+        axes = node.attributes.get("axes", ())
+        by_row = REGISTRY[node.op].kernel == "reduction" and node.op not in ("Softmax", "LogSoftmax")
+        return by_row and axes[-1:] == (len(source.shape) - 1,) and self._rows(node, axes[0])
+
+    def _found(self, node: Node, view: View | None) -> bool:
+        if view is not None:
+            self.views[node.outputs[0]] = view
+        return view is not None
+
+    # -- elementwise
+
+    def _elementwise(self, node: Node) -> bool:
+        """In the order of an operand, if bringing the others into it costs less than to move that."""
+        output = node.outputs[0]
+        moved = [value for value in dict.fromkeys(node.inputs) if value is not None and self.is_moved(value)]
+        orders = {_Order.of(self.views[value]): None for value in moved if value.shape == output.shape}
+        if not orders:
+            return False
+        best: float = sum(value.size for value in moved)
+        chosen: _Order | None = None
+        for order in orders:
+            order = self._shaped(node, order)
+            cost = sum(self._cost(value, order) for value in dict.fromkeys(node.inputs) if value is not None)
+            if cost < best:
+                best, chosen = cost, order
+        if chosen is None:
+            return False
+        inputs = [None if value is None else self._brought(value, chosen) for value in node.inputs]
+        made = self.rewriter.emit(node.op, inputs, chosen.shape, output.dtype, output.name, **node.attributes)
+        assert made.producer is not None
+        made.producer.name = node.name
+        self.views[output] = chosen.view(made)
+        return True
+
+    def _shaped(self, node: Node, order: _Order) -> _Order:
+        """`order` in the shape that it names if all operands broadcast to that, in the one of its factors otherwise."""
+        values = [value for value in node.inputs if value is not None and value.size > 1]
+        fits = all(order.seen(order.parts_of(value)) is not None for value in values)
+        return order if fits else replace(order, shape=order.sizes)
+
+    def _cost(self, value: Value, order: _Order) -> float:
+        """Elements to be moved before `value` is in `order`."""
+        if value.constant is not None or value.size == 1:
+            return 0
+        view = self._ordered(value, order)
+        return math.inf if view is None else 0 if view.is_in_order else value.size
+
+    def _ordered(self, value: Value, order: _Order) -> View | None:
+        """`value` in `order`."""
+        parts = order.parts_of(value)
+        versions = [self.view(value), *([whole(value)] if value in self.there else [])]
+        views = [view.transposed(order.perm) for version in versions if (view := version.reshaped(parts)) is not None]
+        return min(views, key=lambda view: not view.is_in_order, default=None)
+
+    def _brought(self, value: Value, order: _Order) -> Value:
+        """What stands for `value` beside operands in `order`."""
+        if value.size == 1:
+            return self.now(value) if len(value.shape) <= len(order.shape) else self._reshaped(value, (1,))
+        parts = order.parts_of(value)
+        shape = order.seen(parts)
+        assert shape is not None, "an order has the shape that its operands broadcast to"
+        if value.constant is not None:
+            key = value, parts, order.perm, shape
+            if key not in self.constants:
+                perm = order.perm
+                self.constants[key] = derived(
+                    value, value.name, shape, lambda array: array.reshape(parts).transpose(perm).reshape(shape)
+                )
+            return self.constants[key]
+        view = self._ordered(value, order)
+        assert view is not None, "an operand that cannot be brought into an order costs more than all"
+        seen = view.reshaped(shape)
+        if seen is not None and view.is_in_order and view.root.shape == shape:
+            return view.root
+        made = Value(f"{value.name}.ordered", shape, value.dtype)
+        return write(self.rewriter, seen or view, made, self.moved)
+
+    def _reshaped(self, value: Value, shape: tuple[int, ...]) -> Value:
+        return reshaped(self.rewriter, self.now(value), shape)
+
+    # -- what takes rows in any order
+
+    def _rows(self, node: Node, axis: int) -> bool:
+        """Rows that are the dimensions from `axis` on, side by side in memory; their results lie as they do."""
+        source, output = node.input(0), node.outputs[0]
+        view = self.views[source]
+        columns = math.prod(source.shape[axis:])
+        if not _has_rows(view, axis):
+            return False
+        root, wide = view.root, math.prod(output.shape[axis:])
+        shape = root.shape if root.shape[-1] == columns else (root.size // columns, columns)
+        x = self._reshaped(root, shape) if root.shape != shape else root
+        attributes = {**node.attributes, **({"axes": (len(shape) - 1,)} if "axes" in node.attributes else {})}
+        inputs = [x, *(None if value is None else self.now(value) for value in node.inputs[1:])]
+        made = self.rewriter.emit(node.op, inputs, (*shape[:-1], wide), output.dtype, output.name, **attributes)
+        assert made.producer is not None
+        made.producer.name = node.name
+        dimensions = [tuple((size, stride // columns * wide) for size, stride in each) for each in view.dimensions[:axis]]
+        inner = whole(Value("", output.shape[axis:], output.dtype)).dimensions
+        self.views[output] = View(made, 0, (*dimensions, *inner))
+        return True
+
+    def _groups(self, node: Node) -> bool:
+        """Groups of channels, channels last: what is normalized together are short runs of columns in many rows."""
+        output, view = node.outputs[0], self.views[node.input(0)]
+        sizes = _group_sizes(view, node.attributes["axes"])
+        if sizes is None:
+            return False
+        x = self._reshaped(view.root, sizes)
+        made = self.rewriter.emit("NormalizeGroups", [x], sizes, output.dtype, output.name, epsilon=node.attributes["epsilon"])
+        assert made.producer is not None
+        made.producer.name = node.name
+        self.views[output] = replace(view, root=made)
+        return True
+
+    def _is_attended(self, value: Value) -> bool:
+        """Whether all that becomes of `value` on its way into attention is what this pass moves through."""
+        if value not in self.ends:
+            self.ends[value] = False
+            nodes = self.readers.get(value, [])
+            self.ends[value] = value not in self.outputs and bool(nodes) and all(self._attends(node, value) for node in nodes)
+        return self.ends[value]
+
+    def _attends(self, node: Node, value: Value) -> bool:
+        if node in self.attended:
+            return True
+        by_column = is_elementwise(node) and all(each is None or each is value or each.constant for each in node.inputs)
+        moves = by_column or node.op in ("Reshape", "Transpose", "Slice", *_POOLING)
+        return moves and self._is_attended(node.outputs[0])
+
+    # -- parts and windows
+
+    def _slice(self, node: Node) -> bool:
+        """A part of dimensions, each of which has one stride. Of several parts, those that are runs of elements are no copies
+        once the whole is in order.
+        """
+        output, view = node.outputs[0], self.views[node.input(0)]
+        if len(self.readers[node.input(0)]) > 1 and _is_run(node):
+            return False
+        flat = [(axis, *factor) for axis, dimension in enumerate(view.dimensions) for factor in dimension]
+        flat.sort(key=lambda each: -each[2])
+        starts, steps, sizes = [], [], []
+        for axis, size, _ in flat:
+            start, step = node.attributes["starts"][axis], node.attributes["steps"][axis]
+            is_cut = (start, step, output.shape[axis]) != (0, 1, view.shape[axis])
+            if is_cut and len(view.dimensions[axis]) > 1:
+                return False
+            starts.append(start if is_cut else 0)
+            steps.append(step if is_cut else 1)
+            sizes.append(output.shape[axis] if is_cut else size)
+        x = self._reshaped(view.root, tuple(size for _, size, _ in flat))
+        part = self.rewriter.emit(
+            "Slice", [x], sizes, output.dtype, output.name, starts=tuple(starts), steps=tuple(steps)
+        )  # fmt: skip
+        assert part.producer is not None
+        part.producer.name = node.name
+        dimensions: list[list[Factor]] = [[] for _ in view.dimensions]
+        for (axis, *_), size, stride in zip(flat, sizes, _strides(sizes), strict=True):
+            dimensions[axis].append((size, stride))
+        self.views[output] = View(part, 0, tuple(merged(each) for each in dimensions))
+        return True
+
+    def _pool(self, node: Node) -> bool:
+        """Windows that pooling fills and does not leave: the same inside images of which they were cut."""
+        given, view, output = node.attributes, self.views[node.input(0)], node.outputs[0]
+        kernel = given["kernel"]
+        fits = (
+            len(kernel) == 2
+            and tuple(given["strides"]) == tuple(kernel)
+            and not any(given["pads"])
+            and set(given["dilations"]) == {1}
+        )
+        if not fits or any(len(each) != 1 for each in view.dimensions[1:]):
+            return False
+        (height, down), (width, across), (channels, step) = (each[0] for each in view.dimensions[1:])
+        outer = [stride for _, stride in view.dimensions[0]]
+        if height % kernel[0] or width % kernel[1] or step != 1 or across != channels or down < across * width:
+            return False
+        # Rows of the image: from `across` to `down` lie columns of windows; beyond `height` rows, other images.
+        columns = down // across
+        if any(across * width <= stride < down and stride % (across * width) for stride in outer):
+            return False
+        total = view.root.size // (down * height)
+        x = self._reshaped(view.root, (total, height, columns, channels))
+        sizes = (total, height // kernel[0], columns // kernel[1], channels)
+        made = self.rewriter.emit(node.op, [x], sizes, output.dtype, output.name, **given)
+        assert made.producer is not None
+        made.producer.name = node.name
+        images, windows = kernel[0] * kernel[1], kernel[1]
+        batch = tuple((size, stride // (images if stride >= down * height else windows)) for size, stride in view.dimensions[0])
+        rows, places = (height // kernel[0], down // windows), (width // kernel[1], across)
+        self.views[output] = View(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),)))
+        return True
+
+
+def _is_run(node: Node) -> bool:
+    """Whether a Slice takes elements that follow one another in its source."""
+    before, after, given = node.input(0).shape, node.outputs[0].shape, node.attributes
+    cut = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
+    return all(step == 1 for step in given["steps"]) and math.prod(after[: cut[-1]] if cut else ()) == 1
+
+
+def _has_rows(view: View, axis: int) -> bool:
+    """Whether the dimensions from `axis` on lie side by side."""
+    columns = math.prod(view.shape[axis:])
+    return columns > 1 and merged([factor for each in view.dimensions[axis:] for factor in each]) == ((columns, 1),)
+
+
+def _group_sizes(view: View, axes: Sequence[int]) -> tuple[int, ...] | None:
+    """(outer, depth, groups, columns), if that is how the elements of `view` lie, and `axes` are its depth and columns."""
+    flat = ((stride, size, axis in axes) for axis, each in enumerate(view.dimensions) for size, stride in each)
+    runs: list[tuple[bool, int]] = []
+    for _, size, is_reduced in sorted(flat, reverse=True):
+        if runs and runs[-1][0] == is_reduced:
+            runs[-1] = (is_reduced, runs[-1][1] * size)
+        else:
+            runs.append((is_reduced, size))
+    if runs and runs[0][0]:
+        runs.insert(0, (False, 1))
+    is_grouped = [is_reduced for is_reduced, _ in runs] == [False, True, False, True]
+    return tuple(size for _, size in runs) if is_grouped else None
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]

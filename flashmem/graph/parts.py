@@ -1,0 +1,316 @@
+"""Products of which only parts are read: each part becomes a product of its own, of its columns of the weights.
+
+Exporters compute queries, keys and values, or both halves of a gated activation, by one product that they then cut. Cut as a
+tensor, every part is a copy, and the whole stays in memory until the last of them is taken. Cut as weights it costs nothing:
+columns of a constant are read when they are packed. What activates or gates a part then joins its product (`graph.fusion`).
+
+One large product is faster than a few small ones, which all read the same rows. So parts stay together where nobody copies them
+and all are needed at once: queries, keys and values as they go into an attention, which reads views (`graph.attention`). A part
+that goes another way, a query that is pooled first, is a product of its own, and those beside it stay one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flashmem.graph.attention import attention_products
+from flashmem.graph.builder import Rewriter, sliced_constant
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.operators import is_elementwise
+from flashmem.graph.views import KEPT, View, factor, merged, whole, write
+
+
+@dataclass(frozen=True)
+class _Around:
+    """Who reads each value, what the model gives, and the products that are attention's."""
+
+    readers: dict[Value, list[Node]]
+    outputs: set[Value]
+    attended: set[Node]
+
+    def single(self, value: Value) -> Node | None:
+        """The one node that reads `value`, which nobody else does."""
+        nodes = self.readers.get(value, [])
+        return nodes[0] if len(nodes) == 1 and value not in self.outputs else None
+
+
+Columns = tuple[int, int]
+"""The first of a range of columns, and the one behind its last."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A Slice that takes `columns` of a product; `view` is its result in the product's memory."""
+
+    node: Node
+    view: View
+    columns: Columns
+    is_attended: bool
+
+
+@dataclass
+class _Whole:
+    """A product, the elementwise operators that finish it, the Slices of its result, and the groups of columns it becomes."""
+
+    nodes: list[Node]
+    leaves: list[_Leaf]
+    groups: list[Columns]
+    made: dict[Columns, Value] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self.nodes[0].outputs[0].shape[-1]
+
+    def part_of(self, leaf: _Leaf) -> tuple[Columns, View]:
+        """The group that `leaf` is in, and the leaf as a view of what that group gives."""
+        first, end = next(group for group in self.groups if group[0] <= leaf.columns[0] and leaf.columns[1] <= group[1])
+        wide, narrow = self.width, end - first
+
+        def moved(stride: int) -> int:
+            return stride // wide * narrow if stride >= wide else stride
+
+        output = self.nodes[-1].outputs[0]
+        part = self.made.setdefault((first, end), Value(f"{output.name}.{first}", (*output.shape[:-1], narrow), output.dtype))
+        dimensions = tuple(merged([(size, moved(stride)) for size, stride in each]) for each in leaf.view.dimensions)
+        return (first, end), View(part, leaf.view.start - first, dimensions)
+
+
+def split_products(graph: Graph) -> Graph:
+    """`graph` (in normal form, layouts assigned), its products in the parts that are read of them."""
+    readers = graph.consumers()
+    around = _Around(readers, {port.value for port in graph.outputs}, attention_products(graph))
+    found = [whole for node in graph.nodes if (whole := _whole(node, around)) is not None]
+    wanted = Counter(each.nodes[0].input(1) for each in found)
+    # A weight that others read as a whole, or in other parts, would be stored twice.
+    found = [
+        each
+        for each in found
+        if wanted[each.nodes[0].input(1)] == len(readers[each.nodes[0].input(1)])
+        and all(other.groups == each.groups for other in found if other.nodes[0].input(1) is each.nodes[0].input(1))
+    ]
+    if not found:
+        return graph
+    return _Splitting(found).graph(graph)
+
+
+def _whole(node: Node, around: _Around) -> _Whole | None:
+    """The product `node` with what is cut of it, if it can be computed in parts that somebody needs apart."""
+    if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row lie together
+        return None
+    nodes, value = [node], node.outputs[0]
+    while (reader := around.single(value)) is not None and _by_column(reader, value):
+        nodes.append(reader)
+        value = reader.outputs[0]
+    leaves: list[_Leaf] = []
+    if value in around.outputs or not _gather(value, whole(value), node.outputs[0].shape[-1], around, leaves):
+        return None
+    groups = _groups(node.outputs[0].shape[-1], leaves)
+    if groups is None or any(_sliced(node.input(1), _column_axis(node), *each) is None for each in groups):
+        return None
+    return _Whole(nodes, leaves, groups)
+
+
+def _is_product(node: Node) -> bool:
+    """A product of floats with one constant matrix, nothing of which is by column but that."""
+    if node.op not in ("MatMul", "Conv") or len(node.inputs) < 2 or node.outputs[0].dtype != "float32":
+        return False
+    weight = node.input(1)
+    if weight.constant is None or weight.dtype != "float32" or node.optional(3) or node.optional(5):
+        return False
+    if node.op == "MatMul":
+        return len(weight.shape) > 1 and math.prod(weight.shape[:-2]) == 1
+    return bool(node.attributes["group"] == 1)
+
+
+def _column_axis(node: Node) -> int:
+    """The axis of a product's weight along which its columns lie."""
+    if node.op == "Conv":
+        return 0
+    return len(node.input(1).shape) - (2 if node.attributes["transposed"] else 1)
+
+
+def _by_column(node: Node, value: Value) -> bool:
+    """Whether `node` does to each column of `value` what constants say that have one element for it, or for all."""
+    if not is_elementwise(node) or node.outputs[0].shape != value.shape or node.inputs.count(value) != 1:
+        return False
+    others = [other for other in node.inputs if other is not None and other is not value]
+    return all(other.constant is not None and (other.size == 1 or _has_columns(other, value)) for other in others)
+
+
+def _has_columns(constant: Value, value: Value) -> bool:
+    return constant.size == value.shape[-1] == constant.shape[-1]
+
+
+def _gather(value: Value, view: View, width: int, around: _Around, leaves: list[_Leaf]) -> bool:
+    """Whether all that is read of `value` are Slices that take some of its `width` columns of every row; they join `leaves`."""
+    for node in around.readers.get(value, ()):
+        output = node.outputs[0]
+        seen: View | None = None
+        if node.op == "Slice":
+            seen = view.sliced(output.shape, node.attributes["starts"], node.attributes["steps"])
+            columns = None if seen is None else _columns(seen, view.root.size // width, width)
+            if seen is None or columns is None:
+                return False
+            leaves.append(_Leaf(node, seen, columns, _is_attended(output, around)))
+            continue
+        if node.op == "Reshape":
+            seen = view.reshaped(output.shape)
+        elif node.op == "Transpose":
+            seen = view.transposed(node.attributes["perm"])
+        if seen is None or output in around.outputs or not _gather(output, seen, width, around, leaves):
+            return False
+    return bool(leaves)
+
+
+def _columns(view: View, rows: int, width: int) -> Columns | None:
+    """The range of columns that a Slice takes of each of `rows` rows; None if it takes others."""
+    run, count = 1, 1
+    for size, stride in sorted(view.factors, key=lambda each: each[1]):
+        if stride >= width:
+            count *= size
+        elif stride != run or size * stride > width:
+            return None
+        else:
+            run *= size
+    return (view.start, view.start + run) if count == rows and view.start + run <= width and run < width else None
+
+
+def _is_attended(value: Value, around: _Around) -> bool:
+    """Whether nothing happens to `value` before attention reads it, where it lies."""
+    if value in around.outputs:
+        return False
+    for node in around.readers.get(value, ()):
+        if node in around.attended:
+            continue
+        moves = node.op in ("Reshape", "Transpose", "Expand") or factor(node) is not None
+        if not moves or not _is_attended(node.outputs[0], around):
+            return False
+    return True
+
+
+def _groups(width: int, leaves: Sequence[_Leaf]) -> list[Columns] | None:
+    """The ranges of columns that become products: neighbours that are read as views, by products, stay together while none is
+    so small that it would be copied. None if all stay together, or parts overlap.
+    """
+    attended: dict[Columns, bool] = {}
+    for leaf in leaves:
+        attended[leaf.columns] = attended.get(leaf.columns, True) and leaf.is_attended
+    made: list[Columns] = []
+    together: list[Columns] = []
+    for first, end in sorted(attended):
+        if made and first < made[-1][1]:
+            return None
+        parts = [*together, (first, end)]
+        least = min(high - low for low, high in parts)
+        if attended[first, end] and together and parts[-2][1] == first and least * KEPT >= end - together[0][0]:
+            made[-1] = (together[0][0], end)
+            together = parts
+            continue
+        made.append((first, end))
+        together = [(first, end)] if attended[first, end] else []
+    return None if made == [(0, width)] else made
+
+
+class _Splitting:
+    """Writes the graph anew. A part is computed where it is first needed, and moved there."""
+
+    def __init__(self, found: Sequence[_Whole]) -> None:
+        self.rewriter = Rewriter()
+        self.of_leaf = {leaf.node: (each, leaf) for each in found for leaf in each.leaves}
+        self.cut = {node for each in found for node in each.nodes}
+        self.waiting: dict[Value, Node] = {}
+        self.computed: set[Value] = set()
+        self.constants: dict[tuple[Value, int, Columns], Value] = {}
+
+    def graph(self, old: Graph) -> Graph:
+        for node in old.nodes:
+            if node in self.cut:
+                continue
+            moves = node.op in ("Reshape", "Transpose") and node.inputs[0] in self.waiting
+            if node in self.of_leaf or moves:
+                self.waiting[node.outputs[0]] = node
+                continue
+            self.keep(node)
+        for port in old.outputs:
+            self.need(port.value)
+        return self.rewriter.graph(old)
+
+    def keep(self, node: Node) -> None:
+        """Append `node`, after what it reads."""
+        for value in node.inputs:
+            self.need(value)
+        made = Node(node.op, node.name, [self.rewriter.now(value) for value in node.inputs], node.outputs, node.attributes)
+        for output in made.outputs:
+            output.producer = made
+        self.rewriter.nodes.append(made)
+
+    def need(self, value: Value | None) -> None:
+        """Append what makes `value`, if it waits."""
+        node = self.waiting.pop(value, None) if value is not None else None
+        if node is None:
+            return
+        if node not in self.of_leaf:
+            self.keep(node)
+            return
+        whole, leaf = self.of_leaf[node]
+        group, view = whole.part_of(leaf)
+        if view.root not in self.computed:
+            self.computed.add(view.root)
+            self.compute(whole, group, view.root)
+        if view.root.size > leaf.node.outputs[0].size:
+            self.cut_group(group, view, leaf)
+        elif view.is_in_order and view.root.shape == leaf.node.outputs[0].shape:
+            self.rewriter.replaced[leaf.node.outputs[0]] = view.root
+        else:
+            write(self.rewriter, view, leaf.node.outputs[0])
+
+    def cut_group(self, group: Columns, view: View, leaf: _Leaf) -> None:
+        """One part of a group that stays together."""
+        first, end = (column - group[0] for column in leaf.columns)
+        root = view.root
+        starts = (*[0] * (len(root.shape) - 1), first)
+        part = Value(f"{leaf.node.outputs[0].name}.columns", (*root.shape[:-1], end - first), root.dtype)
+        self.rewriter.add("Slice", [root], part, leaf.node.name, starts=starts, steps=(1,) * len(root.shape))
+        width, narrow = root.shape[-1], end - first
+        dimensions = tuple(
+            merged([(size, stride // width * narrow if stride >= width else stride) for size, stride in each])
+            for each in view.dimensions
+        )
+        write(self.rewriter, View(part, 0, dimensions), leaf.node.outputs[0])
+
+    def compute(self, whole: _Whole, columns: Columns, result: Value) -> None:
+        """The product, and what follows it, of `columns` only."""
+        product = whole.nodes[0]
+        self.need(product.inputs[0])
+        inputs = [self.rewriter.now(each) for each in product.inputs]
+        inputs[1] = self.constant(product.input(1), _column_axis(product), columns)
+        for node, following in zip(whole.nodes, [*whole.nodes[1:], None], strict=True):
+            output = node.outputs[0]
+            made = Value(f"{output.name}.{columns[0]}", result.shape, output.dtype) if following else result
+            self.rewriter.add(node.op, inputs, made, f"{node.name}.{columns[0]}", **node.attributes)
+            inputs = [
+                made if each is output else self.beside(each, columns) for each in (following.inputs if following else [])
+            ]
+
+    def beside(self, constant: Value | None, columns: Columns) -> Value | None:
+        """What of a constant operand goes with those columns."""
+        if constant is None or constant.size == 1:
+            return constant
+        return self.constant(constant, len(constant.shape) - 1, columns)
+
+    def constant(self, value: Value, axis: int, columns: Columns) -> Value:
+        """Those columns of a constant; the same for all products that read it."""
+        key = value, axis, columns
+        if key not in self.constants:
+            part = _sliced(value, axis, *columns)
+            assert part is not None, "columns were found to be a part"
+            self.constants[key] = part
+        return self.constants[key]
+
+
+def _sliced(value: Value, axis: int, first: int, end: int) -> Value | None:
+    return value if (first, end) == (0, value.shape[axis]) else sliced_constant(value, axis, first, end)

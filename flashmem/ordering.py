@@ -1,0 +1,64 @@
+"""The layers of a graph in the order that takes the least memory for activations (`planning/order.py` states the problem)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from flashmem.codegen.places import held_by, read_by
+from flashmem.codegen.row_gather import host_indices
+from flashmem.codegen.storage import stored_in_half
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Graph, Node, Value
+from flashmem.graph.ranges import Ranges
+from flashmem.planning.order import Held, OrderProblem, lowest_order
+from flashmem.program import LaunchOrder, StoredType
+
+
+def in_lowest_order(graph: Graph, layers: Sequence[Layer], *, half: bool = False) -> tuple[list[Layer], LaunchOrder]:
+    """`layers`, which are given in an order that works, in the one of the lowest peak that was found, and how good that is.
+
+    `half`: activations are stored in half, where that can be (`codegen.storage`). Rows that the host picks are there from the
+    start. A layer counts as one launch, what lies between the launches of one is not seen; nor is what overwrites its operand.
+    """
+    ranges = Ranges(graph, half=half)
+    picked = [layer for layer in layers if host_indices(layer.main, graph) is not None]
+    aside = {id(layer) for layer in layers if ranges.moves_nothing(layer.main)} | {id(layer) for layer in picked}
+    launched = [layer for layer in layers if id(layer) not in aside]
+    found = lowest_order(_problem(graph, launched, picked, ranges, half=half))
+    order = LaunchOrder(found.before, found.peak, found.bound, found.method)
+    if found.layers == tuple(range(len(launched))):
+        return list(layers), order
+    return [*picked, *(launched[at] for at in found.layers)], order
+
+
+def _problem(graph: Graph, launched: Sequence[Layer], picked: Sequence[Layer], ranges: Ranges, *, half: bool) -> OrderProblem:
+    halves = stored_in_half(graph, ranges) if half else frozenset()
+
+    def storage(value: Value) -> StoredType:
+        return "float16" if ranges.base(value) in halves else value.dtype
+
+    made_by: dict[Node, int | None] = {node: at for at, layer in enumerate(launched) for node in layer.nodes}
+    made_by.update((node, None) for layer in picked for node in layer.nodes)
+    after = [tuple(sorted({source for value in read_by(layer) for source in _sources(value, made_by)})) for layer in launched]
+    early = [*(port.value for port in graph.inputs), *(layer.output for layer in picked)]
+    results = [port.value for port in graph.outputs if port.value.size]
+    tensors, end = [], len(launched) + 1
+    for nbytes, touching in held_by(launched, early, results, ranges, storage):
+        layers = tuple(layer - 1 for layer in touching if 0 < layer < end)
+        tensors.append(Held(nbytes, layers, touching[0] == 0, touching[-1] == end))
+    return OrderProblem(tuple(after), tuple(tensors))
+
+
+def _sources(value: Value, made_by: Mapping[Node, int | None]) -> Iterator[int]:
+    """The layers that must have run for `value` to be there: through nodes that are no launches, such as Reshape."""
+    node = value.producer
+    if node is None:
+        return
+    if node in made_by:
+        layer = made_by[node]
+        if layer is not None:
+            yield layer
+        return
+    for each in node.inputs:
+        if each is not None:
+            yield from _sources(each, made_by)
