@@ -7,7 +7,7 @@ queue moves them on to where kernels read them, as the plan's x_{w,l} say. The s
 
 1. preload: everything resident before the first layer, as engines do.
 2. + OPG: streamed on the planner's plan inside the budget, layers as fused as they can be, kernels that only compute. Every
-   move is a launch of its own between two of them (`Session(lanes=False)`), on the same queue, so it delays what comes after.
+   move is made by a launch between two of them (`Session(lanes=False)`), on the same queue, so it delays what comes after.
 3. + adaptive unfusion: the same, and fused layers split where the plan gains (`unfusion` of `flashmem.compile`).
 4. + kernel rewriting: the bundle of step 3; kernels move the next weights between their own steps (`Session(lanes=True)`).
 

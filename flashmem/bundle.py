@@ -43,10 +43,11 @@ from flashmem.digests import Digests, Piece, digest
 from flashmem.errors import BundleError, MissingFileError, UserError
 from flashmem.generations import MANIFEST, Draft, is_generation, named_generation
 from flashmem.kernel_bounds import check_reach
+from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source, parsed
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
 DIGESTS = "digests.bin"
 WEIGHTS = "weights.bin"
@@ -118,6 +119,7 @@ class Bundle:
         check_types(descriptor, f"the device in {MANIFEST}")
         check_bundle(program, plan)
         check_reach(program, texts["kernels.cl"])
+        check_lanes(program, texts["kernels_lane.cl"])
         if program.weights_bytes != manifest["weights"]["nbytes"]:
             raise BundleError(f"bundle {path} is damaged: its program is for another {WEIGHTS}; compile the model again")
         source = Source(texts["kernels.cl"], texts["kernels_lane.cl"], tuple(sorted({x.kernel for x in program.launches})))
@@ -304,6 +306,7 @@ class BundleWriter:
             # What Bundle.open will check, checked before anything is kept.
             check_bundle(program, plan)
             check_reach(program, source.plain)
+            check_lanes(program, source.lane)
             contents = {
                 "program.json": _compact(program.to_json()),
                 "plan.json": _compact(plan.to_json()),

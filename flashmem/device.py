@@ -190,7 +190,7 @@ class DeviceDescriptor:
         """The descriptor in `data` (as `to_dict` or a TOML file has it).
 
         Raises:
-            UserError: an unknown key, so that a misspelt one is not silently ignored.
+            UserError: an unknown key, so that a misspelt one is not silently ignored; a transfer mode without its contention.
         """
 
         def build(kind: type, values: dict[str, Any]) -> Any:
@@ -203,17 +203,24 @@ class DeviceDescriptor:
         if "name" not in values:
             raise UserError(f"{where}: the key 'name' is missing; add it")
         values["tile"] = build(Tile, values.get("tile", {}))
-        values["rates"] = build(Rates, values.get("rates", {}))
+        rates = dict(values.get("rates", {}))
+        rates.setdefault("contention", {})  # a rate that nobody stated is not taken for a plain CPU's
+        values["rates"] = build(Rates, rates)
         values["variants"] = tuple(build(Variant, each) for each in values.get("variants", ()))
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
-        for mode in {mode for modes in descriptor.modes.values() for mode in modes}:
-            if mode not in descriptor.rates.contention:
-                raise UserError(
-                    f"{where}: [rates.contention] has no rate for transfer mode {mode!r}, which [modes] lists; add it"
-                )
+        descriptor.check_contention(where)
         return descriptor
+
+    def check_contention(self, where: str) -> None:
+        """Raise UserError unless the contention of every transfer mode that the device has is known."""
+        for mode in sorted({mode for modes in self.modes.values() for mode in modes}):
+            if mode not in self.rates.contention:
+                raise UserError(
+                    f"{where}: the contention of transfer mode {mode!r} is missing; add it under [rates.contention], or "
+                    "measure the device with flashmem profile"
+                )
 
     def plain(self, family: str) -> tuple[Variant, ...]:
         """What computes contractions, or attention, that the listed variants cannot: the tile, and of attention on a GPU what

@@ -26,7 +26,7 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import cast
@@ -63,8 +63,8 @@ class _Parameter:
 
 
 @dataclass
-class _Kernel:
-    """A kernel's parameters, and what it states."""
+class Kernel:
+    """A kernel's parameters, and what it states of them."""
 
     name: str
     parameters: list[_Parameter]
@@ -73,7 +73,31 @@ class _Kernel:
     ranges: list[tuple[str, _Expression]] = field(default_factory=list)
     touched: list[tuple[str, tuple[_Expression, ...], int]] = field(default_factory=list)  # the last: elements from there on
     requirements: list[tuple[_Expression, _Expression, str]] = field(default_factory=list)
+    stated: list[str] = field(default_factory=list)  # the lines themselves
     over: set[str] = field(default_factory=set)
+
+    def touches(self, numbers: Mapping[str, int], wanted: Collection[str], prefix: str) -> dict[str, tuple[int, ...]]:
+        """What is touched of the parameters `wanted`, as `_Reach.touched` has it, with these numbers. What the kernel says of
+        names without `prefix` is left out.
+
+        Raises:
+            BundleError: it says nothing that can be worked out, or an element before the first.
+        """
+        known = {number: _Range(value, value) for number, value in numbers.items()}
+        try:
+            for variable, end in self.ranges:
+                if variable.startswith(prefix):
+                    known[variable] = _Range(0, max(end(known).high - 1, 0))
+            found: dict[str, tuple[int, ...]] = {}
+            for name, places, width in self.touched:
+                if name in wanted:
+                    at = [place(known) for place in places]
+                    _require(all(place.low >= 0 for place in at), f"kernel {self.name} leaves the memory of {name!r}")
+                    ends = (at[0].high + width,) if len(at) == 1 else tuple(place.high for place in at)
+                    found[name] = tuple(map(max, ends, found.get(name, ends)))
+        except (KeyError, ZeroDivisionError) as error:
+            raise damaged(f"kernel {self.name} states no bounds of {', '.join(sorted(wanted))} ({error})") from error
+        return found
 
 
 @dataclass(frozen=True)
@@ -86,7 +110,7 @@ class _Reach:
 
 def check_reach(program: Program, source: str) -> None:
     """Raise BundleError unless every launch gives its kernel arguments of its kinds, and memory that it does not leave."""
-    kernels = _kernels(source)
+    kernels = parsed_kernels(source)
     known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Reach] = {}
     tensors = {tensor.name: tensor for tensor in program.tensors}
     slices = {part.name: part for part in program.slices}
@@ -128,7 +152,7 @@ def check_reach(program: Program, source: str) -> None:
                 )
 
 
-def _check_overlaps(name: str, kernel: _Kernel, launch: Launch, tensors: Mapping[str, Tensor]) -> None:
+def _check_overlaps(name: str, kernel: Kernel, launch: Launch, tensors: Mapping[str, Tensor]) -> None:
     """What the launch writes shares no element with its other tensors, but where its kernel states so."""
     given = [
         (parameter, tensors[str(arg.value)])
@@ -149,7 +173,7 @@ def _elements(tensor: Tensor) -> int:
     return ITEMSIZE[tensor.dtype] * math.prod(tensor.shape)
 
 
-def _check_kinds(name: str, kernel: _Kernel, launch: Launch) -> None:
+def _check_kinds(name: str, kernel: Kernel, launch: Launch) -> None:
     """The launch has an argument of the right kind for each parameter, and writes to tensors only."""
     _require(len(kernel.parameters) == len(launch.args), f"{name} has another number of arguments than its kernel")
     for parameter, arg in zip(kernel.parameters, launch.args, strict=True):
@@ -160,7 +184,7 @@ def _check_kinds(name: str, kernel: _Kernel, launch: Launch) -> None:
         _require(arg.kind in allowed, f"{name} gives a {arg.kind} for {parameter.name!r}")
 
 
-def _reach(name: str, kernel: _Kernel, numbers: tuple[int, ...], size: tuple[int, ...], layers: int) -> _Reach:
+def _reach(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int, ...], layers: int) -> _Reach:
     """What the kernel needs with these numbers."""
     names = [parameter.name for parameter in kernel.parameters if parameter.kind == "int"]
     values = dict(zip(names, numbers, strict=True))
@@ -191,13 +215,18 @@ def _reach(name: str, kernel: _Kernel, numbers: tuple[int, ...], size: tuple[int
     return _Reach(items, touched)
 
 
-def _kernels(source: str) -> dict[str, _Kernel]:
-    """The kernels of an OpenCL C text, by name."""
+def parsed_kernels(source: str) -> dict[str, Kernel]:
+    """The kernels of an OpenCL C text, by name, with what each states.
+
+    Raises:
+        BundleError: one states what cannot be read.
+    """
     found, behind = {}, 0
     for match in _KERNEL.finditer(source):
         name = match[1]
-        kernel = _Kernel(name, [_parameter(text) for text in match[2].split(",")])
-        for line in _stated(source[behind : match.start()]):
+        kernel = Kernel(name, [_parameter(text) for text in match[2].split(",")])
+        kernel.stated = _stated(source[behind : match.start()])
+        for line in kernel.stated:
             _state(kernel, line)
         behind = match.end()
         start = source.find(f"{name}_tail(")
@@ -231,7 +260,7 @@ def _parameter(text: str) -> _Parameter:
     return _Parameter(name, "pointer", _ITEMSIZE[match[1]] * int(match[2] or 1), "const" not in declared)
 
 
-def _state(kernel: _Kernel, line: str) -> None:
+def _state(kernel: Kernel, line: str) -> None:
     """Take in one `//@` line."""
     word, _, rest = line.partition(" ")
     if word == "items":
@@ -347,4 +376,9 @@ _COMBINE: dict[type[ast.operator], Callable[[_Range, _Range], _Range]] = {
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise BundleError(f"the bundle is damaged: {what}; compile the model again")
+        raise damaged(what)
+
+
+def damaged(what: str) -> BundleError:
+    """The error of a bundle in which `what` is wrong."""
+    return BundleError(f"the bundle is damaged: {what}; compile the model again")

@@ -275,6 +275,18 @@ class Program:
         )
 
 
+LaneKind = Channel | Literal["buffer"]
+"""What a stream lane writes: textures of a channel type (and a buffer), or buffers alone."""
+
+LANE_UNIT: dict[LaneKind, int] = {"float": 16, "half": 8, "uint8": 4, "uint16": 8, "buffer": 16}
+"""Bytes of a unit that such a lane moves: a texel, or as many bytes of a buffer."""
+
+
+def lane_places(kind: LaneKind) -> tuple[LaneKind, ...]:
+    """What each of the moves writes that one launch can take along (kernels/templates/lane.cl.j2)."""
+    return ("buffer",) * 4 if kind == "buffer" else (kind, kind, kind, "buffer")
+
+
 def parsed(text: str | bytes) -> Any:
     """What JSON says, equal objects as one: a large model's launches have ten thousands of arguments, most of them equal.
 
@@ -292,15 +304,13 @@ def parsed(text: str | bytes) -> Any:
     return json.loads(text, object_hook=one)
 
 
-def lane_kind(program: Program) -> Channel | Literal["buffer"]:
+def lane_kind(program: Program) -> LaneKind:
     """What the stream lanes of a program's kernels write: buffers, or textures of the channel type that most bytes have."""
-    if program.memory_path == "buffer":
-        return "buffer"
-    totals: dict[Channel, int] = {"half" if program.precision == "fp16" else "float": 0}
+    totals: dict[LaneKind, int] = {}
     for part in program.slices:
-        if part.is_image:
+        if part.is_image and program.memory_path == "texture":
             totals[part.channel] = totals.get(part.channel, 0) + part.nbytes
-    return max(totals, key=lambda channel: totals[channel])
+    return max(totals, key=lambda channel: totals[channel], default="buffer")
 
 
 def fixed_bytes(program: Program) -> int:

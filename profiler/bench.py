@@ -27,7 +27,7 @@ from flashmem.program import TEXEL_BYTES, Arg, Launch, Slice
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
-from flashmem.runtime.lanes import LayerMoves, Move
+from flashmem.runtime.lanes import LayerMoves, Move, Ride
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CompiledKernels
@@ -40,7 +40,7 @@ _BURST_SECONDS = 5e-3
 _MOST_LAUNCHES = 400
 _POOL_BYTES = 128 << 20  # weights wander over this much: several times a CPU's last cache
 _IMAGE_POOL_BYTES = 32 << 20
-_LANE_BYTES = 32 << 20
+LANE_BYTES = 32 << 20
 _LANE_WIDTH = 2048  # texels a row of the texture that lanes write
 _REPEATS = 5
 _ALONE = 8  # bursts
@@ -150,13 +150,13 @@ class Bench:
     def lane(self) -> tuple[Memory, Memory, Slice]:
         """Where lanes read, where they write, and the slice that stands for it."""
         if self._lane is None:
-            source = self._filled(_LANE_BYTES)
+            source = self._filled(LANE_BYTES)
             if self.path == "buffer":
-                target, part = self._filled(_LANE_BYTES), Slice("lane", "lane", 0, _LANE_BYTES)
+                target, part = self._filled(LANE_BYTES), Slice("lane", "lane", 0, LANE_BYTES)
             else:
-                height = _LANE_BYTES // (16 * _LANE_WIDTH)
+                height = LANE_BYTES // (16 * _LANE_WIDTH)
                 target = self._ledger.image("weights", _LANE_WIDTH, height, "float", "a profiling texture")
-                part = Slice("lane", "lane", 0, _LANE_BYTES, _LANE_WIDTH, height, 16 * _LANE_WIDTH)
+                part = Slice("lane", "lane", 0, LANE_BYTES, _LANE_WIDTH, height, 16 * _LANE_WIDTH)
             self._lane = (source, target, part)
         return self._lane
 
@@ -316,14 +316,15 @@ class Prepared:
         source, target, part = self._bench.lane()
         unit = WORD if self._bench.path == "buffer" else 16
         units = max(1, round(streamed_bytes / unit))
-        most = _LANE_BYTES // unit
+        most = LANE_BYTES // unit
         if units > most:
             return None
         width, pitch = (part.width, part.width) if part.is_image else (0, 0)
         moves = {}
         for turn in range(self._turns):
             first = turn * units % max(1, most - units)
-            moves[turn + 1] = LayerMoves(Move(part, first, units, width, pitch), ())
+            move = Move(part, first, units, width, pitch)
+            moves[turn + 1] = LayerMoves(Ride(move.kind, (move,)))
         self._resources = replace(self._resources, weights={**self._weights, "lane": target}, staged={"lane": source})
         options = self._program.build_options
         lane = self._bench.program(self._source.lane, options)

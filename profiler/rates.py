@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmem.device import Rates, TransferMode
 
-from .bench import Bench
+from .bench import LANE_BYTES, Bench
 from .cases import elementwise_target, matmul_target
 from .dataset import Row
 from .loads import CHUNK, PARTS
@@ -42,7 +42,7 @@ class MachineRates:
 
 
 def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str], None]) -> MachineRates:
-    """All rates but the contention of lanes, which the dataset gives (`lane_contention`).
+    """All rates; that of lanes by one product, which the dataset then says better (`lane_contention`).
 
     `benches`: one for each path, the default first. `device` is how `flashmem run` finds the device. The disk is the one that
     the benches' files lie on.
@@ -62,7 +62,7 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     copy = _copy_rate(bench) if mode in ("dma", "interleave") else cached
     delays: dict[TransferMode, float] = {}
     for each in benches:  # a mode that only another path has is measured there
-        delays |= _thread_contention(each, alone, delays)
+        delays |= _contention(each, alone, delays)
     progress("disk")  # last: part of the benches' file is out of the page cache afterwards
     disk = bench.loads.cold_rate(mode)
     load = bench.loads.slice_seconds(mode)
@@ -86,8 +86,9 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     )
 
 
-def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str) -> float:
-    """The share of a transfer's time by which moves in a kernel's own lane delay it: the median over contractions.
+def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str) -> float | None:
+    """The share of a transfer's time by which moves in a kernel's own lane delay it: the median over contractions; None where
+    no row says it.
 
     Only moves that take less time alone than the kernel are asked: beyond that it is the transfer that is waited for.
     """
@@ -98,21 +99,26 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
             alone = row.streamed_bytes / rate
             if row.seconds > 2e-4 and 0.15 * row.seconds < alone < 0.7 * row.seconds:
                 found.append((row.slowdown - 1) * row.seconds / alone)
-    return max(0.0, statistics.median(found)) if found else 0.0
+    return max(0.0, statistics.median(found)) if found else None
 
 
-def _thread_contention(
-    bench: Bench, mode_rates: dict[str, float], known: Collection[TransferMode]
-) -> dict[TransferMode, float]:
-    """By mode that is not `known`, the share of a transfer's time by which loader threads delay products that go on for three
-    times as long.
+def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection[TransferMode]) -> dict[TransferMode, float]:
+    """By mode that is not `measured`, the share of a transfer's time by which it delays products: loader threads those that go
+    on for three times as long, a lane its own, by as much as is moved in a third of that one's time.
     """
     product = bench.prepare(matmul_target(*_DELAYED_GEMM, bench.descriptor))
     found: dict[TransferMode, float] = {}
     for mode in bench.descriptor.modes[bench.path]:
-        if mode != "interleave" and mode not in known:
-            transfer = PARTS * CHUNK / mode_rates[f"{bench.path} {mode}"]
+        if mode in measured:
+            continue
+        rate = mode_rates[f"{bench.path} {mode}"]
+        if mode != "interleave":
+            transfer = PARTS * CHUNK / rate
             found[mode] = max(0.0, product.delay(mode, PARTS, math.ceil(3 * transfer / product.seconds)) / transfer)
+            continue
+        beside = product.measure(mode, min(LANE_BYTES / 2, rate * product.seconds / 3))
+        assert beside is not None  # there is room for so many bytes
+        found[mode] = max(0.0, (beside.slowdown - 1) * product.seconds * rate / beside.streamed_bytes)
     return found
 
 

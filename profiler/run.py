@@ -86,7 +86,9 @@ def profile(request: Request, progress: Progress) -> Path:
     contention = dict(machine.rates.contention)
     laned = next((path for path in descriptor.memory_paths if "interleave" in descriptor.modes[path]), None)
     if laned is not None:
-        contention["interleave"] = lane_contention(growing.rows, machine.mode_rates, laned)
+        in_lanes = lane_contention(growing.rows, machine.mode_rates, laned)
+        if in_lanes is not None:
+            contention["interleave"] = in_lanes
     rates = replace(machine.rates, contention=contention)
     today = date.today().isoformat()
     source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"

@@ -147,6 +147,17 @@ class Stand:
         Raises:
             RunError: the device refuses a kernel or its memory.
         """
+        plan, resources = made.program, self.resources(made)
+        steps = make_steps(plan, {}, {}, resources, program, None)
+        pairs = zip(plan.launches, steps, strict=True)
+        return [command for launch, step in pairs if launch.shape.family not in _LAYOUT for command in step.commands]
+
+    def resources(self, made: Generated) -> Resources:
+        """Memory for the launches of `made`, full of ordinary numbers; what earlier ones had is used again.
+
+        Raises:
+            RunError: the device refuses it.
+        """
         if self._ledger.total > _HELD_BYTES:
             self._let_go()
         plan = made.program
@@ -161,9 +172,7 @@ class Stand:
             else self._buffer(("slice", i), _rounded(part.nbytes), part.channel)
             for i, part in enumerate(plan.slices)
         }
-        steps = make_steps(plan, {}, {}, Resources(self.context, arena, constants, weights, {}), program, None)
-        pairs = zip(plan.launches, steps, strict=True)
-        return [command for launch, step in pairs if launch.shape.family not in _LAYOUT for command in step.commands]
+        return Resources(self.context, arena, constants, weights, {})
 
     def time(self, commands: Sequence[Command], seconds: float = _SECONDS, slow: float = math.inf) -> Timed:
         """Repeats of `commands`, short ones more often, for about `seconds`; one alone if that takes longer than `slow`.

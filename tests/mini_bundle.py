@@ -17,7 +17,19 @@ from flashmem.bundle import Bundle, BundleWriter
 from flashmem.device import DeviceDescriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
-from flashmem.program import SLICE_ALIGNMENT, Arg, Launch, Port, Program, RowGather, Slice, Source, Tensor
+from flashmem.program import (
+    SLICE_ALIGNMENT,
+    Arg,
+    LaneKind,
+    Launch,
+    Port,
+    Program,
+    RowGather,
+    Slice,
+    Source,
+    Tensor,
+    lane_places,
+)
 
 WIDTH = 200  # elements of the vector: 50 texels a row
 LAYERS = 12
@@ -26,33 +38,44 @@ TOKENS, VOCABULARY, PANEL = 5, 70, 32
 CHUNK = 4096
 PITCH_ALIGNMENT = 1024  # bytes: 64 RGBA float texels, as Intel's CPU runtime asks
 
-_LANES = {
-    "buffer": (
-        "__global const float4* lane_src, __global float4* lane_dst",
-        "lane_dst[lane_first + t] = lane_src[lane_first + t];",
-    ),
-    "float": (
-        "__global const float* lane_src, __write_only image2d_t lane_dst",
-        "int u = lane_first + t, x = u % lane_width, y = u / lane_width;"
-        "write_imagef(lane_dst, (int2)(x, y), vload4(y * lane_pitch + x, lane_src));",
-    ),
-    "half": (
-        "__global const half* lane_src, __write_only image2d_t lane_dst",
-        "int u = lane_first + t, x = u % lane_width, y = u / lane_width;"
-        "write_imagef(lane_dst, (int2)(x, y), vload_half4(y * lane_pitch + x, lane_src));",
-    ),
-}
+
+def _lane(lane: LaneKind) -> tuple[str, str, str]:
+    """Parameters of a lane, a loop for each of its moves, and what that touches; written apart from the compiler's."""
+    parameters, body, stated = [], "", ""
+    for m, kind in enumerate(lane_places(lane)):
+        words, element = (2, "uint2") if lane == "half" else (4, "uint4")
+        target = f"__global {element}*" if kind == "buffer" else "__write_only image2d_t"
+        numbers = ", ".join(f"int lane_{name}{m}" for name in ("first", "count", "width", "pitch"))
+        parameters.append(f"__global const uint* lane_src{m}, {target} lane_dst{m}, {numbers}")
+        if kind == "buffer":
+            move = f"lane_dst{m}[u] = vload{words}(u, lane_src{m});"
+        else:
+            read = (
+                f"vload_half4(at, (__global const half*)lane_src{m})"
+                if kind == "half"
+                else f"as_float4(vload4(at, lane_src{m}))"
+            )
+            move = (
+                f"int x = u % lane_width{m}, y = u / lane_width{m}, at = y * lane_pitch{m} + x;"
+                f"write_imagef(lane_dst{m}, (int2)(x, y), {read});"
+            )
+        body += f"""
+            for (int t = get_global_id(0); t < lane_count{m}; t += get_global_size(0)) {{
+                int u = lane_first{m} + t; {move}
+            }}"""
+        place = f"[lane_u{m}]" if kind == "buffer" else f"(lane_width{m} - 1, lane_u{m} / lane_width{m})"
+        stated += f"""
+            //@ zero lane_first{m}, lane_count{m}
+            //@ lane_u{m} < lane_first{m} + lane_count{m}
+            //@ lane_src{m}[(lane_u{m} / lane_width{m} * lane_pitch{m} + lane_width{m} - 1) * {words} + {words - 1}]
+            //@ lane_dst{m}{place}"""
+    return ", ".join(parameters), body, stated
 
 
-def _source(path: str, channel: str) -> Source:
-    def kernels(lane: str | None) -> str:
-        extra, body = "", ""
-        if lane:
-            declared, move = _LANES[lane]
-            extra = f", {declared}, int lane_first, int lane_count, int lane_width, int lane_pitch"
-            body = f"""
-                int lane_at = get_global_id(0), lane_step = get_global_size(0);
-                for (int t = lane_at; t < lane_count; t += lane_step) {{ {move} }}"""
+def _source(path: str, channel: Literal["float", "half"]) -> Source:
+    def kernels(lane: LaneKind | None) -> str:
+        extra, body, stated = _lane(lane) if lane else ("", "", "")
+        extra = f", {extra}" if extra else ""
         if path == "texture":
             weight = "__read_only image2d_t w"
             fetch = "read_imagef(w, sampler, (int2)(k, row))"
@@ -69,6 +92,7 @@ def _source(path: str, channel: str) -> Source:
             //@ rows[(count - 1) * global_0 + i]
             //@ x[i]
             //@ out[i]
+            {stated}
             __kernel void blend(__global const float* rows, __global const float* x, __global float* out, int count,
                               float share{extra}) {{
                 {body}
@@ -85,6 +109,7 @@ def _source(path: str, channel: str) -> Source:
             //@ y[first + row]
             //@ {reached}
             //@ bias[first + row]
+            {stated}
             __kernel void matvec(__global const float* x, __global float* y, {weight}, __global const float* bias,
                                  int width, int first{extra}) {{
                 {body}
@@ -97,6 +122,7 @@ def _source(path: str, channel: str) -> Source:
             //@ items 1
             //@ y[width - 1]
             //@ count[0]
+            {stated}
             __kernel void positive(__global const float* y, __global long* count, int width{extra}) {{
                 {body}
                 int n = 0;
@@ -105,19 +131,19 @@ def _source(path: str, channel: str) -> Source:
             }}
         """
 
-    def copier(name: str, lane: str) -> str:
-        declared, move = _LANES[lane]
+    def copier(lane: LaneKind) -> str:
+        parameters, body, stated = _lane(lane)
         return f"""
-            //# {name}
-            __kernel void {name}({declared}, int lane_first, int lane_count, int lane_width, int lane_pitch) {{
-                int lane_at = get_global_id(0), lane_step = get_global_size(0);
-                for (int t = lane_at; t < lane_count; t += lane_step) {{ {move} }}
+            //# lane_copy_{lane}
+            {stated}
+            __kernel void lane_copy_{lane}({parameters}) {{
+                {body}
             }}"""
 
-    own = "buffer" if path == "buffer" else channel
-    lane = kernels(own) + copier("lane_copy_buffer", "buffer")
+    own: LaneKind = "buffer" if path == "buffer" else channel
+    lane = kernels(own) + copier("buffer")
     if path == "texture":
-        lane += copier(f"lane_copy_{channel}", channel)
+        lane += copier(channel)
     plain, lane = ("\n".join(map(str.strip, text.splitlines())) for text in (kernels(None), lane))
     return Source(plain, lane)
 

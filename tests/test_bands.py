@@ -195,7 +195,7 @@ def test_every_operator_in_bands(place: tuple[str, str], tmp_path: Path, monkeyp
     assert declared - {"CumProd", "Reshape", "Upsample"} | REDUCTIONS <= in_parts(graphs[0])
 
 
-@pytest.mark.parametrize("name", ["sam2-narrow", "depthanything-tiny", "sd-tiny-unet", "vit-tiny"])
+@pytest.mark.parametrize("name", ["sam2-narrow", "depthanything-tiny"])
 def test_networks_in_bands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks: window partition, attention, pooling, residuals; upsampling with halo."""
     model = onnx.load(Path(__file__).parent / "data" / f"{name}.onnx")
@@ -218,7 +218,7 @@ def test_random_graphs_in_bands(precision: str, monkeypatch: pytest.MonkeyPatch)
     kinds: list[str] = []
 
     @settings(
-        max_examples=8 if precision == "fp32" else 3, deadline=None, derandomize=True, database=None,
+        max_examples=6 if precision == "fp32" else 2, deadline=None, derandomize=True, database=None,
         phases=(Phase.generate,), suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(seed=st.integers(0, 2**32))

@@ -21,7 +21,7 @@ from mini_bundle import MiniModel, write_mini_bundle
 
 import flashmem.bundle
 import flashmem.generations
-from flashmem.bundle import Bundle, BundleWriter
+from flashmem.bundle import FORMAT_VERSION, Bundle, BundleWriter
 from flashmem.errors import BundleError, MissingFileError, UserError
 
 Json = dict[str, Any]
@@ -176,7 +176,9 @@ def test_a_bundle_of_format_1_is_told_and_replaced(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, content in {**files, "weights.bin": b"abc", "manifest.json": json.dumps(manifest).encode()}.items():
         (old / name).write_bytes(content)
-    with pytest.raises(BundleError, match=r"has format version 1, this flashmem reads 5; compile the model again$"):
+    with pytest.raises(
+        BundleError, match=rf"has format version 1, this flashmem reads {FORMAT_VERSION}; compile the model again$"
+    ):
         Bundle.open(old)
     write_mini_bundle(old)
     assert sorted(path.name for path in old.iterdir()) == sorted(["manifest.json", Bundle.open(old).files.name])

@@ -69,6 +69,8 @@ def test_a_long_plan_is_shown_in_few_lines_and_whole_if_asked(flashmem: Command)
     code, short, _ = flashmem("plan", *limits)
     assert code == 0 and len(short.splitlines()) < 220
     assert re.search(r"activations +[\d.]+ ?MB, of which [\d.]+ ?MB are needed at once", short)
+    assert re.search(r"weight file +[\d.]+GB, [\d.]+GB without padding \([\d.]+%\)", short)
+    assert re.search(r"order +the model's: activations of [\d.]+MB at most, bound [\d.]+MB, gap 0\.00%", short)
     assert "h.0.c_fc + " in short and "in 16 launches" in short and "--all shows everything" in short
     assert "why they are preloaded" in short and "no capacity left" in short
     code, whole, _ = flashmem("plan", *limits, "--all")

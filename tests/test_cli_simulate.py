@@ -69,6 +69,7 @@ def test_a_bundle_is_played_on_another_device_and_a_file(flashmem: Command, bund
     described = tmp_path / "slow.toml"
     described.write_text(
         'name = "slow"\nkind = "gpu"\n[modes]\nbuffer = ["dma"]\ntexture = ["dma"]\n[rates]\ngemm_flops = 1e6\n'
+        "contention = {dma = 0}\n"
     )
     slow = flashmem("simulate", bundle, "--device", described, "--json").json
     assert (slow["device"], slow["device_measured"], slow["transfer_mode"]) == ("slow", False, "dma")
@@ -220,7 +221,9 @@ def test_points_are_measured_on_the_device_that_a_file_describes(
     flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.toml").write_text(f'name = "{DEVICE}"\n[rates]\ndisk_bandwidth = 5e8\n')
+    Path("mine.toml").write_text(
+        f'name = "{DEVICE}"\n[modes]\nbuffer = ["dma"]\n[rates]\ncontention.dma = 1\ndisk_bandwidth = 5e8\n'
+    )
     words = ("--budget", "8MB", "--device", "mine.toml", "--mode", "dma", "--measured", "--runs", "1", "-o", "s.csv")
     outcome = flashmem("sweep", RESNET, *words)
     assert outcome.code == 0, outcome.err

@@ -30,6 +30,8 @@ def test_a_shipped_descriptor_makes_sense(name: str) -> None:
     assert min(tile.rows, tile.columns, tile.vector, tile.lanes, *tile.local_size) >= 1
     assert all(rate > 0 for name, rate in vars(descriptor.rates).items() if name != "contention")
     assert all(mode in TRANSFER_MODES and share >= 0 for mode, share in descriptor.rates.contention.items())
+    assert set(descriptor.rates.contention) >= set(TRANSFER_MODES) - ({"map"} if descriptor.kind == "gpu" else set())
+    assert "contention" in descriptor.sources
     assert set(descriptor.sources) <= {*vars(descriptor.rates), *vars(descriptor)}, "a source must be of something"
     if {"map", "alias"} & set(descriptor.modes.get("texture", ())):
         assert descriptor.image_pitch_alignment > 0, "a texture over a buffer needs the device's row pitch"
@@ -42,7 +44,10 @@ def test_a_descriptor_survives_the_bundle() -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('name = "mine"\nmemory_paths = ["texture"]\n[tile]\nlocal_size = [8, 4]\n[modes]\ntexture = ["dma"]\n')
+    file.write_text(
+        'name = "mine"\nmemory_paths = ["texture"]\n[tile]\nlocal_size = [8, 4]\n[modes]\ntexture = ["dma"]\n'
+        "[rates]\ncontention = {dma = 0}\n"
+    )
     descriptor = load_descriptor(str(file))
     assert (descriptor.name, descriptor.tile.local_size, descriptor.modes) == ("mine", (8, 4), {"texture": ("dma",)})
 
@@ -53,6 +58,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("name = 'x'\nimage_max_widht = 4", "unknown key 'image_max_widht'"),
         ("name = 'x'\n[tile]\nrow = 4", "unknown key 'row' for Tile"),
         ("kind = 'cpu'", "'name' is missing"),
+        ("name = 'x'", r"the contention of transfer mode 'alias' is missing; add it under \[rates.contention\], or measure"),
+        ("name = 'x'\n[modes]\nbuffer = ['map', 'dma']\n[rates]\ncontention = {map = 0.1}", "transfer mode 'dma' is missing"),
         ("name = ", "not valid TOML"),
     ],
 )

@@ -41,7 +41,7 @@ PATTERNS = {
 def test_no_pass_changes_what_a_graph_computes(pattern: str, tmp_path: Path) -> None:
     how, op = PATTERNS[pattern]
     moved = []
-    for seed in range(30):
+    for seed in range(50):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             drawn = draw(random.Random(seed), 12, pool=[(1.0, how, (op,))])

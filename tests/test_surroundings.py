@@ -197,9 +197,9 @@ def test_a_signal_handler_that_runs_the_session_is_told_and_the_run_goes_on(
             session.run(None, model.inputs())
         told.append(str(caught.value))
 
-    def interrupted(engine: Engine) -> Any:
+    def interrupted(engine: Engine, *ports: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
-        return play(engine)
+        return play(engine, *ports)
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:

@@ -63,7 +63,10 @@ def test_a_deep_graph_travels_without_its_weights() -> None:
 def slow_copies(tmp_path: Path) -> str:
     """A device whose copies are so slow that a matmul of the tiny model hides none of its neighbour's chunks."""
     path = tmp_path / "slow-copies.toml"
-    path.write_text('name = "slow-copies"\n[rates]\ncopy_bandwidth = 4e8\nlaunch_seconds = 10e-6\ndisk_bandwidth = 4e8\n')
+    path.write_text(
+        'name = "slow-copies"\n[rates]\ncopy_bandwidth = 4e8\nlaunch_seconds = 10e-6\ndisk_bandwidth = 4e8\n'
+        "contention = {map = 0, alias = 0, dma = 0, interleave = 0}\n"
+    )
     return str(path)
 
 

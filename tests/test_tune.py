@@ -152,7 +152,7 @@ def test_a_descriptor_keeps_variants_parallelism_and_table(tmp_path: Path) -> No
 
 def test_naming_a_table_keeps_what_a_descriptor_says(tmp_path: Path) -> None:
     text = '# by hand\nname = "mine"\nparallelism = 5 # few\n\n[[variants]]\nname = "a"\nfamilies = ["conv"]\n'
-    text += "rows = 1\ncolumns = 4\nvector = 4\n"
+    text += "rows = 1\ncolumns = 4\nvector = 4\n[rates.contention]\nmap = 0\nalias = 0\ndma = 0\ninterleave = 0\n"
     (tmp_path / "mine.toml").write_text(text)
     for name in ("one", "two"):
         path = name_table(tmp_path, replace(POCL, name="mine"), name)

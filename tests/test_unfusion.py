@@ -149,6 +149,7 @@ def slow_copies(tmp_path: Path) -> str:
     """A device whose copies are so slow that a matmul of the tiny model hides none of its neighbour's chunks."""
     text = "\n".join([
         'name = "slow-copies"', "[rates]", "copy_bandwidth = 4e8", "launch_seconds = 10e-6", "disk_bandwidth = 4e8",
+        "contention = {map = 0, alias = 0, dma = 0, interleave = 0}",
     ])  # fmt: skip
     path = tmp_path / "slow-copies.toml"
     path.write_text(text)

@@ -2,7 +2,8 @@
 
 Devices that make an image of a buffer want its rows to start at multiples of an alignment, of 64 texels on phones. An image of
 a few panels is then mostly padding. But its height is free: rows beyond the height continue to the right (a *fold*), and with
-as many folds as make its width a multiple of the alignment nothing is lost. Slices of multiples of some panels need fewer.
+as many folds as make its width a multiple of the alignment nothing is lost. There, images of all weights get the same few
+heights, too, `BLOCK` and its doubles, so that slices of different weights can take turns in one texture.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 GOOD = 0.01
-"""Images with no more padding than this part of their elements are equally good; of them the tallest ones are taken."""
+"""Images with no more padding than this part of their elements are equally good."""
 
 BLOCK = 64
 """Rows that a kernel reads without looking where the next ones are (at most; up to the end of a fold)."""
@@ -71,7 +72,8 @@ def cut(panels: Panels, limits: ImageLimits, slice_bytes: int) -> Images | None:
     """As few images as there can be of at most `slice_bytes` bytes, padding included, or of one panel; None if there are none.
 
     Of the ways to cut a weight into so many, and of the heights, those with little padding (`GOOD`) are preferred, of these the
-    ones whose rows are read in the fewest blocks, then the ones with the fewest folds, then the ones with the least padding.
+    ones of a height that others have, then those whose rows are read in the fewest blocks, then those with the fewest folds,
+    then those with the least padding. Where rows are not aligned nothing is folded without need.
     """
     heights = _heights(panels, limits)
     if not heights.size:
@@ -113,6 +115,9 @@ def _best(
 ) -> Images | None:
     """The best of the ways to cut the weight into `slices` images; None if all pass a limit."""
     blocks = folds * -(-heights // BLOCK)
+    # The lowest of the heights that others have, or none; all are alike where rows are not aligned.
+    shared = (heights % BLOCK == 0) & (heights & (heights - 1) == 0)
+    rank = np.where(shared, heights, np.iinfo(np.int64).max) if limits.alignment > 1 else np.zeros_like(heights)
     best: tuple[tuple[int, ...], Images] | None = None
     for step in (1, 2, 4, 8, 16, 32, 64) if limits.alignment > 1 else (1,):
         bounds = _spread(panels.count, slices, step)
@@ -129,8 +134,8 @@ def _best(
         if not allowed.any():
             continue
         too_many = np.maximum(total - int((1 + GOOD) * panels.count * panels.nbytes), 0)
-        at = int(min(np.flatnonzero(allowed), key=lambda i: (too_many[i], blocks[i], folds[i], total[i])))
-        key = tuple(int(column[at]) for column in (too_many, blocks, folds, total))
+        at = int(min(np.flatnonzero(allowed), key=lambda i: (too_many[i], rank[i], blocks[i], folds[i], total[i])))
+        key = tuple(int(column[at]) for column in (too_many, rank, blocks, folds, total))
         if best is None or key < best[0]:
             best = key, Images(bounds, int(heights[at]))
     return None if best is None else best[1]

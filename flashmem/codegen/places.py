@@ -253,6 +253,8 @@ class _Trees:
     def _candidates(self, layer: Layer) -> Iterator[Value]:
         """The operands that the layer's kernel reads element by element, of the shape and the storage of what it writes."""
         operator, output = REGISTRY[layer.main.op], layer.output
+        if layer.moved is not None:  # it writes elsewhere than it reads
+            return
         if operator.expression is not None:
             read = dict.fromkeys(read_by(layer))
             possible = list(read)

@@ -9,15 +9,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from flashmem.program import Source, kernel_source
+from flashmem.program import Channel, LaneKind, Source, kernel_source, lane_places
 from flashmem.resources import read_text
 
 _PLACEHOLDER = "KERNEL_NAME"
+
+_LANE_UNITS, _STAGED_UNITS, _COPY_UNITS = 2, 1, 4
+"""Units of a stream lane that a work-item carries at a time: while it computes; in a staged contraction, whose registers are
+full of its sums and of the next stage; and in a kernel that does nothing else, as so many reads are under way at once."""
 
 
 @cache
@@ -33,6 +38,19 @@ def _environment() -> Environment:
     )
 
 
+@dataclass(frozen=True)
+class Lane:
+    """The stream lane of a kernel, as kernels/templates/lane.cl.j2 takes it: a work-item carries `units` units at a time."""
+
+    kind: LaneKind
+    units: int
+
+    @property
+    def places(self) -> tuple[LaneKind, ...]:
+        """What each of its moves writes."""
+        return lane_places(self.kind)
+
+
 class KernelLibrary:
     """Renders kernels and keeps each once."""
 
@@ -42,32 +60,42 @@ class KernelLibrary:
 
     def kernel(self, template: str, **context: Any) -> str:
         """The name of the kernel that `template` gives for `context`."""
-        plain = self._render(template, "", context)
+        plain = self._render(template, None, context)
         name = f"{template}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
             self._given[name] = (template, context)
         return name
 
-    def source(self, lane: str, channels: Collection[str]) -> Source:
+    def source(self, lane: LaneKind, channels: Collection[Channel]) -> Source:
         """OpenCL C of all kernels so far. `lane` is what their stream lanes write (`program.lane_kind`); into buffers and
         textures of `channels` data are moved by kernels that do nothing else, too.
         """
         laned = {
-            name: self._render(template, lane, context).replace(_PLACEHOLDER, name)
+            name: self._render(template, Lane(lane, _units(context)), context).replace(_PLACEHOLDER, name)
             for name, (template, context) in self._given.items()
         }
-        for kind in ("buffer", *sorted({*channels, lane} - {"buffer"})):
-            laned[f"lane_copy_{kind}"] = self._render("lane_copy", kind, {}).replace(_PLACEHOLDER, f"lane_copy_{kind}")
+        kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
+        for kind in kinds:
+            text = self._render("lane_copy", Lane(kind, _COPY_UNITS), {})
+            laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
             lane=kernel_source({name: _prelude(text) + text for name, text in laned.items()}),
             kernels=tuple(self._plain),
         )
 
-    def _render(self, template: str, lane: str, context: dict[str, Any]) -> str:
+    def _render(self, template: str, lane: Lane | None, context: dict[str, Any]) -> str:
         text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context)
+        if lane:
+            module: Any = _environment().get_template("lane.cl.j2").module
+            text = module.definitions(lane) + text
         return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+def _units(context: dict[str, Any]) -> int:
+    """Units of its stream lane that a work-item of such a kernel carries."""
+    return _STAGED_UNITS if "t" in context and context["t"].stage else _LANE_UNITS
 
 
 def _prelude(text: str) -> str:

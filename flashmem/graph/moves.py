@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 
 from flashmem.graph.attention import attention_products
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.lowering import reshaped
+from flashmem.graph.orders import Order
 from flashmem.graph.views import Dimension, Factor, View, merged, whole, write
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
@@ -33,86 +33,17 @@ def drop_moves(graph: Graph) -> Graph:
     return _Moves(graph).graph()
 
 
-@dataclass(frozen=True)
-class _Order:
-    """An order of a tensor's elements: sizes of the factors of each of its dimensions, and which of them, all counted in order,
-    lies at each place in memory, outermost first. `shape` is how that memory is seen.
-    """
-
-    split: tuple[tuple[int, ...], ...]
-    perm: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, view: View) -> _Order:
-        """The order in which the elements of `view` lie, seen as its root is if that is possible."""
-        split = [tuple(_cut(dimension, view.root.shape)) for dimension in view.dimensions]
-        flat = [each for dimension in split for each in dimension]
-        perm = tuple(sorted(range(len(flat)), key=lambda i: -flat[i][1]))
-        return cls(tuple(tuple(size for size, _ in dimension) for dimension in split), perm, view.root.shape)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of the factors, as they lie in memory."""
-        flat = [size for dimension in self.split for size in dimension]
-        return tuple(flat[i] for i in self.perm)
-
-    def parts_of(self, value: Value) -> tuple[int, ...]:
-        """The shape of `value`, which broadcasts, with each dimension as factors."""
-        padded = (1,) * (len(self.split) - len(value.shape)) + value.shape
-        found: list[int] = []
-        for size, factors in zip(padded, self.split, strict=True):
-            found += factors if size > 1 else [1] * len(factors)
-        return tuple(found)
-
-    def seen(self, parts: Sequence[int]) -> tuple[int, ...] | None:
-        """`shape` as an operand broadcasts to it, whose factors are `parts`; None if it cannot be said."""
-        sizes, own = list(self.sizes), [parts[i] for i in self.perm]
-        found = []
-        for size in self.shape:
-            there, mine = 1, 1
-            while there < size:
-                if not sizes:
-                    return None
-                there, mine = there * sizes.pop(0), mine * own.pop(0)
-            if there != size or mine not in (1, size):
-                return None
-            found.append(mine)
-        return tuple(found)
-
-    def view(self, value: Value) -> View:
-        """`value`, whose memory has this order, as the tensor in its own."""
-        strides = [0] * len(self.perm)
-        stride = 1
-        for i, size in zip(reversed(self.perm), reversed(self.sizes), strict=True):
-            strides[i] = stride
-            stride *= size
-        left = iter(strides)
-        return View(value, 0, tuple(merged([(size, next(left)) for size in factors]) for factors in self.split))
-
-
-def _cut(dimension: Dimension, shape: Sequence[int]) -> list[Factor]:
-    """The factors of a dimension, none of which goes through two dimensions of its root's `shape` where that can be."""
-    ends = list(accumulate(reversed(shape), lambda a, b: a * b))
-    found: list[Factor] = []
-    for size, stride in dimension:
-        inner: list[Factor] = []
-        for end in ends:
-            if stride < end < size * stride and end % stride == 0 and size * stride % end == 0:
-                inner.append((end // stride, stride))
-                size, stride = size * stride // end, end
-        found += [(size, stride), *reversed(inner)]
-    return found
-
-
 class _Moves:
-    """The walk. `views` has what waits, or has waited: `there` are those that somebody had to have."""
+    """The walk. `views` has what waits, or has waited: `there` are those that somebody had to have, and `needed` says what will
+    have to be in order anyway: a tensor, and the order in which its elements are needed.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.old = graph
         self.readers, self.outputs = graph.consumers(), {port.value for port in graph.outputs}
         self.rewriter = Rewriter()
         self.views: dict[Value, View] = {}
+        self.needed: set[tuple[Value, Dimension]] = set()
         self.there: set[Value] = set()
         self.moved: dict[object, Value] = {}
         self.constants: dict[object, Value] = {}
@@ -136,6 +67,7 @@ class _Moves:
             return view.root
         if value not in self.there:
             self.there.add(value)
+            self.needed.add((view.root, merged(view.factors)))
             write(self.rewriter, view, value, self.moved)
         return value
 
@@ -144,10 +76,17 @@ class _Moves:
         return self.views.get(value) or whole(value)
 
     def is_moved(self, value: Value | None) -> bool:
-        """Whether `value` would have to be moved, and nobody who reads it needs that."""
-        if value is None or value not in self.views or value in self.there or self.views[value].is_in_order:
+        """Whether `value` waits to be moved, and will not have to be anyway."""
+        if value is None or value not in self.views or self.views[value].is_in_order:
             return False
-        return not any(self._needs(node, value) for node in self.readers[value])
+        view = self.views[value]
+        return (view.root, merged(view.factors)) not in self.needed
+
+    def _wait(self, value: Value, view: View) -> None:
+        """Let `value`, as it is a view of what is there, wait until it is needed in order."""
+        self.views[value] = view
+        if value in self.outputs or any(self._needs(node, value) for node in self.readers.get(value, ())):
+            self.needed.add((view.root, merged(view.factors)))
 
     def _needs(self, node: Node, value: Value) -> bool:
         """Whether `node`, which reads `value`, which waits, is sure to need it in order."""
@@ -196,7 +135,7 @@ class _Moves:
 
     def _found(self, node: Node, view: View | None) -> bool:
         if view is not None:
-            self.views[node.outputs[0]] = view
+            self._wait(node.outputs[0], view)
         return view is not None
 
     # -- elementwise
@@ -205,11 +144,11 @@ class _Moves:
         """In the order of an operand, if bringing the others into it costs less than to move that."""
         output = node.outputs[0]
         moved = [value for value in dict.fromkeys(node.inputs) if value is not None and self.is_moved(value)]
-        orders = {_Order.of(self.views[value]): None for value in moved if value.shape == output.shape}
+        orders = {Order.of(self.views[value]): None for value in moved if value.shape == output.shape}
         if not orders:
             return False
         best: float = sum(value.size for value in moved)
-        chosen: _Order | None = None
+        chosen: Order | None = None
         for order in orders:
             order = self._shaped(node, order)
             cost = sum(self._cost(value, order) for value in dict.fromkeys(node.inputs) if value is not None)
@@ -221,30 +160,30 @@ class _Moves:
         made = self.rewriter.emit(node.op, inputs, chosen.shape, output.dtype, output.name, **node.attributes)
         assert made.producer is not None
         made.producer.name = node.name
-        self.views[output] = chosen.view(made)
+        self._wait(output, chosen.view(made))
         return True
 
-    def _shaped(self, node: Node, order: _Order) -> _Order:
+    def _shaped(self, node: Node, order: Order) -> Order:
         """`order` in the shape that it names if all operands broadcast to that, in the one of its factors otherwise."""
         values = [value for value in node.inputs if value is not None and value.size > 1]
         fits = all(order.seen(order.parts_of(value)) is not None for value in values)
         return order if fits else replace(order, shape=order.sizes)
 
-    def _cost(self, value: Value, order: _Order) -> float:
+    def _cost(self, value: Value, order: Order) -> float:
         """Elements to be moved before `value` is in `order`."""
         if value.constant is not None or value.size == 1:
             return 0
         view = self._ordered(value, order)
         return math.inf if view is None else 0 if view.is_in_order else value.size
 
-    def _ordered(self, value: Value, order: _Order) -> View | None:
+    def _ordered(self, value: Value, order: Order) -> View | None:
         """`value` in `order`."""
         parts = order.parts_of(value)
         versions = [self.view(value), *([whole(value)] if value in self.there else [])]
         views = [view.transposed(order.perm) for version in versions if (view := version.reshaped(parts)) is not None]
         return min(views, key=lambda view: not view.is_in_order, default=None)
 
-    def _brought(self, value: Value, order: _Order) -> Value:
+    def _brought(self, value: Value, order: Order) -> Value:
         """What stands for `value` beside operands in `order`."""
         if value.size == 1:
             return self.now(value) if len(value.shape) <= len(order.shape) else self._reshaped(value, (1,))
@@ -289,7 +228,7 @@ class _Moves:
         made.producer.name = node.name
         dimensions = [tuple((size, stride // columns * wide) for size, stride in each) for each in view.dimensions[:axis]]
         inner = whole(Value("", output.shape[axis:], output.dtype)).dimensions
-        self.views[output] = View(made, 0, (*dimensions, *inner))
+        self._wait(output, View(made, 0, (*dimensions, *inner)))
         return True
 
     def _groups(self, node: Node) -> bool:
@@ -302,7 +241,7 @@ class _Moves:
         made = self.rewriter.emit("NormalizeGroups", [x], sizes, output.dtype, output.name, epsilon=node.attributes["epsilon"])
         assert made.producer is not None
         made.producer.name = node.name
-        self.views[output] = replace(view, root=made)
+        self._wait(output, replace(view, root=made))
         return True
 
     def _is_attended(self, value: Value) -> bool:
@@ -349,7 +288,7 @@ class _Moves:
         dimensions: list[list[Factor]] = [[] for _ in view.dimensions]
         for (axis, *_), size, stride in zip(flat, sizes, _strides(sizes), strict=True):
             dimensions[axis].append((size, stride))
-        self.views[output] = View(part, 0, tuple(merged(each) for each in dimensions))
+        self._wait(output, View(part, 0, tuple(merged(each) for each in dimensions)))
         return True
 
     def _pool(self, node: Node) -> bool:
@@ -381,7 +320,7 @@ class _Moves:
         images, windows = kernel[0] * kernel[1], kernel[1]
         batch = tuple((size, stride // (images if stride >= down * height else windows)) for size, stride in view.dimensions[0])
         rows, places = (height // kernel[0], down // windows), (width // kernel[1], across)
-        self.views[output] = View(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),)))
+        self._wait(output, View(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),))))
         return True
 
 

@@ -1,7 +1,7 @@
 """From a program and the user's limits to a plan: which objective, which M_peak, and what a budget has to cover.
 
 *Budget* is the most that flashmem holds at any moment on the device and in host staging: preloaded and in-flight weights with
-their padding, staging, activations, constants, and the arrays it hands back.
+their padding, staging, activations, constants, and arrays that outputs are copied to.
 """
 
 from __future__ import annotations

@@ -119,14 +119,18 @@ def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> D
 
 
 def descriptor_for(device: Device) -> DeviceDescriptor:
-    """The shipped descriptor that fits `device`, its limits replaced by what the driver reports."""
+    """The shipped descriptor that fits `device`, its limits and transfer modes replaced by what the driver reports.
+
+    Raises:
+        UserError: the driver has a transfer mode whose contention the descriptor does not state.
+    """
     base = load_descriptor(device.descriptor_name)
     reasons = why_not(device)
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
     modes: dict[str, tuple[TransferMode, ...]] = {
         path: tuple(mode for mode in TRANSFER_MODES if mode not in reasons[path]) for path in paths
     }
-    return replace(
+    found = replace(
         base,
         memory_paths=paths,
         modes=modes,
@@ -136,6 +140,8 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
         max_alloc_bytes=device.max_alloc_bytes,
         variants=tuple(each for each in base.variants if not each.half or HALF_ARITHMETIC in device.extensions),
     )
+    found.check_contention(f"devices/{base.name}.toml, for {device.name}")
+    return found
 
 
 def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:

@@ -19,7 +19,7 @@ import numpy as np
 from flashmem.errors import RunError
 from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
-from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move
+from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 from flashmem.runtime.loader import LoaderRun, Span
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, wait
 
@@ -89,14 +89,14 @@ def make_steps(
     for layer, launch in enumerate(program.launches, start=1):
         arguments = [binder.bind(arg) for arg in launch.args]
         moving = moves.get(layer)
-        commands = [_copy(lane, move, resources) for move in (moving.leading if moving else ())]
+        commands = [_copy(lane, ride, resources) for ride in (moving.leading if moving else ())]
         if moving is None or moving.riding is None:
             commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments))
         else:
             assert lane is not None
             arguments += _lane(moving.riding, resources)
             commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments))
-        commands += [_copy(lane, move, resources) for move in (moving.separate if moving else ())]
+        commands += [_copy(lane, ride, resources) for ride in (moving.separate if moving else ())]
         steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
     return steps
 
@@ -107,14 +107,13 @@ def _command(
     return Command(program.kernel(name, arguments), size, group, tuple(arguments))
 
 
-def _copy(lane: Kernels | None, move: Move, resources: Resources) -> Command:
+def _copy(lane: Kernels | None, ride: Ride, resources: Resources) -> Command:
     assert lane is not None
-    return _command(lane, move.copier, (move.copy_items,), (COPY_GROUP,), _lane(move, resources))
+    return _command(lane, ride.copier, (ride.copy_items,), (COPY_GROUP,), _lane(ride, resources))
 
 
-def _lane(move: Move, resources: Resources) -> list[Any]:
-    numbers = [np.int32(n) for n in (move.first, move.count, move.width, move.pitch)]
-    return [resources.staged[move.part.name], resources.weights[move.part.name], *numbers]
+def _lane(ride: Ride, resources: Resources) -> list[Any]:
+    return ride.arguments(lambda part: resources.staged[part.name], lambda part: resources.weights[part.name], np.int32)
 
 
 class _Binder:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flashmem.errors import RunError
 from flashmem.program import Arg, Launch, Program, Source, kernel_texts
-from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move
+from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 
 SMALL_GRID = 65535
 """PoCL compiles a kernel anew for launches of that many work-items or more in a direction."""
@@ -18,11 +18,11 @@ Size = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class Use:
-    """One launch of a kernel: its sizes, and its arguments; `move` is what its stream lane moves, if it has one."""
+    """One launch of a kernel: its sizes, and its arguments; `ride` is what its stream lane moves, if it has one."""
 
     size: Size
     args: tuple[Arg, ...]
-    move: Move | None = None
+    ride: Ride | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def wanted_kernels(
             riding = moving.riding if moving else None
             uses = plain if riding is None else laned
             uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
-            for move in (*moving.leading, *moving.separate) if moving else ():
-                laned.setdefault(move.copier, []).append(Use(((move.copy_items,), (COPY_GROUP,)), (), move))
+            for ride in (*moving.leading, *moving.separate) if moving else ():
+                laned.setdefault(ride.copier, []).append(Use(((ride.copy_items,), (COPY_GROUP,)), (), ride))
     return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
 
 

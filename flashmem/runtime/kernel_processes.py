@@ -172,10 +172,8 @@ def _arguments(use: Use, program: Program) -> list[list[Any]]:
             found.append(["buffer", tensors[str(arg.value)] if arg.kind == "tensor" else arg.nbytes])
         else:
             found.append([arg.kind, arg.value])
-    if use.move is not None:
-        move = use.move
-        found += [["buffer", move.part.file_bytes], _memory(move.part)]
-        found += [["int", number] for number in (move.first, move.count, move.width, move.pitch)]
+    if use.ride is not None:
+        found += use.ride.arguments(lambda part: ["buffer", part.file_bytes], _memory, lambda number: ["int", number])
     return found
 
 

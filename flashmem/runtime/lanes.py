@@ -1,16 +1,18 @@
 """Stream lanes: the plan's x_{w,l} turned into kernel arguments (transfer mode `interleave`; FlashMem section 4.4).
 
-A lane moves units of one slice from staging to its home: texels of an image, or 16-byte words of a plain buffer. Six arguments
-describe it, last in every kernel of the lane source: lane_src, lane_dst, lane_first, lane_count, lane_width, lane_pitch.
+A launch makes up to four moves (`program.lane_places`), each of units of one slice from staging to its home: texels of an
+image, or 16-byte words of a plain buffer. Six arguments describe a move, last in every kernel of the lane source: lane_src,
+lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/lane.cl.j2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
-from flashmem.program import TEXEL_BYTES, Slice
+from flashmem.program import LANE_UNIT, TEXEL_BYTES, LaneKind, Slice, lane_places
 from flashmem.runtime.transfer import WORD, whole_words
 
 COPY_GROUP = 64
@@ -18,6 +20,8 @@ COPY_GROUP = 64
 
 _MOST_COPY_ITEMS = 1 << 14
 """Most work-items of such a kernel; where there are more units, each moves several."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,57 @@ class Move:
     pitch: int
 
     @property
-    def copier(self) -> str:
-        """The kernel of the lane source that makes this move and does nothing else."""
-        return f"lane_copy_{self.kind}"
-
-    @property
-    def kind(self) -> str:
+    def kind(self) -> LaneKind:
         """What is written: a texture's channel type, or "buffer"."""
         return self.part.channel if self.width else "buffer"
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that are moved."""
+        return self.count * LANE_UNIT[self.kind]
+
+    def numbers(self, kind: LaneKind) -> tuple[int, int, int, int]:
+        """First, count, width and pitch for a lane of `kind`: its unit may be smaller than a word."""
+        words = LANE_UNIT[self.kind] // LANE_UNIT[kind]
+        return self.first * words, self.count * words, self.width or 1, self.pitch or 1
+
+
+@dataclass(frozen=True)
+class Ride:
+    """The moves that one launch makes: no more than its lane, of `kind`, has places for, and one of that kind at least."""
+
+    kind: LaneKind
+    moves: tuple[Move, ...]
+
+    @property
+    def copier(self) -> str:
+        """The kernel of the lane source that makes such moves and does nothing else."""
+        return f"lane_copy_{self.kind}"
+
+    @property
     def copy_items(self) -> int:
         """Work-items of that kernel: whole work-groups."""
-        return min(-(-self.count // COPY_GROUP) * COPY_GROUP, _MOST_COPY_ITEMS)
+        units = sum(move.numbers(self.kind)[1] for move in self.moves)
+        return min(-(-units // COPY_GROUP) * COPY_GROUP, _MOST_COPY_ITEMS)
+
+    def arguments(self, source: Callable[[Slice], T], home: Callable[[Slice], T], number: Callable[[int], T]) -> list[T]:
+        """The lane's arguments: memory by the slice that is moved, numbers as `number` makes them.
+
+        A place without a move counts no units; what it is given as its memory is another move's, and not touched: a texture
+        that the kernel reads must not be among those that it may write.
+        """
+        waiting = list(self.moves)
+        idle = next(move.part for move in waiting if move.kind == self.kind)
+        arguments: list[T] = []
+        for place in lane_places(self.kind):
+            move = next((move for move in waiting if move.kind == place), None)
+            if move is not None:
+                waiting.remove(move)
+                arguments += [source(move.part), home(move.part), *map(number, move.numbers(self.kind))]
+                continue
+            arguments += [source(idle), source(idle) if place == "buffer" else home(idle), *map(number, (0, 0, 1, 1))]
+        assert not waiting
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -53,21 +95,22 @@ class LayerMoves:
     `leading` moves, by launches of their own too, come before the layer's kernel, which needs what they bring.
     """
 
-    riding: Move | None
-    separate: tuple[Move, ...]
-    leading: tuple[Move, ...] = ()
+    riding: Ride | None
+    separate: tuple[Ride, ...] = ()
+    leading: tuple[Ride, ...] = ()
 
     @property
     def all(self) -> tuple[Move, ...]:
         """Every move of the layer."""
-        return (*self.leading, *((self.riding,) if self.riding else ()), *self.separate)
+        rides = (*self.leading, *((self.riding,) if self.riding else ()), *self.separate)
+        return tuple(move for ride in rides for move in ride.moves)
 
 
-def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: str, *, lanes: bool = True) -> dict[int, LayerMoves]:
-    """The moves of each layer that has any. `lane`: the one kind of memory that kernels' lanes write
-    (`program.lane_kind`), so that what goes elsewhere cannot ride along.
+def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: LaneKind, *, lanes: bool = True) -> dict[int, LayerMoves]:
+    """The moves of each layer that has any. `lane`: what the lanes of kernels write (`program.lane_kind`).
 
-    Without `lanes` nothing rides: every move is a launch of its own.
+    The largest moves ride, as far as the lane has places for them. Without `lanes` nothing rides: all moves are launches of
+    their own, as many of them in one launch as it has places for.
     """
     beside: dict[int, list[Move]] = {}
     before: dict[int, list[Move]] = {}
@@ -77,10 +120,34 @@ def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: str, *, la
     result = {}
     for layer in beside.keys() | before.keys():
         moves = beside.get(layer, [])
-        riding = next((move for move in moves if move.kind == lane), None) if lanes else None
-        separate = tuple(move for move in moves if move is not riding)
-        result[layer] = LayerMoves(riding, separate, tuple(before.get(layer, ())))
+        riding = _taken(moves, lane) if lanes else None
+        left = [move for move in moves if riding is None or move not in riding.moves]
+        result[layer] = LayerMoves(riding, _launches(left), _launches(before.get(layer, ())))
     return result
+
+
+def _taken(moves: Iterable[Move], lane: LaneKind) -> Ride | None:
+    """The largest moves that a lane has places for; None without one of its own kind, whose texture it needs."""
+    places = list(lane_places(lane))
+    taken = []
+    for move in sorted(moves, key=lambda move: -move.nbytes):
+        if move.kind in places:
+            places.remove(move.kind)
+            taken.append(move)
+    return Ride(lane, tuple(taken)) if any(move.kind == lane for move in taken) else None
+
+
+def _launches(moves: Sequence[Move]) -> tuple[Ride, ...]:
+    """Launches that make `moves` and nothing else: textures of one channel type in each, buffers in the place that is left."""
+    waiting = list(moves)
+    rides = []
+    while waiting:
+        kind = next((move.kind for move in waiting if move.kind != "buffer"), waiting[0].kind)
+        ride = _taken(waiting, kind)
+        assert ride is not None
+        waiting = [move for move in waiting if move not in ride.moves]
+        rides.append(ride)
+    return tuple(rides)
 
 
 def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:

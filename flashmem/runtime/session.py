@@ -64,8 +64,8 @@ class Session:
             strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
                 do; any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and none with "preload".
-            lanes: in mode "interleave", whether kernels move weights while they compute; if not, every move is a launch of its
-                own between them, to compare with.
+            lanes: in mode "interleave", whether kernels move weights while they compute; if not, launches between them do, to
+                compare with.
             trace: record when each layer ran on the device.
             verify_weights: compare every slice and table row that is read with its digest; a damaged one fails the run.
                 Constants are compared always.

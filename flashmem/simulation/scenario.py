@@ -19,7 +19,6 @@ from flashmem.planning.problem import build_problem
 from flashmem.program import (
     ITEMSIZE,
     SLICE_ALIGNMENT,
-    TEXEL_BYTES,
     Port,
     Program,
     Slice,
@@ -29,11 +28,11 @@ from flashmem.program import (
     panel_bytes,
     scratch_bytes,
 )
-from flashmem.runtime.lanes import LayerMoves, Move, layer_moves, needed_slices
+from flashmem.runtime.lanes import LayerMoves, Ride, layer_moves, needed_slices
 from flashmem.runtime.ledger import Category
 from flashmem.runtime.loader import Load, planned_frees, planned_loads, read_while_opening
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
-from flashmem.runtime.transfer import WORD, Band
+from flashmem.runtime.transfer import Band
 
 Disk = Literal["cold", "cached"]
 Piece = tuple[Literal["read", "copy"], int]
@@ -260,15 +259,15 @@ class _Travel:
 
 
 def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
-    """By how much the moves of a layer delay it: a riding one by its contention, the others are launches of their own."""
+    """By how much the moves of a layer delay it: riding ones by their contention, the others are launches of their own."""
     rates = descriptor.rates
     riding = _moved_bytes(moving.riding) if moving.riding else 0
     delay = rates.contention_of("interleave") * riding / rates.copy_bandwidth
-    return delay + sum(rates.launch_seconds + _moved_bytes(move) / rates.copy_bandwidth for move in moving.separate)
+    return delay + sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in moving.separate)
 
 
-def _moved_bytes(move: Move) -> int:
-    return move.count * (TEXEL_BYTES[move.part.channel] if move.width else WORD)
+def _moved_bytes(ride: Ride) -> int:
+    return sum(move.nbytes for move in ride.moves)
 
 
 def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
@@ -278,7 +277,7 @@ def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
     for layer, launch in enumerate(program.launches, start=1):
         moving = moves.get(layer)
         (lane if moving is not None and moving.riding is not None else plain).add(launch.kernel)
-        lane.update(move.copier for move in (moving.separate if moving else ()))
+        lane.update(ride.copier for ride in (moving.separate if moving else ()))
     return len(plain) + len(lane)
 
 

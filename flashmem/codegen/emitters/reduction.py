@@ -152,7 +152,7 @@ def emit_group_normalization(emitter: Emitter, layer: Layer) -> None:
         stored=emitter.stored(x),
         made=emitter.stored(layer.output),
         epsilon=scalar_literal("float32", layer.main.attributes["epsilon"]),
-        **emitter.tail_context(tail),
+        **_over(emitter, layer, tail),
     )
     pointers = [emitter.operand(x), emitter.tensor(layer.output), *emitter.operand_args(tail)]
     args: list[Arg | int] = [*pointers, outer, depth, groups, columns]

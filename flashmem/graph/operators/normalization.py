@@ -287,7 +287,7 @@ register(
     ),
     # Of [outer, depth, groups, columns], over depth and columns: groups of channels in images that are channels-last.
     Operator(
-        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, operator_class="hierarchical",
-        onnx=False,
+        "NormalizeGroups", (FLOAT,), kernel="group_normalization", columns=lambda node: 3, overwrites="input",
+        operator_class="hierarchical", onnx=False,
     ),
 )  # fmt: skip

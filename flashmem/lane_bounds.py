@@ -1,0 +1,79 @@
+"""What stream lanes reach with the moves that a plan may give them, as each kernel's own text says (`kernel_bounds`).
+
+A bundle holds no lane arguments: the runtime makes them of the plan and the slices (`runtime.lanes`). So each lane is held
+against the widest move there is of every slice that it can be given, the whole slice, and against the order of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashmem.kernel_bounds import Kernel, damaged, parsed_kernels
+from flashmem.program import LANE_UNIT, LaneKind, Program, Slice, lane_kind, lane_places
+
+_NUMBERS = ("first", "count", "width", "pitch")
+
+
+def check_lanes(program: Program, source: str) -> None:
+    """Raise BundleError unless every kernel in the lane source takes the arguments of a lane last, and each place of its lane
+    stays inside staging and home of every slice that it can move.
+    """
+    kind = lane_kind(program)
+    shapes = {_shape(part): part for part in program.slices}
+    held: set[tuple[object, ...]] = set()  # what was found right: lanes of one kind are the same text
+    for kernel in parsed_kernels(source).values():
+        copied = kernel.name.removeprefix("lane_copy_")
+        own: LaneKind = kind if copied == kernel.name else next((each for each in LANE_UNIT if each == copied), "buffer")
+        says = _lane_of(kernel, own)
+        if says in held:
+            continue
+        for part in shapes.values():
+            for place, written in enumerate(lane_places(own)):
+                if (part.channel if part.is_image else "buffer") == written:
+                    _check_place(kernel, own, part, place)
+        held.add(says)
+
+
+def _shape(part: Slice) -> tuple[object, ...]:
+    return part.channel, part.width, part.height, part.row_pitch, part.file_bytes
+
+
+def _lane_of(kernel: Kernel, kind: LaneKind) -> tuple[object, ...]:
+    """The lane's parameters, which are the last, and what the kernel says of them."""
+    names, kinds = [], []
+    for place, written in enumerate(lane_places(kind)):
+        names += [f"lane_{each}{place}" for each in ("src", "dst", *_NUMBERS)]
+        kinds += ["pointer", "pointer" if written == "buffer" else "texture", *("int" for _ in _NUMBERS)]
+    last = kernel.parameters[-len(names) :]
+    right = [each.name for each in last] == names and [each.kind for each in last] == kinds
+    if not right:
+        raise damaged(f"kernel {kernel.name} does not take the arguments of a stream lane")
+    return kind, tuple(last), *(line for line in kernel.stated if "lane_" in line)
+
+
+def _check_place(kernel: Kernel, kind: LaneKind, part: Slice, place: int) -> None:
+    """The lane of `kernel`, moving all of `part` in this place, and nothing in the others."""
+    room = -(-part.file_bytes // 16) * 16
+    if part.is_image:
+        unit = LANE_UNIT[kind]
+        numbers = (0, part.width * part.height, part.width, part.row_pitch // unit)
+    else:
+        numbers = (0, room // LANE_UNIT[kind], 1, 1)
+    known: Mapping[str, int] = {
+        f"lane_{name}{other}": number
+        for other in range(len(lane_places(kind)))
+        for name, number in zip(_NUMBERS, numbers if other == place else (0, 0, 1, 1), strict=True)
+    }
+    touched = kernel.touches(known, {f"lane_src{place}", f"lane_dst{place}"}, "lane_")
+    source, target = touched.get(f"lane_src{place}"), touched.get(f"lane_dst{place}")
+    itemsize = {each.name: each.itemsize for each in kernel.parameters}
+    if source is None or target is None:
+        raise damaged(f"kernel {kernel.name} does not state what its stream lane touches")
+    if source[0] * itemsize[f"lane_src{place}"] > room:
+        raise damaged(f"the stream lane of kernel {kernel.name} leaves the staging of slice {part.name!r}")
+    if part.is_image:
+        inside = all(at < size for at, size in zip(target, (part.width, part.height), strict=True))
+    else:
+        inside = target[0] * itemsize[f"lane_dst{place}"] <= room
+    if not inside:
+        raise damaged(f"the stream lane of kernel {kernel.name} leaves the home of slice {part.name!r}")
