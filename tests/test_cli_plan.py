@@ -65,7 +65,7 @@ def test_models_without_a_file_get_a_proven_plan(flashmem: Command, name: str, g
 
 
 def test_a_long_plan_is_shown_in_few_lines_and_whole_if_asked(flashmem: Command) -> None:
-    limits = ("zoo:gptneo-1.3b", *LIMITS[:-4], "--chunk", "256KiB", *LIMITS[-2:])
+    limits = ("zoo:gptneo-1.3b", *LIMITS[:-4], "--chunk", "256KiB", *LIMITS[-2:], "--objective", "paper")
     code, short, _ = flashmem("plan", *limits)
     assert code == 0 and len(short.splitlines()) < 220
     assert re.search(r"activations +[\d.]+ ?MB, of which [\d.]+ ?MB are needed at once", short)
