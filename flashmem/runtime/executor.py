@@ -61,7 +61,7 @@ class Resources:
     arena: Memory
     constants: Memory | None
     weights: Mapping[str, Memory]
-    staged: Mapping[str, Memory]
+    staged: Mapping[str, tuple[Memory, int]]  # and the first byte of the slice there
 
 
 class Kernels(Protocol):

@@ -269,13 +269,13 @@ class InterleaveTransfer(Transfer):
         self._shared = context.device.unified_memory
         self._mapped: Bytes | None = None  # staging, where it is shared
         self._host = np.empty((0, 0), np.uint8)  # a piece a thread, where it is not
-        self.staged: dict[str, Memory] = {}  # what stream lanes read
+        self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
         if layout.staging_bytes:
             self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=self._shared)
             for part in slices:
                 start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
                 if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
-                    self.staged[part.name] = context.sub_buffer(self._staging, start, nbytes)
+                    self.staged[part.name] = self._staging, start
             if self._shared:
                 self._mapped = self._queues[0].map(self._staging, layout.staging_bytes)
             else:
@@ -287,10 +287,8 @@ class InterleaveTransfer(Transfer):
         if self._mapped is not None:
             self._read(part, band, self._place(part, band.first, band.nbytes))
             return
-        # Into the sub-buffer that lanes read: while sub-buffers are in use, a write to their parent is undefined, and NVIDIA's
-        # driver crashes when they are released.
         for piece, first in self._pieces(part, band, self._host[thread]):
-            self._queues[thread].write(self.staged[part.name], piece, offset=first)
+            self._queues[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
 
     def preload(self, part: Slice, band: Band, thread: int) -> None:
         """Read, and copy home."""
