@@ -157,9 +157,7 @@ def test_a_sweep_fills_its_grid_and_starts_where_it_stopped(
     assert "12 of 12 points" in flashmem("sweep", RESNET, *GRID, "--mu", "0,0.5").err
 
 
-@pytest.mark.parametrize(
-    ("limit", "column"), [(("--m-peak", "--objective", "first"), "m_peak_bytes"), (("--budget",), "budget_bytes")]
-)
+@pytest.mark.parametrize(("limit", "column"), [(("--budget",), "budget_bytes")])
 def test_a_limit_too_small_is_a_row_that_names_one_that_works(
     limit: tuple[str, ...], column: str, flashmem: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,9 +133,9 @@ def test_strategies_that_cannot_be_compiled(tmp_path: Path) -> None:
     ("planned_by", "options"),
     [
         ("fastest", {}),
-        ("fastest_within", {"budget": "300KB"}),
+        ("fastest_within", {"m_peak": "300KB"}),
         ("_baseline", {"strategy": "always-next"}),
-        ("solve", {"m_peak": "300KB"}),
+        ("solve", {"m_peak": "300KB", "objective": "paper"}),
         ("_paper_plan_within", {"budget": "300KB", "objective": "paper"}),
     ],
 )

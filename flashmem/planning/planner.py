@@ -12,8 +12,9 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure
+from flashmem.planning.clock import unlimited_seconds
 from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
-from flashmem.planning.latency import first_plan, smallest_m_peak
+from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
@@ -137,7 +138,11 @@ def _first_plan(
         if not large:
             return plan
         note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak"
-        return replace(plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note))
+        bound = min(plan.bound, unlimited_seconds(problem, forced_preload(problem, preload)))  # of every W
+        return replace(
+            plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note), bound=bound,
+            status="OPTIMAL" if bound >= plan.objective else "FEASIBLE",
+        )  # fmt: skip
     assert refused is not None
     raise refused
 
