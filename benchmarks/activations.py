@@ -3,7 +3,7 @@
     python -m benchmarks.activations --zoo DIR --device pocl [--models NAME...] [--precisions fp32 fp16] [--runs 3]
 
 DIR holds models as `flashmem zoo export` writes them, each in a folder of its name, with its inputs.npz. A row is written as
-soon as it is measured into `--rows` (docs/activations.json), from which the page `--page` (docs/memory.md) is made anew; those
+soon as it is measured into `--rows` (docs/activations.json), from which the page `--page` (docs/activations.md) is made anew; those
 that are there for this device are not measured again, so that a run that was interrupted goes on (`--again` measures them
 all). For each model and precision:
 
@@ -149,8 +149,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="measure those that have a row for this device, too")
     parser.add_argument("--rows", type=Path, default=docs / "activations.json")
-    parser.add_argument("--page", type=Path, default=docs / "memory.md")
-    parser.add_argument("--pictures", type=Path, default=docs / "memory", help="the folder that pictures are written to")
+    parser.add_argument("--page", type=Path, default=docs / "activations.md")
+    parser.add_argument("--pictures", type=Path, default=docs / "activations", help="the folder that pictures are written to")
     parser.add_argument("--scratch", type=Path, help="where bundles are written, three at a time (default: temporary files)")
     args = parser.parse_args()
     here = device_here(args.device).descriptor_name
