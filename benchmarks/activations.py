@@ -3,9 +3,9 @@
     python -m benchmarks.activations --zoo DIR --device pocl [--models NAME...] [--precisions fp32 fp16] [--runs 3]
 
 DIR holds models as `flashmem zoo export` writes them, each in a folder of its name, with its inputs.npz. A row is written as
-soon as it is measured into `--rows` (docs/activations.json), from which the page `--page` (docs/activations.md) is made anew; those
-that are there for this device are not measured again, so that a run that was interrupted goes on (`--again` measures them
-all). For each model and precision:
+soon as it is measured into `--rows` (docs/activations.json), from which the page `--page` (docs/activations.md) is made anew;
+those that are there for this device are not measured again, so that a run that was interrupted goes on (`--again` measures
+them all). For each model and precision:
 
 - the smallest budget that the planner names, with the bytes that activations take in the arena at that budget, and the most
   that are needed at once: no arena is smaller;
