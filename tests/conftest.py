@@ -1,8 +1,22 @@
-"""What the test run says at its end: how many of ONNX's node tests pass, where they were run."""
+"""How the test run builds kernels, and what it says at its end: how many of ONNX's node tests pass, where they were run."""
 
 from __future__ import annotations
 
 import pytest
+
+from flashmem.runtime.session import Session
+
+APART = (
+    "test_interrupts", "test_kernel_builder", "test_outputs", "test_process_memory", "test_program_cache",
+    "test_runtime_failures", "test_surroundings",
+)  # fmt: skip
+"""Tests of what sessions do by default: missing kernels are built in child processes, a second for each session."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels_built_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.module.__name__ not in APART:
+        monkeypatch.setitem(Session.__init__.__kwdefaults__, "build_apart", False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -17,6 +17,7 @@ from flashmem import bundle_cache
 from flashmem.bundle import Bundle
 from flashmem.errors import RunError, UserError
 from flashmem.runtime.session import Session
+from flashmem.units import format_size
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 
@@ -163,7 +164,7 @@ def test_cache_lists_and_clears(cache: Path, monkeypatch: pytest.MonkeyPatch, co
     assert [bundle["path"] for bundle in listed["bundles"]] == [str(newer), str(cache / "mini-0.flashmem")]
     assert listed["bytes"] == sum(bundle["bytes"] for bundle in listed["bundles"]) > 0
     shown = command("cache").out
-    assert "mini-1.flashmem" in shown and f"2 bundles, 4.17MB of at most 5GB, in {cache}" in shown
+    assert "mini-1.flashmem" in shown and f"2 bundles, {format_size(listed['bytes'])} of at most 5GB, in {cache}" in shown
     with Session(newer):
         cleared = command("cache", "clear")
     assert "removed 1 bundles" in cleared.err and "kept mini-1.flashmem, which a session has open" in cleared.err

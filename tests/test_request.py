@@ -80,7 +80,7 @@ def test_a_device_that_is_neither_here_nor_described_is_told_what_there_is() -> 
     ("options", "sentence"),
     [
         ({"budget": "1MB", "m_peak": "1MB"}, "budget and M_peak cannot both be given"),
-        ({"objective": "beauty"}, "objective 'beauty' is unknown; name one of: auto, paper, latency"),
+        ({"objective": "beauty"}, "objective 'beauty' is unknown; name one of: auto, first, steady, paper"),
         ({"strategy": "preload"}, "strategy 'preload' is unknown"),
         ({"precision": "int4"}, "precision 'int4' is unknown; name one of: fp32, fp16"),
         ({"lambda_": 1.5}, "lambda 1.5 is not between 0 and 1"),

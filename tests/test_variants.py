@@ -104,7 +104,8 @@ def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> 
     (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, nodes.feeds)
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=device, memory_path=path)
-    assert ("float part[" in bundle.source.plain) == (load_descriptor(device).kind == "cpu")
+    if path == "buffer":  # a texture may be folded, and is then not read across its folds
+        assert ("float part[" in bundle.source.plain) == (load_descriptor(device).kind == "cpu")
     for mode in load_descriptor(device).modes[path]:
         with flashmem.Session(bundle, device=device, mode=mode) as session:
             answers = session.run(None, nodes.feeds)
