@@ -156,7 +156,7 @@ def _compile(model: Path, output: Path, options: Options, progress: Progress, ke
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
     with BundleWriter(output) as bundle:
         generated.weights.write(bundle, packed)
-        bundle.commit(generated.program, generated.source, plan, options.descriptor, _about(model, options))
+        bundle.commit(generated.program, generated.source, plan, options.descriptor.portable, _about(model, options))
     return Bundle.open(output)
 
 
@@ -260,7 +260,7 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
 
 def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
     """`plan` with the layouts of `modes`."""
-    return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
+    return replace(plan, layouts=lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes))
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:

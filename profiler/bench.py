@@ -23,7 +23,7 @@ import numpy as np
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError
-from flashmem.program import TEXEL_BYTES, Arg, Launch, Slice
+from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Slice
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
@@ -177,7 +177,7 @@ class Prepared:
         if target.constants.nbytes:
             constants = bench.context.buffer(target.constants.nbytes)
             bench.queue.write(constants, target.constants)
-        arena = bench._arena_for(max(program.arena_bytes, 4096))
+        arena = bench._arena_for(max(program.arena_bytes, POOL_ALIGNMENT))
         self._weights, self._turns = self._place(read)
         self._resources = Resources(bench.context, arena, constants, self._weights, {})
         self._steps = self._make(bench.program(target.source.plain, program.build_options), None, {})
@@ -205,7 +205,7 @@ class Prepared:
         parts = [self._slices[name] for name in read]
         images = [part for part in parts if part.is_image and bench.path == "texture"]
         image_bytes = sum(part.width * part.height * TEXEL_BYTES[part.channel] for part in images)
-        plain = sum(-(-part.nbytes // 4096) * 4096 for part in parts if part not in images)
+        plain = sum(-(-part.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for part in parts if part not in images)
         turns = 16
         if image_bytes:
             turns = min(turns, max(1, _IMAGE_POOL_BYTES // image_bytes))
@@ -215,7 +215,7 @@ class Prepared:
             turns = 1
         weights: dict[str, Memory] = {}
         at = 0
-        step = bench._pool_bytes // turns // 4096 * 4096
+        step = bench._pool_bytes // turns // POOL_ALIGNMENT * POOL_ALIGNMENT
         for turn in range(turns):
             at = turn * step
             for part in parts:
@@ -227,7 +227,7 @@ class Prepared:
                 if at + size > bench._pool_bytes:
                     raise RunError(f"slice {part.name} of {part.nbytes} bytes is larger than the profiler's pool")
                 weights[name] = bench.context.sub_buffer(bench._pool, at, size)
-                at += -(-size // 4096) * 4096
+                at += -(-size // POOL_ALIGNMENT) * POOL_ALIGNMENT
         return weights, turns
 
     def _settle_integers(self, arena: Memory) -> None:

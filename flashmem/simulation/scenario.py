@@ -18,7 +18,7 @@ from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
 from flashmem.program import (
     ITEMSIZE,
-    SLICE_ALIGNMENT,
+    POOL_ALIGNMENT,
     Port,
     Program,
     Slice,
@@ -148,7 +148,11 @@ def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy
     """Where the runtime would put slices: the plan's layout for `mode`, made now if the plan has none for it."""
     if strategy == "preload":
         return preloaded_layout(program, mode, LOADER_THREADS)
-    return plan.layouts[mode] if mode in plan.layouts else lay_out_pools(program.slices, plan, [mode])[mode]
+    return (
+        plan.layouts[mode]
+        if mode in plan.layouts
+        else lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode]
+    )
 
 
 def describe(
@@ -182,7 +186,7 @@ def describe(
         )
 
     loads = planned_loads(plan, slices, preload=True, mode=mode)
-    travel = _Travel(descriptor, mode, layout)
+    travel = _Travel(descriptor, mode, layout, program.page_bytes)
     return Scenario(
         Machine(
             read_bandwidth=rates.cached_bandwidth,
@@ -233,6 +237,7 @@ class _Travel:
     descriptor: DeviceDescriptor
     mode: TransferMode
     layout: PoolLayout
+    page: int  # bytes
 
     def pieces(self, load: Load) -> tuple[Piece, ...]:
         part, total = load.part, load.band.nbytes
@@ -243,14 +248,14 @@ class _Travel:
         if self.mode == "interleave":
             copy: Piece = ("copy", total)
             return (("read", total), *[copy] * (load.preload + (not self._shares_memory)))
-        ring = self.layout.staging_bytes // LOADER_THREADS // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+        ring = self.layout.staging_bytes // LOADER_THREADS // POOL_ALIGNMENT * POOL_ALIGNMENT
         step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
         ends = [*range(0, total, step), total]
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
 
     def held(self, band: Band) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
-        return -(-band.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
+        return -(-band.nbytes // self.page) * self.page if self.mode == "map" else 0
 
     @property
     def _shares_memory(self) -> bool:
