@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
+from flashmem.allocations import within_allocations
 from flashmem.banding import fitting_bands
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
@@ -154,6 +155,7 @@ def _compile(model: Path, output: Path, options: Options, progress: Progress, ke
     generated, plan = plan_graph(graph, options, final=begin)
     begin(generated, plan)
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
+    plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
     with BundleWriter(output) as bundle:
         generated.weights.write(bundle, packed)
         bundle.commit(generated.program, generated.source, plan, options.descriptor.portable, _about(model, options))
