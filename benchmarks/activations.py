@@ -39,7 +39,7 @@ from flashmem.bundle import Bundle
 from flashmem.commands.verify import compare
 from flashmem.errors import UserError
 from flashmem.files import written_whole
-from flashmem.program import Program
+from flashmem.program import Program, first_and_last
 from flashmem.request import device_here
 from flashmem.zoo.export import INPUTS
 from flashmem.zoo.models import names, tiny_names
@@ -51,12 +51,7 @@ _KEY = ("model", "precision", "device")
 def alive(program: Program) -> list[int]:
     """Bytes of the arena that hold what a later layer, or the user, still reads: before the first layer, and at each layer."""
     layers = len(program.launches)
-    lives: dict[str, tuple[int, int]] = {}
-    for layer, launch in enumerate(program.launches, start=1):
-        for arg in launch.args:
-            if arg.kind == "tensor":
-                first, _ = lives.get(str(arg.value), (layer, layer))
-                lives[str(arg.value)] = (first, layer)
+    lives = first_and_last(program.launches, "tensor")
     for name in (*(port.tensor for port in program.inputs), *(gather.tensor for gather in program.row_gathers), program.status):
         if name is not None:
             lives[name] = (0, lives.get(name, (0, 0))[1])
