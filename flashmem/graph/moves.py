@@ -23,6 +23,7 @@ from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.lowering import reshaped
 from flashmem.graph.orders import Order
+from flashmem.graph.readers import Readers
 from flashmem.graph.views import Dimension, Factor, View, merged, whole, write
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
@@ -40,7 +41,7 @@ class _Moves:
 
     def __init__(self, graph: Graph) -> None:
         self.old = graph
-        self.readers, self.outputs = graph.consumers(), {port.value for port in graph.outputs}
+        self.readers = Readers(graph)
         self.rewriter = Rewriter()
         self.views: dict[Value, View] = {}
         self.needed: set[tuple[Value, Dimension]] = set()
@@ -85,7 +86,7 @@ class _Moves:
     def _wait(self, value: Value, view: View) -> None:
         """Let `value`, as it is a view of what is there, wait until it is needed in order."""
         self.views[value] = view
-        if value in self.outputs or any(self._needs(node, value) for node in self.readers.get(value, ())):
+        if value in self.readers.outputs or any(self._needs(node, value) for node in self.readers.of(value)):
             self.needed.add((view.root, merged(view.factors)))
 
     def _needs(self, node: Node, value: Value) -> bool:
@@ -248,8 +249,10 @@ class _Moves:
         """Whether all that becomes of `value` on its way into attention is what this pass moves through."""
         if value not in self.ends:
             self.ends[value] = False
-            nodes = self.readers.get(value, [])
-            self.ends[value] = value not in self.outputs and bool(nodes) and all(self._attends(node, value) for node in nodes)
+            nodes = self.readers.of(value)
+            self.ends[value] = (
+                value not in self.readers.outputs and bool(nodes) and all(self._attends(node, value) for node in nodes)
+            )
         return self.ends[value]
 
     def _attends(self, node: Node, value: Value) -> bool:
@@ -266,7 +269,7 @@ class _Moves:
         once the whole is in order.
         """
         output, view = node.outputs[0], self.views[node.input(0)]
-        if len(self.readers[node.input(0)]) > 1 and _is_run(node):
+        if len(self.readers.of(node.input(0))) > 1 and _is_run(node):
             return False
         flat = [(axis, *factor) for axis, dimension in enumerate(view.dimensions) for factor in dimension]
         flat.sort(key=lambda each: -each[2])
