@@ -44,6 +44,12 @@ def compiled_at_smallest(model: Path, output: Path, device: str, precision: Prec
             budget = error.smallest_bytes
 
 
+def why(error: BaseException) -> str:
+    """The last line of what went wrong: all that a table has room for."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
 def read_rows(path: Path | None) -> list[Row]:
     """The rows kept in a file; none where there is none."""
     rows: list[Row] = json.loads(path.read_text()) if path is not None and path.is_file() else []
