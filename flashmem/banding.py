@@ -48,16 +48,16 @@ class Bands:
 
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
         self.graph, self.layers, self.ranges = graph, fuse(graph), Ranges(graph, half=precision == "fp16")
-        self._memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
+        self.memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
 
     @property
     def alive(self) -> int:
         """The bytes of activations that are needed at once without bands."""
-        return max(self._memory.alive, default=0)
+        return max(self.memory.alive, default=0)
 
     def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
         """Chains with which activations take `limit` bytes, or as few as can be, and how many they are estimated to take."""
-        chains, alive = choose(self.graph, self.layers, self.ranges, self._memory, limit)
+        chains, alive = choose(self.graph, self.layers, self.ranges, self.memory, limit)
         return tuple(chains), alive
 
     def described(self, chains: Sequence[Chain], without: int) -> str:
