@@ -60,7 +60,8 @@ _MEASURE = (
     _ONLY
     + """
 from flashmem.profiler import bench, measure, sessions
-bench._DELAYS, sessions._ROUNDS, measure.LEAST_LAUNCHES, measure._SAMPLE_RATIOS = 3, 1, 4, (0.4, 2.0)
+bench._DELAYS, bench._ALONE, bench._REPEATS, sessions._ROUNDS, measure.LEAST_LAUNCHES = 2, 2, 1, 1, 4
+measure._SAMPLE_RATIOS, measure._MODEL_RATIOS = (0.4,), ()
 sys.argv = ["flashmem", *sys.argv[3:]]
 from flashmem.__main__ import main
 main()

@@ -150,7 +150,7 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
     base = load_descriptor(device.descriptor_name)
     reasons = why_not(device)
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
-    modes = {path: _offered(base, path, reasons[path]) for path in paths}
+    modes: dict[str, tuple[TransferMode, ...]] = {path: _offered(base, path, reasons[path]) for path in paths}
     return replace(
         base.with_cores(device.compute_units),
         memory_paths=paths,
