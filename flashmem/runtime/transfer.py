@@ -18,7 +18,6 @@ from flashmem.digests import Digest, digest
 from flashmem.pages import page_size, whole_pages
 from flashmem.planning.plan import PoolLayout, passing_bytes
 from flashmem.program import Slice
-from flashmem.runtime.arena import whole_pages
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
 from flashmem.runtime.weight_file import WeightFile
