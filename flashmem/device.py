@@ -121,6 +121,7 @@ class Rates:
     """
 
     gemm_flops: float = 100e9
+    conv_flops: float = 0.0  # of convolutions; 0: as gemm_flops
     memory_bandwidth: float = 10e9
     copy_bandwidth: float = 5e9  # host memory -> texture, or populating mapped pages
     disk_bandwidth: float = 1e9  # a file that is not in the page cache
@@ -146,6 +147,10 @@ class Rates:
                 f"or add it under [rates.contention]"
             )
         return self.contention[mode]
+
+    def flops_of(self, family: str) -> float:
+        """FLOP per second of launches of a kernel family (`program.LaunchShape`)."""
+        return self.conv_flops or self.gemm_flops if family in ("conv", "depthwise") else self.gemm_flops
 
     def transfer_bandwidth(self, mode: TransferMode) -> float:
         """Bytes per second of the last step of `mode`: a read into shared memory (`alias`), or a copy."""
