@@ -105,16 +105,23 @@ def profile(request: Request, progress: Progress) -> Path:
     return path
 
 
-def retrain(dataset: Path) -> Path:
+def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
     """Train anew on a finished dataset and write the models beside it; no device is needed. Returns the models' stem.
 
+    `without`: models whose launches training is not to see, so that `flashmem profile --report` can judge by them.
+
     Raises:
-        UserError: not a dataset.
+        UserError: not a dataset, or it has no launches of such a model.
     """
     about, rows = read_dataset(dataset)
+    if unknown := sorted(set(without) - ({row.origin for row in rows} - {SAMPLE})):
+        known = ", ".join(sorted({row.origin for row in rows} - {SAMPLE})) or "none"
+        raise UserError(f"{dataset} has no launches of a model {unknown[0]!r}; the models in it: {known}")
     basis = basis_of(about)
     stem = dataset.with_name(dataset.name.removesuffix(SUFFIX))
-    save(train(at_usual_pace(rows, basis), basis), stem)
+    paced = at_usual_pace(rows, basis)
+    held = {row.features for row in paced if row.origin in without}
+    save(train([row for row in paced if row.features not in held], basis), stem)
     return stem
 
 

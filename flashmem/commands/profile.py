@@ -36,12 +36,14 @@ def profile_device(
     return path
 
 
-def retrain_model(dataset: Path) -> Path:
-    """Trains anew on a dataset, without a device; returns the path of the models without their suffixes."""
+def retrain_model(dataset: Path, without: tuple[str, ...]) -> Path:
+    """Trains anew on a dataset, without a device and `without` the launches of some models; returns the path of what was
+    trained, without its suffixes.
+    """
     _need_extra()
     from flashmem.profiler.run import retrain
 
-    path: Path = retrain(dataset)
+    path: Path = retrain(dataset, without)
     return path
 
 
