@@ -76,7 +76,8 @@ class Comparison:
     def line(self) -> str:
         """For the table."""
         return (
-            f"| {self.model} | {self.mode} | {self.budget / 1e6:.1f} | {self.disk} | {1e3 * self.measured:.1f} | {1e3 * self.predicted:.1f} "
+            f"| {self.model} | {self.mode} | {self.budget / 1e6:.1f} | {self.disk} "
+            f"| {1e3 * self.measured:.1f} | {1e3 * self.predicted:.1f} "
             f"| {self.latency_ratio:.2f} | {1e3 * self.predicted_at_pace:.1f} | {self.ratio_at_pace:.2f} "
             f"| {self.measured_peak / 1e6:.2f} | {self.predicted_peak / 1e6:.2f} "
             f"| {self.peak_ratio:.3f} |"
