@@ -121,7 +121,6 @@ class Rates:
     """
 
     gemm_flops: float = 100e9
-    conv_flops: float = 0.0  # of convolutions; 0: as gemm_flops
     memory_bandwidth: float = 10e9
     copy_bandwidth: float = 5e9  # host memory -> texture, or populating mapped pages
     disk_bandwidth: float = 1e9  # a file that is not in the page cache
@@ -134,6 +133,7 @@ class Rates:
     contention: dict[TransferMode, float] = field(
         default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
     )
+    conv_flops: float = 0.0  # of convolutions with more than one tap, and depthwise ones; 0: as gemm_flops
 
     def contention_of(self, mode: TransferMode) -> float:
         """The contention of `mode`.
