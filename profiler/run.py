@@ -27,6 +27,7 @@ from .bench import Bench, Measured, Pace
 from .cases import Draw, Target, sampled
 from .dataset import SAMPLE, SUFFIX, Growing, Row, at_usual_pace, read_dataset, write_dataset
 from .descriptor import write_descriptor
+from .launches import recording_pays
 from .models import read_models
 from .rates import MachineRates, lane_contention, measure_rates
 from .train import save, train
@@ -81,6 +82,7 @@ def profile(request: Request, progress: Progress) -> Path:
         paths = descriptor.memory_paths
         benches = [stack.enter_context(Bench(device, descriptor.on_path(path), request.output)) for path in paths]
         machine, spent = _kept_rates(rates_file) or _measured_rates(rates_file, benches, request.device, progress)
+        recording = recording_pays(benches[0].context, benches[0].queue)
         _measure(request, growing, benches, models, spent, progress)
     progress("train", 1.0)
     contention = dict(machine.rates.contention)
@@ -97,9 +99,8 @@ def profile(request: Request, progress: Progress) -> Path:
     about = {"source": source, "rates": replace(machine, rates=rates).to_dict(), "basis": vars(basis), "seed": request.seed}
     write_dataset(request.output / f"{name}{SUFFIX}", about, growing.rows)
     save(predictor, request.output / name)
-    path = write_descriptor(
-        request.output, replace(descriptor, name=name, rates=rates, capacity_model=name, measured=True), source, device.kind
-    )
+    measured = replace(descriptor, name=name, command_buffers=recording, rates=rates, capacity_model=name, measured=True)
+    path = write_descriptor(request.output, measured, source, device.kind)
     growing.path.unlink()
     rates_file.unlink()
     return path

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
+from flashmem.device import SHUFFLES, TRANSFER_MODES, DeviceDescriptor, TransferMode, Variant, descriptor_names, load_descriptor
 from flashmem.errors import NoDeviceError
 from flashmem.program import MemoryPath
 
@@ -58,6 +58,12 @@ class Device:
     def compiles_at_launch(self) -> bool:
         """Whether the driver compiles a kernel when it is first launched, anew for other sizes (docs/opencl-notes.md)."""
         return "portable computing language" in self.platform.lower()
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether kernels can shuffle in subgroups: by an extension, in OpenCL C 3.0, which has functions for subgroups."""
+        version = re.match(r"OpenCL (\d+)", self.version)
+        return version is not None and int(version[1]) >= 3 and not self.extensions.isdisjoint(SHUFFLES)
 
     @property
     def descriptor_name(self) -> str:
@@ -138,10 +144,16 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
         image_max_height=device.image_max_height or base.image_max_height,
         image_pitch_alignment=device.image_pitch_alignment,
         max_alloc_bytes=device.max_alloc_bytes,
-        variants=tuple(each for each in base.variants if not each.half or HALF_ARITHMETIC in device.extensions),
+        variants=tuple(each for each in base.variants if _can(device, each)),
     )
     found.check_contention(f"devices/{base.name}.toml, for {device.name}")
     return found
+
+
+def _can(device: Device, variant: Variant) -> bool:
+    """Whether the driver has the extensions that `variant` takes."""
+    half = not variant.half or HALF_ARITHMETIC in device.extensions
+    return half and (not variant.subgroups or device.shuffles)
 
 
 def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:
