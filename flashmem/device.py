@@ -57,8 +57,8 @@ class Variant:
     side by side, and `split` work-items share the keys of at most `rows` queries.
 
     Of reductions, softmax and normalizations of rows or groups ("reduce_rows") `split` work-items share a row and read vectors
-    of `vector`. With `subgroups` those of one subgroup join their numbers by shuffles, without local memory and barriers, in the
-    same order; for devices with one of SHUFFLES.
+    of `vector`. With `subgroups` those of one subgroup join their numbers by shuffles, without local memory and barriers, in
+    the same order; for devices with one of SHUFFLES.
     """
 
     name: str
