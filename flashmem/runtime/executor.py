@@ -239,7 +239,7 @@ class Executor:
         waiting = loader.loaded if loader is not None else {}
         gates = [n for n, step in enumerate(self._steps) if any(name in waiting for name in step.needs)]
         here = frozenset((*stops, *gates))
-        unfit = self._recordings is not None and not self._longest <= 2 * self._apart <= 8 * self._longest
+        unfit = self._recordings is not None and not self._longest <= 4 * self._apart <= 16 * self._longest
         if here != self._stops or unfit:  # another run, or events have to be much nearer, or much further apart
             self._stops, self._recordings = here, None
             return {}
