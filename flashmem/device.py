@@ -36,6 +36,9 @@ class Tile:
     lanes: int = 1
 
 
+SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
+"""Extensions for OpenCL C by which the work-items of a subgroup read each other's registers."""
+
 JOINED = 16
 """Channels of attention that the work-items which share its keys join at a time."""
 
@@ -53,10 +56,14 @@ class Variant:
     Of attention `rows` are queries and `columns` keys. With `stage`, a group takes blocks of keys, a work-item `columns` of
     them, and `stage` channels are in local memory at a time. Without, vectors lie along the queries, `columns` keys are summed
     side by side, and `split` work-items share the keys of at most `rows` queries.
+
+    Of reductions, softmax and normalizations of rows or groups ("reduce_rows") `split` work-items share a row and read vectors
+    of `vector`. With `subgroups` those of one subgroup join their numbers by shuffles, without local memory and barriers, in
+    the same order; for devices with one of SHUFFLES.
     """
 
     name: str
-    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic"; or "attention"
+    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic"; "attention"; "reduce_rows"
     rows: int
     columns: int
     vector: int
@@ -65,12 +72,13 @@ class Variant:
     double: bool = False
     split: int = 1
     half: int = 0
+    subgroups: bool = False
 
     @property
     def code(self) -> str:
         """Its numbers as one word: what a measurement holds for, whatever the variant is called."""
-        numbers = "-".join(_word(getattr(self, each.name)) for each in fields(Variant)[2:-1])
-        return f"{numbers}-{self.half}" if self.half else numbers
+        numbers = "-".join(_word(getattr(self, each.name)) for each in fields(Variant)[2:-2])
+        return numbers + (f"-{self.half}" if self.half else "") + ("-subgroups" if self.subgroups else "")
 
     @property
     def block(self) -> tuple[int, int]:
@@ -95,6 +103,8 @@ class Variant:
     @property
     def local_bytes(self) -> int:
         """Local memory of a work-group: its stages, or where the parts hand over their sums, if that is more."""
+        if "reduce_rows" in self.families:
+            return 4 * self.split if self.split > 1 else 0
         if not self.stage:
             return 4 * self.vector * self.split * JOINED if self.split > 1 else 0
         if "attention" in self.families:  # queries, weights, keys or values, and a number of each work-item for each query
@@ -179,6 +189,7 @@ class DeviceDescriptor:
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
     only: str = ""  # the one variant to use where it can be, by its name: for measurements
     tuned: str = ""  # the table of measured variants beside the descriptor, without .tuned.csv; "": none
+    command_buffers: bool = False  # whether recording launches was measured to pay, where the driver can (flashmem profile)
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
@@ -250,6 +261,8 @@ class DeviceDescriptor:
         every GPU has local memory for, and work-items that share the keys of few queries.
         """
         tile = self.tile
+        if family == "reduce_rows":
+            return (Variant("tile", (family,), 1, tile.vector, tile.vector, split=tile.lanes),)
         if family != "attention":
             return (Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
         if self.kind == "cpu":

@@ -67,6 +67,8 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
 
 def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
     """What `variant` costs where nothing was measured, in multiplications of a full device."""
+    if product.family == "reduce_rows":
+        return _rows(descriptor, product, variant)
     return (_attention if product.family == "attention" else _contraction)(descriptor, product, variant)
 
 
@@ -112,6 +114,19 @@ def _attention(descriptor: DeviceDescriptor, product: Product, variant: Variant)
     at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * items))
     return math.ceil(groups / at_once) * steps / math.sqrt(outputs)
 
+
+def _rows(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+    """See `estimate`. A row is read three times, as a normalization does, and twice its parts are joined two by two: in local
+    memory, where the group waits each time, or by shuffles.
+    """
+    reads = 3 * math.ceil(product.depth / (variant.split * variant.vector))
+    joins = 2 * math.log2(variant.split)
+    at_once = max(1, descriptor.parallelism / variant.split)
+    return math.ceil(product.rows / at_once) * (_READ * reads + joins * (_SHUFFLE if variant.subgroups else _WAIT))
+
+
+_SHUFFLE = 4.0
+"""A work-item's number read by another one of its subgroup, in multiplications: assumed."""
 
 _WAIT = 64.0
 """A group that waits for local memory to be filled, and to be read, in multiplications: assumed."""

@@ -99,7 +99,8 @@ class Engine:
         staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
         steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain, self._lane)
-        self._executor = Executor(self._queue, steps)
+        self._recorder = self._context.recorder(self._queue) if self._bundle.descriptor.command_buffers else None
+        self._executor = Executor(self._queue, steps, self._recorder)
         self._resources = resources if later is not plan and moves else None  # for the steps of later runs, if they differ
         ports = (
             {port.tensor for port in (*program.inputs, *program.outputs)}
@@ -224,7 +225,7 @@ class Engine:
             program, later = self._bundle.program, self._plan.later()
             needs = needed_slices(later, self._later_moves)
             steps = make_steps(program, needs, self._later_moves, self._resources, self._plain, self._lane)
-            self._executor, self._resources = Executor(self._queue, steps), None
+            self._executor, self._resources = Executor(self._queue, steps, self._recorder), None
         self._w_is_resident = self._has_run = True
         return Played(tuple(loader.spans) if loader else (), tuple(layers), arrays)
 

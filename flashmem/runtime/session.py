@@ -260,13 +260,6 @@ class Session:
         )
         self._runs += 1
 
-    def page_cache_bytes(self) -> int | None:
-        """Bytes of the weight file in the page cache, whoever read them; None where the system does not say.
-
-        They are the system's, not the session's: it takes them back when memory is short.
-        """
-        return None if self._closed else self._file.cached_bytes()
-
     def close(self) -> None:
         """Give everything back. Closing again does nothing; nor does a forked child, where all is still its parent's.
 

@@ -202,15 +202,6 @@ class WeightFile:
             forget(self.path.parent)
             raise RunError(f"{self.path} is damaged: {what} is not what was written; compile the model again")
 
-    def cached_bytes(self) -> int | None:
-        """Bytes of the file in the page cache, whoever put them there; None where the system does not say."""
-        pages = -(-self.nbytes // SYSTEM_PAGE)
-        resident = np.zeros(pages, np.uint8)
-        self._libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        if not pages or self._libc.mincore(self.mapped.ctypes.data, self.nbytes, resident.ctypes.data) != 0:
-            return None
-        return int((resident & 1).sum()) * SYSTEM_PAGE
-
     def close(self) -> None:
         """Close the file; the mapping goes with the last object that uses it."""
         self._closing = True
