@@ -88,14 +88,22 @@ class Choices:
         return self._descriptor.rates.kernel_seconds + BUILD_SECONDS / RUNS
 
     def _costs(self, use: Use) -> dict[Variant, float]:
-        """Seconds of one layer by variant: running it, and getting what it reads. For a first answer that is from the disk, for
-        later ones from memory: a weight is in no cache any more when all others have been read.
-        """
-        product, rates = use.product, self._descriptor.rates
+        """Seconds of one layer by variant: running it, and getting what it reads."""
+        product = use.product
         [plain, *_] = self._descriptor.plain(product.family)
         times = {v: time for v, time in seconds(self._descriptor, product).items() if self._allowed(v, use, plain)}
-        rate = rates.memory_bandwidth if self._optimize == "steady" else rates.disk_bandwidth
+        rate = self._weights_rate
         return {variant: time + packed_bytes(product, variant) / rate for variant, time in (times or {plain: 0.0}).items()}
+
+    @property
+    def _weights_rate(self) -> float:
+        """Bytes of weights per second: from the disk for a first answer; from memory for later ones, as a weight is in no cache
+        any more when all others have been read. A CPU's `memory_bandwidth` may be that of its caches; a copy reads and writes.
+        """
+        rates, cpu = self._descriptor.rates, self._descriptor.kind == "cpu"
+        if self._optimize == "cold":
+            return rates.disk_bandwidth
+        return min(rates.memory_bandwidth, 2 * rates.copy_bandwidth) if cpu else rates.memory_bandwidth
 
     def _allowed(self, variant: Variant, use: Use, plain: Variant) -> bool:
         """Whether `variant` computes such a layer and its weights take no more memory than they may."""
