@@ -16,6 +16,7 @@ from flashmem.codegen.emitters.convolution import transformed_weights
 from flashmem.codegen.tuned import SUFFIX, Product, Table, Timing
 from flashmem.codegen.variants import choose
 from flashmem.device import DeviceDescriptor, Variant, load_descriptor
+from flashmem.profiler.descriptor import write_descriptor
 from flashmem.program import MemoryPath
 
 ALONE = Variant("alone", ("conv",), 2, 16, 8, winograd=16)
@@ -140,3 +141,30 @@ def test_it_is_not_chosen_where_nothing_near_was_measured(tmp_path: Path) -> Non
     untuned = replace(load_descriptor("pocl"), tuned="")
     assert choose(untuned, PRODUCT) == untuned.plain("conv")[0]
     assert choose(tuned(tmp_path, listed), replace(PRODUCT, rows=1 << 20)) == untuned.plain("conv")[0]
+
+
+def test_what_it_costs_a_model(tmp_path: Path) -> None:
+    """16/9 of the weights' bytes, no activations, nothing under a limit of memory."""
+    nodes, random = Nodes(), np.random.default_rng(2)
+    weight = nodes.constant(random.standard_normal((128, 128, 3, 3)).astype(np.float32))
+    nodes.node("Conv", nodes.input(random.standard_normal((1, 128, 28, 28)).astype(np.float32)), weight, pads=[1] * 4)
+    (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
+    [listed] = [each for each in load_descriptor("pocl").variants if each.winograd]
+    tuned(tmp_path, listed)
+    device = tmp_path / "pocl.toml"
+    write_descriptor(
+        tmp_path, replace(load_descriptor("pocl"), capacity_model="", tuned=str(tmp_path / "mine")), "a test", "cpu"
+    )
+    asked: list[dict[str, Any]] = [{}, {"optimize": "cold"}, {"budget": "64MB"}, {"m_peak": "64MB"}]
+    common: dict[str, Any] = {
+        "device": str(device),
+        "memory_path": "buffer",
+        "mode": "dma",
+        "build": False,
+        "optimize": "steady",
+    }
+    programs = [flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", **common | each).program for each in asked]
+    assert [any("winograd" in launch.kernel for launch in each.launches) for each in programs] == [True, False, False, False]
+    first, other, *_ = programs
+    assert sum(part.raw for part in first.slices) == sum(part.raw for part in other.slices) * 16 / 9
+    assert first.arena_bytes == other.arena_bytes
