@@ -53,6 +53,10 @@ class Variant:
     fixed order. With `half` the products of that many steps of depth are summed in half, where operands are stored so, and
     their sum is added in float; for devices with cl_khr_fp16.
 
+    With `winograd` it computes 3x3 convolutions in steps of one by F(2x2, 3x3), and nothing else: `rows` are tiles of 2 x 2
+    pixels, and that many channels are transformed at a time, a multiple of `vector`. With `stage` that is as many, and the
+    `split` parts of a group are the 16 products. `steady`: for `--optimize steady` alone.
+
     Of attention `rows` are queries and `columns` keys. With `stage`, a group takes blocks of keys, a work-item `columns` of
     them, and `stage` channels are in local memory at a time. Without, vectors lie along the queries, `columns` keys are summed
     side by side, and `split` work-items share the keys of at most `rows` queries.
@@ -73,12 +77,15 @@ class Variant:
     split: int = 1
     half: int = 0
     subgroups: bool = False
+    winograd: int = 0
+    steady: bool = False
 
     @property
     def code(self) -> str:
         """Its numbers as one word: what a measurement holds for, whatever the variant is called."""
-        numbers = "-".join(_word(getattr(self, each.name)) for each in fields(Variant)[2:-2])
-        return numbers + (f"-{self.half}" if self.half else "") + ("-subgroups" if self.subgroups else "")
+        numbers = "-".join(_word(getattr(self, name)) for name in _CODED)
+        more = (f"-{self.half}" if self.half else "") + (f"-w{self.winograd}" if self.winograd else "")
+        return numbers + more + ("-subgroups" if self.subgroups else "")
 
     @property
     def block(self) -> tuple[int, int]:
@@ -98,7 +105,7 @@ class Variant:
     @property
     def stage_bytes(self) -> int:
         """Local memory of one stage of both operands."""
-        return self.stage * (self.left_pitch + self.block[1]) * (2 if self.half else 4)
+        return self.stage * (self.left_pitch + self.block[1]) * (2 if self.half else 4) * (self.split if self.winograd else 1)
 
     @property
     def local_bytes(self) -> int:
@@ -111,7 +118,12 @@ class Variant:
             queries, keys = self.block
             return 4 * ((self.stage + keys) * (queries + 4) + self.stage * keys + queries * self.local_size[1])
         sums = 4 * math.prod(self.block) if self.split > 1 else 0
+        if self.winograd:  # of all products, a vector of each item's columns at a time
+            sums = sums * self.split * self.vector // self.columns
         return max(self.stage_bytes * (2 if self.double else 1), sums)
+
+
+_CODED = ("rows", "columns", "vector", "local_size", "stage", "double", "split")
 
 
 def _word(value: object) -> str:
