@@ -13,6 +13,7 @@ from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure
 from flashmem.planning.clock import unlimited_seconds
+from flashmem.planning.gates import held_bytes, settled
 from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
@@ -68,12 +69,58 @@ def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: Trans
     """A plan for the first answer with what stays for later runs. It has passed `OverlapPlan.check`."""
     objective, budget = limits.resolved_objective, limits.budget
     problem = replace(problem, piece_bytes=plan.piece_bytes)
-    if limits.strategy == "stream" and (objective == "steady" or (objective == "first" and limits.m_peak is None)):
+    if limits.strategy == "stream" and objective != "paper":
         preload = _slices_of(program, limits.preload)
         limit = limits.m_peak if budget is None else budget
         measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
-        plan = _for_later_runs(problem, plan, objective, preload, limit, measure)
+        if objective == "first":
+            plan = _searched(problem, plan, limit, measure)
+        if objective == "steady" or limits.m_peak is None:
+            plan = _for_later_runs(problem, plan, objective, preload, limit, measure)
     return _sealed(problem, plan, program, mode, limits)
+
+
+def _searched(problem: Problem, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:
+    """`plan` for the first answer as CP-SAT makes it better, if that is installed and what is not proven is worth a search.
+
+    It holds no more at once than `plan` does, and `measure` of it is at most `limit`.
+    """
+    unproven = plan.objective - plan.bound
+    large = len(plan.weights) > _SEARCHED_BY_CP_SAT
+    if plan.objective_kind != "first" or large or unproven <= max(_WORTH_SECONDS, _WORTH_SHARE * plan.objective):
+        return plan
+    try:
+        from flashmem.planning.first_cp import improve
+    except ModuleNotFoundError:
+        return plan
+    preload = frozenset(w.name for w in plan.weights if w.preload)
+    moves = {w.name: w.moves for w in plan.weights if not w.preload}
+    gates = {w.name: w.read_layer for w in plan.weights}
+    held = int(held_bytes(problem, gates, moves).max(initial=0))
+    found = improve(problem, gates, moves, held, seconds=_SEARCH_SECONDS, enough=plan.bound * (1 + 1e-9))
+    better, clock = settled(problem, preload, found.gates, moves)
+    note = f"searched by CP-SAT for {_SEARCH_SECONDS:.0f} s at the most"
+    if found.bound > plan.bound:
+        note += f", which proved the bound for plans that hold no more than {held} bytes at once"
+        plan = replace(plan, bound=min(found.bound, plan.objective))
+    if clock.seconds < plan.objective:
+        trial = replace(plan, weights=tuple(replace(w, read_layer=better[w.name]) for w in plan.weights))
+        if limit is None or measure(trial) <= limit:
+            note += f"; first answer {plan.objective:.6g} s before"
+            plan = replace(trial, objective=clock.seconds, bound=min(plan.bound, clock.seconds))
+    if plan.objective - plan.bound <= 1e-6 * plan.objective:
+        plan = replace(plan, bound=plan.objective)
+    return replace(plan, notes=(*plan.notes, note), status="OPTIMAL" if plan.bound >= plan.objective else "FEASIBLE")
+
+
+_SEARCH_SECONDS = 4.0
+"""Of CP-SAT, for one plan."""
+
+_SEARCHED_BY_CP_SAT = 2000
+"""Weights of the largest plan that CP-SAT searches: the clock is played for each neighbourhood."""
+
+_WORTH_SECONDS, _WORTH_SHARE = 1e-3, 2e-3
+"""What must be unproven of a first answer to be searched: seconds, and a share."""
 
 
 def _sealed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
