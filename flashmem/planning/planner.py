@@ -255,17 +255,17 @@ def _paper_plan_inside(
     Raises:
         BudgetError: nothing fits; it names what the plan with the least takes.
     """
-    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units)
+    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST)
     if not limited:
         return plan
     roomy, least = _reading_ahead(problem, plan, program, in_flight)
     if roomy is not None:
         return roomy
-    for share in _SHARES:
+    for share in _SHARES_OF_M_PEAK:
         try:
             smaller = solve(
                 replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
-                time_limit=_SECONDS_EACH, units=units,
+                time_limit=_SECONDS_AGAIN, units=units,
             )  # fmt: skip
         except BudgetError:
             break
@@ -364,3 +364,6 @@ def _paper_plan_within(
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 _SECONDS_EACH = 4.0
+
+_SHARES_OF_M_PEAK = (0.96, 0.92, 0.88, 0.84, 0.8, 0.72, 0.65, 0.5, 0.35, 0.2, 0.1)
+_SECONDS_FIRST, _SECONDS_AGAIN = 4.0, 1.0
