@@ -173,6 +173,7 @@ def _first_plan(
     if limits.m_peak is None:
         return fastest_within(problem, operators, limit, measure, preload, lambda_)
     refused: BudgetError | None = None
+    streamed: OverlapPlan | None = None  # with nothing of W that could be streamed
     for part in (1, *(_TOO_LARGE if problem.w_may_grow else ())):
         large = frozenset(w.name for w in problem.weights if part > 1 and w.nbytes > limit // part)
         if part > 1 and not large:
@@ -183,16 +184,26 @@ def _first_plan(
             refused = refused or error
             continue
         if not large:
-            return plan
-        note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak"
+            if plan.gap <= _WORTH_W:
+                return plan
+            streamed = plan
+            continue
+        if streamed is not None and plan.objective >= streamed.objective * (1 - _WORTH_W):
+            return streamed
+        note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak, or much longer"
         bound = min(plan.bound, unlimited_seconds(problem, forced_preload(problem, preload)))  # of every W
         return replace(
             plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note), bound=bound,
             status="OPTIMAL" if bound >= plan.objective else "FEASIBLE",
         )  # fmt: skip
+    if streamed is not None:
+        return streamed
     assert refused is not None
     raise refused
 
+
+_WORTH_W = 0.02
+"""A share of the first answer: where so much is unproven, large slices are tried in W, and stay there if it gains as much."""
 
 _TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 """Of M_peak, the parts above which slices are put into W, should it be too small to stream everything."""
