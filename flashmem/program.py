@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -43,8 +44,11 @@ TENSOR_ALIGNMENT = 512
 SLACK = 128
 """Bytes after each tensor and constant: a vector load at the last element may run this far."""
 
-SLICE_ALIGNMENT = 4096
-"""Slices start on pages of the weight file, so that each can be mapped, populated and dropped on its own."""
+POOL_ALIGNMENT = 4096
+"""Where slices start in pools and in staging: suits sub-buffers and textures over buffers of every known device."""
+
+DEFAULT_PAGE = 4096
+"""Bytes of the pages that a weight file is laid out for where a descriptor does not say otherwise (`Program.page_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,8 @@ class Tensor:
 class Slice:
     """The part of one weight that is one texture (or one buffer): the unit the plan streams.
 
-    `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of `SLICE_ALIGNMENT`. For the memory path `texture`
+    `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of the program's
+    `page_bytes`. For the memory path `texture`
     it is an image of `height` rows of `width` RGBA texels of `channel` type, each row padded in the file to `row_pitch`
     bytes; `width == 0` marks a plain buffer on either path. `raw` of its bytes are the weight's own elements, the rest is
     padding.
@@ -222,16 +227,11 @@ class Program:
     build_options: tuple[str, ...] = ()
     order: LaunchOrder | None = None
     live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
+    page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped on its own
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""
-        uses: dict[str, tuple[int, int]] = {}
-        for layer, launch in enumerate(self.launches, start=1):
-            for arg in launch.args:
-                if arg.kind == "slice":
-                    first, _ = uses.get(str(arg.value), (layer, layer))
-                    uses[str(arg.value)] = (first, layer)
-        return uses
+        return first_and_last(self.launches, "slice")
 
     def to_json(self) -> dict[str, Any]:
         """The program as plain data, for the bundle."""
@@ -273,6 +273,17 @@ class Program:
                 "order": LaunchOrder(**data["order"]) if data.get("order") else None,
             }
         )
+
+
+def first_and_last(launches: Iterable[Launch], kind: Literal["tensor", "slice"]) -> dict[str, tuple[int, int]]:
+    """The first and the last layer, from 1, that has each tensor, or slice, among its arguments."""
+    found: dict[str, tuple[int, int]] = {}
+    for layer, launch in enumerate(launches, start=1):
+        for arg in launch.args:
+            if arg.kind == kind:
+                first, _ = found.get(str(arg.value), (layer, layer))
+                found[str(arg.value)] = (first, layer)
+    return found
 
 
 LaneKind = Channel | Literal["buffer"]

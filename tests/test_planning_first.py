@@ -14,8 +14,8 @@ from planning_problems import layers_of, problems
 from flashmem.device import TransferMode
 from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.clock import Moves, play
+from flashmem.planning.cp_first import improve
 from flashmem.planning.fill import filled
-from flashmem.planning.first_cp import improve
 from flashmem.planning.gates import closed_late, earliest_gates, from_cache, held_bytes, in_turn, settled
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.problem import Problem, WeightSpec

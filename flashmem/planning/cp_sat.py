@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from ortools.sat.python import cp_model
 
 from flashmem.planning.cp_models import FullModel, Unit, Window, cp_solver
+from flashmem.planning.cp_relaxed import relaxed
 from flashmem.planning.paper import Decision, PaperProblem
-from flashmem.planning.paper_lp import relaxed
 
 _WINDOW = 1000
 """Layers that one window decides."""
