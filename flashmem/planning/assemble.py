@@ -37,7 +37,7 @@ def assemble(
 ) -> OverlapPlan:
     """The plan of these decisions. Its expected slowdown is against W = `base` and no memory limit; `asked` is written down."""
     weights = tuple(
-        PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True)
+        PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True, gates.get(w.name, 0))
         if w.name in preload
         else PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, False, gates[w.name], moves[w.name])
         for w in problem.weights

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from flashmem.capacity.model import CapacityModel, default_model, load_capacity
@@ -35,6 +36,15 @@ class LayerSpec:
         at = min(bisect_right(self.beside, (nbytes, 0.0), 1), len(self.beside) - 1)
         (low, slow), (high, slower) = self.beside[at - 1], self.beside[at]
         return self.seconds * (slow + (slower - slow) * (nbytes - low) / (high - low))
+
+    def bytes_within(self, seconds: float) -> float:
+        """The most bytes of the curve with which `loaded_seconds` is no more than `seconds`; 0 where nothing slows it down."""
+        reached = 0.0
+        for (low, slow), (high, slower) in pairwise(self.beside):
+            if self.seconds * slower > seconds:
+                return low + (high - low) * max(0.0, seconds / self.seconds - slow) / (slower - slow)
+            reached = high
+        return reached
 
 
 @dataclass(frozen=True)
