@@ -10,12 +10,16 @@ import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from test_packaging import ROOT, build
 
 import flashmem
+from flashmem.cli import app
+from flashmem.cli_plain import _parser
 from flashmem.device import load_descriptor
 from flashmem.errors import MissingFileError, UserError
 from flashmem.profiler import kit as kits
@@ -141,6 +145,16 @@ def test_a_phone_runs_learns_and_plans_again(unpacked: Path, bundle: Path, tmp_p
     shown = phone(unpacked, tmp_path, "run", bundle, "--device", DEVICE.descriptor_name)
     assert shown.returncode == 0 and "first answer" in shown.stdout, shown.stderr
     assert "descriptor" in phone(unpacked, tmp_path, "devices").stdout
+
+
+def test_the_words_of_a_phone_are_those_of_a_desk() -> None:
+    desk: Any = typer.main.get_command(app)
+    (commands,) = [each for each in _parser()._actions if isinstance(each.choices, dict)]
+    assert commands.choices
+    for name, parser in commands.choices.items():
+        known = {word for each in desk.commands[name].params for word in (*each.opts, *each.secondary_opts)}
+        words = {word for action in parser._actions for word in action.option_strings} - {"-h", "--help"}
+        assert words <= known, name
 
 
 def test_a_phone_has_a_doctor(unpacked: Path, tmp_path: Path) -> None:
