@@ -220,6 +220,10 @@ def profile(
     dataset: Annotated[
         Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train anew on this dataset.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="With --dataset: keep this model's launches out of training; repeatable."),
+    ] = None,
     report: Annotated[bool, typer.Option("--report", help="With --dataset: judge predictions, and train nothing.")] = False,
     figures: Annotated[Path | None, typer.Option(metavar="DIR", help="With --report: draw figures into this folder.")] = None,
     again: Annotated[
@@ -235,6 +239,8 @@ def profile(
         raise UserError("--report needs --dataset; --figures and --again need --report; name the dataset that a profile wrote")
     if sum(each is not None for each in (kit, measure, dataset)) > 1:
         raise UserError("--kit, --measure and --dataset are three steps; name one of them")
+    if without and (report or dataset is None):
+        raise UserError("--without needs --dataset, and does not go with --report: it says what training leaves out")
     if kit is not None:
         print(write_kit(kit, device or "auto", tuple(model or ()), seed))
     elif measure is not None:
@@ -242,7 +248,7 @@ def profile(
     elif report and dataset is not None:
         report_on(dataset, figures, again)
     elif dataset is not None:
-        print(retrain_model(dataset))
+        print(retrain_model(dataset, tuple(without or ())))
     else:
         models = tuple(model or ())
         print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))

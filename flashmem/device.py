@@ -134,6 +134,7 @@ class Rates:
     contention: dict[TransferMode, float] = field(
         default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
     )
+    conv_flops: float = 0.0  # of convolutions with more than one tap, and depthwise ones; 0: as gemm_flops
 
     def contention_of(self, mode: TransferMode) -> float:
         """The contention of `mode`.
@@ -147,6 +148,10 @@ class Rates:
                 f"or add it under [rates.contention]"
             )
         return self.contention[mode]
+
+    def flops_of(self, family: str) -> float:
+        """FLOP per second of launches of a kernel family (`program.LaunchShape`)."""
+        return self.conv_flops or self.gemm_flops if family in ("conv", "depthwise") else self.gemm_flops
 
     def transfer_bandwidth(self, mode: TransferMode) -> float:
         """Bytes per second of the last step of `mode`: a read into shared memory (`alias`), or a copy."""

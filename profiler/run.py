@@ -6,6 +6,7 @@ phone writes the dataset, which says enough of the device to train and to write 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from flashmem.errors import UserError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
 
-from .dataset import SUFFIX, at_usual_pace, read_dataset
+from .dataset import SAMPLE, SUFFIX, at_usual_pace, read_dataset
 from .descriptor import write_descriptor
 from .measure import Progress, measure
 from .measure import Request as Request
@@ -52,19 +53,26 @@ def profile(request: Request, progress: Progress) -> Path:
     return path
 
 
-def retrain(dataset: Path) -> Path:
+def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
     """Train anew on a finished dataset and write the models beside it, and the descriptor where the dataset has it and there is
     none; no device is needed.
 
     Returns the models' stem, or the path of the descriptor that was written.
 
+    `without`: models whose launches training is not to see, so that `flashmem profile --report` can judge by them.
+
     Raises:
-        UserError: not a dataset.
+        UserError: not a dataset, or it has no launches of such a model.
     """
     about, rows = read_dataset(dataset)
+    if unknown := sorted(set(without) - ({row.origin for row in rows} - {SAMPLE})):
+        known = ", ".join(sorted({row.origin for row in rows} - {SAMPLE})) or "none"
+        raise UserError(f"{dataset} has no launches of a model {unknown[0]!r}; the models in it: {known}")
     basis = basis_of(about)
     stem = dataset.with_name(dataset.name.removesuffix(SUFFIX))
-    save(train(at_usual_pace(rows, basis), basis), stem)
+    paced = at_usual_pace(rows, basis)
+    held = {row.features for row in paced if row.origin in without}
+    save(train([row for row in paced if row.features not in held], basis), stem)
     if "descriptor" not in about or stem.with_name(f"{stem.name}.toml").exists():
         return stem
     descriptor = DeviceDescriptor.from_dict(about["descriptor"], where=str(dataset))

@@ -42,8 +42,9 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
         raise UserError("no launch was measured with bytes streamed beside it; profile for more minutes")
     seconds = _train_seconds(alone, basis)
     slowdown = _train_slowdown(rows, alone, basis)
-    describe(seconds, basis, KERNEL_FEATURES)
-    describe(slowdown, basis, LOAD_FEATURES)
+    origins = sorted({row.origin for row in rows})
+    describe(seconds, basis, KERNEL_FEATURES, origins)
+    describe(slowdown, basis, LOAD_FEATURES, origins)
     return Predictor(seconds, slowdown, basis, alone[0].features.memory_path)
 
 

@@ -31,6 +31,6 @@ def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: 
     `weight_bytes`: bytes of weights it reads, beside the activations that the launch declares.
     """
     rates = descriptor.rates
-    arithmetic = 2 * launch.macs / rates.gemm_flops
+    arithmetic = 2 * launch.macs / rates.flops_of(launch.shape.family)
     traffic = (launch.bytes + weight_bytes) / rates.memory_bandwidth
     return max(arithmetic, traffic) + rates.launch_seconds

@@ -57,6 +57,12 @@ class Predictor:
         return self._seconds, self._slowdown
 
     @property
+    def trained_on(self) -> tuple[str, ...]:
+        """The origins of the launches it was trained on (`profiler.dataset.Row`); empty where the models do not say."""
+        about = json.loads(self._seconds.attr(_ATTRIBUTE) or "{}")
+        return tuple(about.get("origins", ()))
+
+    @property
     def note(self) -> str:
         """Says what was measured."""
         return f"load capacities from the model trained on {self.basis.source}"
@@ -153,7 +159,7 @@ def _columns(booster: xgboost.Booster, features: Sequence[str]) -> list[int]:
     return [features.index(name) for name in trained]
 
 
-def describe(booster: Any, basis: Basis, features: tuple[str, ...]) -> None:
-    """Write into `booster` what `Predictor.load` asks for."""
-    about = {"version": FORMAT_VERSION, "features": features, "basis": asdict(basis)}
+def describe(booster: Any, basis: Basis, features: tuple[str, ...], origins: Sequence[str] = ()) -> None:
+    """Write into `booster` what `Predictor.load` asks for, and what it was trained on."""
+    about = {"version": FORMAT_VERSION, "features": features, "basis": asdict(basis), "origins": list(origins)}
     booster.set_attr(**{_ATTRIBUTE: json.dumps(about, sort_keys=True)})

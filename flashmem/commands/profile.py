@@ -88,12 +88,14 @@ def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> P
     return made
 
 
-def retrain_model(dataset: Path) -> Path:
-    """Trains anew on a dataset, without a device; returns the path of the descriptor, or of the models without suffixes."""
+def retrain_model(dataset: Path, without: tuple[str, ...]) -> Path:
+    """Trains anew on a dataset, without a device and `without` the launches of some models; returns the path of what was
+    trained, without its suffixes.
+    """
     _need_extra()
     from flashmem.profiler.run import retrain
 
-    path: Path = retrain(dataset)
+    path: Path = retrain(dataset, without)
     return path
 
 

@@ -163,10 +163,12 @@ def describe(
     *,
     disk: Disk = "cached",
     strategy: Strategy = "stream",
+    lanes: bool = True,
 ) -> Scenario:
     """The first run of a session that plays `plan` on a device, `mode` being how weights travel.
 
-    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `planning.problem`.
+    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `planning.problem`. `lanes`: as
+    `flashmem.Session` has it.
     """
     rates = descriptor.rates
     slices = {part.name: part for part in program.slices}
@@ -174,7 +176,7 @@ def describe(
     if strategy == "preload":
         plan = preloaded(plan)
     problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
-    moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
+    moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
     kept = {w.name for w in plan.weights if w.keep}
 
     def layers(played: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
@@ -220,7 +222,9 @@ def describe(
         input_bytes=_port_bytes(program, program.inputs),
         output_bytes=_port_bytes(program, copied_outputs(program)),
         resident_first=strategy == "preload",
-        later_layers=layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program))) if kept and moves else (),
+        later_layers=(
+            layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program), lanes=lanes)) if kept and moves else ()
+        ),
     )
 
 
@@ -268,7 +272,8 @@ def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
     rates = descriptor.rates
     riding = _moved_bytes(moving.riding) if moving.riding else 0
     delay = rates.contention_of("interleave") * riding / rates.copy_bandwidth
-    return delay + sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in moving.separate)
+    own = (*moving.leading, *moving.separate)
+    return delay + sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in own)
 
 
 def _moved_bytes(ride: Ride) -> int:
@@ -282,7 +287,7 @@ def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
     for layer, launch in enumerate(program.launches, start=1):
         moving = moves.get(layer)
         (lane if moving is not None and moving.riding is not None else plain).add(launch.kernel)
-        lane.update(ride.copier for ride in (moving.separate if moving else ()))
+        lane.update(ride.copier for ride in ((*moving.leading, *moving.separate) if moving else ()))
     return len(plain) + len(lane)
 
 
