@@ -19,6 +19,9 @@ from flashmem.resources import names, read_text
 TransferMode = Literal["map", "alias", "dma", "interleave"]
 TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 
+MOST_LOADER_THREADS = 64
+"""Loader threads that a descriptor or a bundle may ask for."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -167,6 +170,7 @@ class DeviceDescriptor:
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
     parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
+    loader_threads: int = 2  # that read weights and copy them, where no limit is too small for their staging
     tile: Tile = field(default_factory=Tile)
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
     only: str = ""  # the one variant to use where it can be, by its name: for measurements
@@ -180,6 +184,11 @@ class DeviceDescriptor:
     def uses_host_memory(self) -> bool:
         """Whether kernels read and write the host's own memory where it is: what mode `map` needs."""
         return any("map" in modes for modes in self.modes.values())
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether host and device have one memory: if not, a load into memory of the device is a copy out of pinned memory."""
+        return any("alias" in modes for modes in self.modes.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as plain data, for the bundle."""
@@ -210,6 +219,9 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        threads = descriptor.loader_threads
+        if not isinstance(threads, int) or not 1 <= threads <= MOST_LOADER_THREADS:
+            raise UserError(f"{where}: loader_threads is {threads}; give a number from 1 to {MOST_LOADER_THREADS}")
         descriptor.check_contention(where)
         return descriptor
 

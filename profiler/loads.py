@@ -43,6 +43,10 @@ class Run(LoaderRun):
         """Nothing."""
         return
 
+    def _may_begin(self, index: int) -> bool:
+        """Not before the clock is started, whether or not it could be read ahead."""
+        return super()._may_begin(index) and self.is_open(self._loads[index].gate)
+
 
 class Loads:
     """Slices to be loaded on one memory path of one device, in any of its transfer modes. Close it."""
@@ -74,7 +78,7 @@ class Loads:
         if mode not in self._transfers:
             parts = [part for half in self._sets for part in half]
             layout = self._layout(mode, parts, CHUNK, places=PARTS, slots=8)
-            self._transfers[mode] = make_transfer(mode, self._context, self._ledger, self._file, parts, layout, LOADER_THREADS)
+            self._transfers[mode] = make_transfer(mode, self._context, self._ledger, self._file, parts, layout)
         return self._transfers[mode]
 
     def start(self, mode: TransferMode, count: int) -> tuple[Run, list[Slice]]:
@@ -114,7 +118,7 @@ class Loads:
         parts = [self._slice(i, _PAGE) for i in range(2 * PARTS)]
         layout = self._layout(mode, parts, _PAGE, places=len(parts), slots=1)
         ledger = Ledger(self._context, None)
-        transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout, LOADER_THREADS)
+        transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout)
         try:
             times = []
             for _ in range(7):
@@ -147,7 +151,8 @@ class Loads:
         if mode == "dma":
             return replace(layout, staging_bytes=LOADER_THREADS * nbytes)
         if mode == "interleave":
-            return replace(layout, staging_bytes=places * nbytes, staging=offsets)
+            ring = 0 if self._context.device.unified_memory else LOADER_THREADS * nbytes
+            return replace(layout, staging_bytes=places * nbytes, staging=offsets, ring_bytes=ring)
         return layout
 
 

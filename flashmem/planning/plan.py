@@ -106,7 +106,7 @@ PASSING_BYTES = 4 << 20
 
 
 LOADER_THREADS = 2
-"""Threads that load weights; layouts give each a part of staging."""
+"""Threads that load weights, unless a device wants more; layouts give each a part of staging."""
 
 
 def passing_bytes(part: Slice, piece: int = PASSING_BYTES) -> int:
@@ -124,7 +124,9 @@ class PoolLayout:
     of equal parts, one for each loader thread, and `staging` is empty. What is larger than `piece_bytes` passes through a
     part in pieces, as W does through its place in `interleave`. In mode `map` nothing is allocated: `mapped_peak_bytes` is the
     most that is resident at once. `resident_bytes` of all this are the places of W; M_peak limits the rest.
-    `entrance_bytes`: what each thread has of the place in staging that W passes through (`interleave`).
+    `entrance_bytes`: what each thread has of the place in staging that W passes through (`interleave`). Where host and device
+    do not share memory, staging is the device's, there is no entrance, and all loads pass through `ring_bytes` of the host's,
+    equal parts for the loader threads. `threads`: their number.
     """
 
     pool_bytes: int = 0
@@ -137,11 +139,14 @@ class PoolLayout:
     piece_bytes: int = PASSING_BYTES
     resident_bytes: int = 0
     entrance_bytes: int = 0
+    ring_bytes: int = 0
+    threads: int = LOADER_THREADS
 
     @property
     def total_bytes(self) -> int:
         """Everything the layout takes, in bytes."""
-        return self.pool_bytes + sum(slot.nbytes for slot in self.slots) + self.staging_bytes + self.mapped_peak_bytes
+        staging = self.staging_bytes + self.ring_bytes
+        return self.pool_bytes + sum(slot.nbytes for slot in self.slots) + staging + self.mapped_peak_bytes
 
     @property
     def in_flight_bytes(self) -> int:
@@ -179,6 +184,8 @@ class OverlapPlan:
     relaxed: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = PASSING_BYTES
     units: Units = "printed"
+    loader_threads: int = LOADER_THREADS
+    shares_memory: bool = True  # host and device, where the plan is for
 
     @property
     def prices(self) -> tuple[float, float]:
@@ -407,9 +414,12 @@ def _check_layout(
         staged = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.read_layer, w.moves[-1][0])
                   for w in weights if not w.preload]  # fmt: skip
         preloaded = [w for w in weights if w.preload]
-        if preloaded:
+        if layout.ring_bytes:
+            if layout.ring_bytes < layout.threads * max(passing.values(), default=0):
+                raise PlanViolation("layout", f"{mode}: pieces of the largest slice do not fit the ring")
+        elif preloaded:
             start = min(layout.staging[w.name] for w in preloaded)
-            end = max(layout.staging[w.name] for w in preloaded) + LOADER_THREADS * layout.entrance_bytes
+            end = max(layout.staging[w.name] for w in preloaded) + layout.threads * layout.entrance_bytes
             if layout.entrance_bytes < max(passing[w.name] for w in preloaded):
                 raise PlanViolation("layout", f"{mode}: a piece of a slice of W does not fit its entrance")
             staged.append(_Placed("of W", start, end, 0, layers))

@@ -15,7 +15,7 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.errors import RunError
-from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
+from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import Port, array_bytes, lane_kind, output_bytes, scratch_bytes
 from flashmem.runtime.arena import Bytes, move_out, new_pages
 from flashmem.runtime.devices import Device
@@ -95,7 +95,7 @@ class Engine:
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
         self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
-        self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, LOADER_THREADS, digests)
+        self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, digests)
         staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
         steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain, self._lane)
@@ -112,6 +112,7 @@ class Engine:
             if tensor.name in ports
         }
         banded = mode if digests is None else None  # a digest is of a whole slice
+        self._threads = layout.threads
         self._all_loads = planned_loads(plan, slices, preload=True, mode=banded)
         self._later_loads = planned_loads(later, slices, preload=False, mode=banded)
         self._w_loads = [load for load in self._all_loads if load.preload]
@@ -165,7 +166,7 @@ class Engine:
             self._preload()
 
     def _preload(self) -> None:
-        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=LOADER_THREADS)
+        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=self._threads)
         try:
             for load in self._w_loads:
                 loader.wait(load.part.name)
@@ -206,7 +207,7 @@ class Engine:
         for port in early:
             by_layer.setdefault(port.ready or 0, []).append(port)
         after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
-        loader = LoaderRun(self._transfer, loads, self._frees, threads=LOADER_THREADS) if loads else None
+        loader = LoaderRun(self._transfer, loads, self._frees, threads=self._threads) if loads else None
         try:
             check = self._file.check if self._transfer.in_place else None
             self._executor.run(loader, layers if self._trace else None, check, after)

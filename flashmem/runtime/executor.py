@@ -21,7 +21,7 @@ from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 from flashmem.runtime.loader import LoaderRun, Span
-from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, wait
+from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
@@ -185,6 +185,8 @@ class Executor:
         for layer, (step, launches) in enumerate(zip(self._steps, self._launches, strict=True), start=1):
             if check is not None:
                 check()
+            while loader is not None and flying and has_ended(flying[0][1]):  # a gate should open when it can
+                retire()
             if loader is not None and step.needs:
                 loaded = loader.loaded
                 for name in step.needs:

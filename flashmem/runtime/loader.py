@@ -1,8 +1,8 @@
 """Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
 
-A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of (g_w, z_w, i_w); the read of w may
-start once layer g_w - 1 is done, and not before everything freed by then has been let go, so that no two slices are ever
-resident that the plan kept apart.
+A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of (g_w, z_w, i_w): w may come in
+once layer g_w - 1 is done and everything freed by then has been let go, so that no two slices are ever resident that the plan
+kept apart. Loads that pass through staging of a thread's own are read there before that, and copied on when the gate opens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashmem.device import Rates, TransferMode
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Slice
-from flashmem.runtime.transfer import Band, Transfer, bands, whole
+from flashmem.runtime.transfer import Band, Step, Transfer, bands, whole
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`."""
+    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`.
+
+    Of a load: `thread` made it, in `steps`, one after the other, each with when it ended.
+    """
 
     name: str
     start: float
     end: float
+    thread: int = 0
+    steps: tuple[tuple[Step, float], ...] = ()
 
 
 def planned_loads(
@@ -82,6 +87,31 @@ def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, t
     return frees
 
 
+class _Turn:
+    """One load of a run: its steps, and when its gate is open."""
+
+    __slots__ = ("_run", "gate", "start", "steps")
+
+    def __init__(self, run: LoaderRun, gate: int) -> None:
+        self._run, self.gate = run, gate
+        self.start = time.perf_counter()
+        self.steps: list[tuple[Step, float]] = []
+
+    def did(self, what: Step) -> None:
+        """Note that it has done this until now."""
+        self.steps.append((what, time.perf_counter()))
+
+    def opened(self) -> None:
+        """Wait for its gate. Raises _StoppedError if the run stops before."""
+        if not self._run.is_open(self.gate):
+            self._run.wait_for_gate(self.gate)
+            self.did("gate")
+
+
+class _StoppedError(Exception):
+    """The run ends, and with it the load."""
+
+
 class LoaderRun:
     """Threads at work on one sequence of loads. Call `layer_done` for every layer, `wait` before using, `stop` at the end."""
 
@@ -100,7 +130,10 @@ class LoaderRun:
         self._loads = loads
         self._frees = frees if transfer.frees else {}
         self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # layers whose end is waited for
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # for loader threads: gates, what is to be freed, the end
+        self._arrived = threading.Condition(lock)  # for who waits for a slice
+        self._wanted: str | None = None  # that slice
         self._next = 0
         self._expected = 0
         self._done = 0  # layers that are done
@@ -109,6 +142,8 @@ class LoaderRun:
         self._failure: BaseException | None = None
         self._stopping = False
         self._ahead = threads
+        self._announces = transfer.file.missed  # the last time a load was read, or never yet
+        transfer.file.missed = False
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"flashmem-loader-{number}", daemon=True)
             for number in range(min(threads, len(loads)))
@@ -131,11 +166,13 @@ class LoaderRun:
         Raises:
             RunError: a load failed.
         """
-        with self._changed:
+        with self._arrived:
+            self._wanted = name
             while not self.loaded[name]:
                 if self._failure is not None:
                     raise _as_run_error(self._failure)
-                self._changed.wait()
+                self._arrived.wait()
+            self._wanted = None
 
     def stop(self) -> None:
         """End the threads, and let go what is still to be freed. Raises RunError if a load failed."""
@@ -152,29 +189,45 @@ class LoaderRun:
     def _work(self, thread: int) -> None:
         try:
             while (load := self._take()) is not None:
-                start = time.perf_counter()
+                turn, name = _Turn(self, load.gate), load.part.name
                 if load.preload:
-                    self._transfer.preload(load.part, load.band, thread)
+                    self._transfer.preload(load.part, load.band, thread, turn)
                 else:
-                    self._transfer.load(load.part, load.band, thread)
-                span = Span(load.part.name, start, time.perf_counter())
+                    self._transfer.load(load.part, load.band, thread, turn)
+                span = Span(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
                 with self._changed:
                     self.spans.append(span)
-                    self._missing[load.part.name] -= 1
-                    if not self._missing[load.part.name]:
-                        self.loaded[load.part.name] = True
-                        self._changed.notify_all()
+                    self._missing[name] -= 1
+                    if not self._missing[name]:
+                        self.loaded[name] = True
+                        if name == self._wanted:
+                            self._arrived.notify_all()
+        except _StoppedError:
+            return
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
                 self._stopping = True
                 self._changed.notify_all()
+                self._arrived.notify_all()
+
+    def is_open(self, gate: int) -> bool:
+        """Whether layer `gate` is known to be done."""
+        return gate <= self._done
+
+    def wait_for_gate(self, gate: int) -> None:
+        """Return once layer `gate` is done. Raises _StoppedError if the run stops before."""
+        with self._changed:
+            while gate > self._done:
+                if self._stopping:
+                    raise _StoppedError
+                self._changed.wait()
 
     def _take(self) -> Load | None:
         """The next load whose gate is open; frees on the way. None when the run stops."""
         while True:
             with self._changed:
-                while not self._stopping and not self._to_free and not self._is_open(self._next):
+                while not self._stopping and not self._to_free and not self._may_begin(self._next):
                     self._changed.wait()
                 if self._stopping:
                     return None
@@ -184,7 +237,7 @@ class LoaderRun:
                 if not frees:
                     load = self._loads[self._next]
                     self._next += 1
-                    ahead = self._announce()
+                    ahead = self._announce() if self._announces or self._transfer.file.missed else ()
             if load is not None:
                 for each in ahead:
                     self._transfer.expect(each.part, each.band)
@@ -197,15 +250,17 @@ class LoaderRun:
                     self._freeing -= 1
                     self._changed.notify_all()
 
-    def _is_open(self, index: int) -> bool:
-        """Whether a load may start: its gate is open, and nothing is just being freed."""
-        return index < len(self._loads) and not self._freeing and self._loads[index].gate <= self._done
+    def _may_begin(self, index: int) -> bool:
+        """Whether a load may begin: its gate is open or it can be read before that, and nothing is just being freed."""
+        if index >= len(self._loads) or self._freeing:
+            return False
+        return self._transfer.reads_ahead or self.is_open(self._loads[index].gate)
 
     def _announce(self) -> Sequence[Load]:
         """The loads up to a few ahead of the one just taken, so that the disk reads on; only behind open gates."""
         first = max(self._expected, self._next - 1)
         last = first
-        while last < min(self._next + self._ahead, len(self._loads)) and self._loads[last].gate <= self._done:
+        while last < min(self._next + self._ahead, len(self._loads)) and self.is_open(self._loads[last].gate):
             last += 1
         self._expected = last
         return self._loads[first:last]

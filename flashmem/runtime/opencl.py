@@ -142,7 +142,7 @@ def _describe(platform: Any, device: Any) -> Device:
 def _raw_info(device: Any, parameter: int) -> int:
     """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 where the driver does not know it either."""
     value = ctypes.c_uint(0)
-    library = ctypes.CDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
+    library = ctypes.CDLL(library_path())
     failed = library.clGetDeviceInfo(
         ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4), ctypes.byref(value), None
     )
@@ -171,10 +171,16 @@ class Launch:
         )  # fmt: skip
 
 
+def library_path() -> str:
+    """What to load for OpenCL's functions: symbols are looked up in the loader that pyopencl is linked with."""
+    path: str = cl._cl.__file__
+    return path
+
+
 @functools.cache
 def _enqueue() -> Callable[..., int]:
     """clEnqueueNDRangeKernel, called with the interpreter's lock held: it is over before a thread could be woken for it."""
-    library = ctypes.PyDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
+    library = ctypes.PyDLL(library_path())
     enqueue: Callable[..., int] = library.clEnqueueNDRangeKernel
     return enqueue
 
@@ -262,6 +268,13 @@ def wait(event: Event) -> None:
         event.wait()
     except cl.Error as error:
         raise _run_error("finish a command", error) from error
+
+
+def has_ended(event: Event) -> bool:
+    """Whether the command of `event` has completed or failed; `wait` then says which, at once."""
+    with _explained("ask how far a command is"):
+        status: int = event.command_execution_status
+    return status <= cl.command_execution_status.COMPLETE
 
 
 def event_seconds(event: Event) -> tuple[float, float]:

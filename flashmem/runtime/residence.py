@@ -14,8 +14,8 @@ from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Program
 Strategy = PlannedStrategy | Literal["preload"]
 
 
-def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
-    """The layout that the plan has for `mode`.
+def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, shares_memory: bool) -> PoolLayout:
+    """The layout that the plan has for `mode`, on a device that shares the host's memory or does not.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -23,7 +23,10 @@ def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
     if mode not in plan.layouts:
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
-    return plan.layouts[mode]
+    layout = plan.layouts[mode]
+    if mode == "interleave" and not shares_memory and not layout.ring_bytes:  # planned for another kind of device
+        layout = replace(layout, ring_bytes=layout.threads * _largest_piece(program))
+    return layout
 
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:
@@ -32,11 +35,11 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
     return replace(plan, weights=weights)
 
 
-def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
-    """A place of its own for every slice."""
+def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
+    """A place of its own for every slice, and what loads pass through."""
     sizes = {part.name: -(-part.file_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for part in program.slices}
     if mode == "map":
-        return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()))
+        return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()), threads=threads)
     offsets: dict[str, int] = {}
     slots: list[TextureSlot] = []
     slot_of: dict[str, int] = {}
@@ -50,11 +53,20 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
             offsets[part.name] = end
             end += sizes[part.name]
     resident = end + sum(slot.nbytes for slot in slots)
-    layout = PoolLayout(pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident)
-    largest = max((passing_bytes(part) for part in program.slices), default=0)
-    piece = -(-largest // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+    layout = PoolLayout(
+        pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident, threads=threads
+    )
+    piece = _largest_piece(program)
     if mode == "dma":
         return replace(layout, staging_bytes=threads * piece)
+    if mode == "interleave" and not shares_memory:
+        return replace(layout, ring_bytes=threads * piece, staging=dict.fromkeys(sizes, 0))
     if mode == "interleave":  # one entrance that slices pass through
         return replace(layout, staging_bytes=threads * piece, staging=dict.fromkeys(sizes, 0), entrance_bytes=piece)
     return layout
+
+
+def _largest_piece(program: Program) -> int:
+    """Bytes that pass through staging at a time of the largest slice: whole pages."""
+    largest = max((passing_bytes(part) for part in program.slices), default=0)
+    return -(-largest // SLICE_ALIGNMENT) * SLICE_ALIGNMENT

@@ -19,7 +19,6 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import table_blocks
 from flashmem.errors import RunError, UserError
-from flashmem.planning.plan import LOADER_THREADS
 from flashmem.program import Port, copied_outputs, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.devices import descriptor_for
@@ -94,9 +93,10 @@ class Session:
             strategy=self.strategy,
         )
         if self.strategy == "preload":
-            plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
+            threads, shares_memory = self.bundle.descriptor.loader_threads, self.device.unified_memory
+            plan, layout = preloaded(plan), preloaded_layout(program, self.mode, threads, shares_memory=shares_memory)
         else:
-            layout = streamed_layout(plan, self.mode)
+            layout = streamed_layout(program, plan, self.mode, shares_memory=self.device.unified_memory)
         if program.hands_over and not self._uses_host_memory:  # compiled for a CPU, run elsewhere
             program = replace(program, hands_over=False)
         self._program = program

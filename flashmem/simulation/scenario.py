@@ -147,7 +147,7 @@ class Scenario:
 def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
     """Where the runtime would put slices: the plan's layout for `mode`, made now if the plan has none for it."""
     if strategy == "preload":
-        return preloaded_layout(program, mode, LOADER_THREADS)
+        return preloaded_layout(program, mode, plan.loader_threads, shares_memory=plan.shares_memory)
     return plan.layouts[mode] if mode in plan.layouts else lay_out_pools(program.slices, plan, [mode])[mode]
 
 
@@ -182,7 +182,7 @@ def describe(
         )
 
     loads = planned_loads(plan, slices, preload=True, mode=mode)
-    travel = _Travel(descriptor, mode, layout)
+    travel = _Travel(mode, layout)
     return Scenario(
         Machine(
             read_bandwidth=rates.cached_bandwidth,
@@ -191,6 +191,7 @@ def describe(
             load_seconds=rates.load_seconds,
             # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
             contention=0.0 if mode == "interleave" else rates.contention_of(mode),
+            threads=layout.threads,
         ),
         layers=layers(plan, moves),
         loads=tuple(
@@ -230,7 +231,6 @@ def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
 class _Travel:
     """How slices travel in one mode (runtime/transfer.py)."""
 
-    descriptor: DeviceDescriptor
     mode: TransferMode
     layout: PoolLayout
 
@@ -242,8 +242,8 @@ class _Travel:
             return (("read", total),)
         if self.mode == "interleave":
             copy: Piece = ("copy", total)
-            return (("read", total), *[copy] * (load.preload + (not self._shares_memory)))
-        ring = self.layout.staging_bytes // LOADER_THREADS // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+            return (("read", total), *[copy] * (load.preload or bool(self.layout.ring_bytes)))
+        ring = self.layout.staging_bytes // self.layout.threads // SLICE_ALIGNMENT * SLICE_ALIGNMENT
         step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
         ends = [*range(0, total, step), total]
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
@@ -251,11 +251,6 @@ class _Travel:
     def held(self, band: Band) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
         return -(-band.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
-
-    @property
-    def _shares_memory(self) -> bool:
-        """Whether host and device share memory: where they do not, a descriptor has no `alias`, and staging is sent over."""
-        return any("alias" in modes for modes in self.descriptor.modes.values())
 
 
 def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
@@ -296,7 +291,7 @@ def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]
         Allocation("outputs", output_bytes(program)),
         Allocation("staging", scratch_bytes(program)),
         Allocation("weights", homes),
-        Allocation("staging", layout.staging_bytes),
+        Allocation("staging", layout.staging_bytes + layout.ring_bytes),
     )
 
 
