@@ -192,6 +192,11 @@ class Engine:
     def _run(self, early: Sequence[Port]) -> Played:
         if self._has_run:
             loads = self._later_loads
+            if self._resources is not None:  # what was kept is not moved again
+                program, later = self._bundle.program, self._plan.later()
+                needs = needed_slices(later, self._later_moves)
+                steps = make_steps(program, needs, self._later_moves, self._resources, self._plain, self._lane)
+                self._executor, self._resources = Executor(self._queue, steps), None
         else:
             loads = tuple(load for load in self._all_loads if not (load.preload and self._w_is_resident))
         layers: list[Span] = []
@@ -221,11 +226,6 @@ class Engine:
             raise
         if loader is not None:
             loader.stop()
-        if self._resources is not None:  # what was kept is not moved again
-            program, later = self._bundle.program, self._plan.later()
-            needs = needed_slices(later, self._later_moves)
-            steps = make_steps(program, needs, self._later_moves, self._resources, self._plain, self._lane)
-            self._executor, self._resources = Executor(self._queue, steps), None
         self._w_is_resident = self._has_run = True
         return Played(tuple(loader.spans) if loader else (), tuple(layers), arrays)
 
@@ -263,7 +263,7 @@ class Engine:
         with suppress(RunError):  # a lost device has nothing to give back
             self._transfer.close()
         self._ports.clear()
-        self._arena = self._host = None
+        self._arena = self._host = self._resources = None
         del self._executor
         with suppress(RunError):
             self.ledger.close()

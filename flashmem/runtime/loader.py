@@ -144,12 +144,18 @@ class LoaderRun:
         self._ahead = threads
         self._announces = transfer.file.missed  # the last time a load was read, or never yet
         transfer.file.missed = False
-        self._threads = [
-            threading.Thread(target=self._work, args=(number,), name=f"flashmem-loader-{number}", daemon=True)
-            for number in range(min(threads, len(loads)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._count = min(threads, len(loads))
+        self._threads: list[threading.Thread] = []
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Start one more thread, if there is to be one: each starts the next, so that nobody waits for all of them."""
+        with self._changed:
+            number = len(self._threads)
+            if number < self._count and not self._stopping:
+                thread = threading.Thread(target=self._work, args=(number,), name=f"flashmem-loader-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
     def layer_done(self, layer: int) -> None:
         """Layer `layer` and all before it are done: frees what it used last, and opens the gates behind it."""
@@ -188,6 +194,7 @@ class LoaderRun:
 
     def _work(self, thread: int) -> None:
         try:
+            self._start_next()
             while (load := self._take()) is not None:
                 turn, name = _Turn(self, load.gate), load.part.name
                 if load.preload:

@@ -93,8 +93,8 @@ class Session:
             strategy=self.strategy,
         )
         if self.strategy == "preload":
-            threads, shares_memory = self.bundle.descriptor.loader_threads, self.device.unified_memory
-            plan, layout = preloaded(plan), preloaded_layout(program, self.mode, threads, shares_memory=shares_memory)
+            layout = preloaded_layout(program, self.mode, plan.loader_threads, shares_memory=self.device.unified_memory)
+            plan = preloaded(plan)
         else:
             layout = streamed_layout(program, plan, self.mode, shares_memory=self.device.unified_memory)
         if program.hands_over and not self._uses_host_memory:  # compiled for a CPU, run elsewhere

@@ -62,7 +62,7 @@ class SimulatedLoad:
     """A band of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
 
     `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find it if it is of W or to
-    `keep`.
+    `keep`. One that `reads_ahead` waits for its gate only when it has something to copy.
     """
 
     name: str
@@ -73,6 +73,7 @@ class SimulatedLoad:
     held: int = 0
     first: int = 0
     keep: bool = False
+    reads_ahead: bool = False
 
     @property
     def last_of_file(self) -> int:
@@ -204,6 +205,7 @@ def describe(
                 travel.held(load.band),
                 load.band.first,
                 load.part.name in kept,
+                travel.reads_ahead,
             )
             for load in loads
         ),
@@ -247,6 +249,11 @@ class _Travel:
         step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
         ends = [*range(0, total, step), total]
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a load passes through staging of a thread's own, and is read there before its gate opens."""
+        return self.mode == "dma" or bool(self.layout.ring_bytes)
 
     def held(self, band: Band) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""

@@ -4,7 +4,8 @@ What runs at the same time, and what waits for what, is as in runtime/{session,e
 
 - the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
   cache ends no sooner than the disk brought it in;
-- loader threads free what may be freed, then take the next load whose gate is open. They share one read and one copy rate; what
+- loader threads free what may be freed, then take the next load whose gate is open; where loads pass through staging of a
+  thread's own, they read it there before that, and copy it then. They share one read and one copy rate; what
   slices cost beside their bytes is the interpreter's time, spent by one thread at a time;
 - the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread is at work. The
   host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
@@ -13,7 +14,7 @@ What runs at the same time, and what waits for what, is as in runtime/{session,e
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -200,10 +201,12 @@ class _Player:
         self._disk_queue.append(load)
         self._backlog += load.nbytes
 
-    def transfer(self, load: SimulatedLoad) -> Process:
-        """What a loader thread does with one load."""
+    def transfer(self, load: SimulatedLoad, is_open: Callable[[], bool]) -> Process:
+        """What a loader thread does with one load; `is_open`: whether its gate is."""
         yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
+            if resource == "copy":
+                yield is_open
             yield Work(resource, nbytes)
             if index == load.last_of_file and self.machine.disk_bandwidth is not None:
                 yield lambda: (load.name, load.first) in self._in_cache
@@ -251,11 +254,11 @@ class _Loader:
     def _work(self, thread: int) -> Process:
         player, events = self._player, self._player.events
         while True:
-            yield lambda: self._stopping or bool(self._to_free) or self._is_open(self._next)
+            yield lambda: self._stopping or bool(self._to_free) or self._may_begin(self._next)
             if self._stopping:
                 return
             self._free()
-            if not self._is_open(self._next):
+            if not self._may_begin(self._next):
                 continue
             load = self._loads[self._next]
             self._next += 1
@@ -264,7 +267,7 @@ class _Loader:
             start = events.now
             if load.held:
                 player.memory.change(start, "weights", load.held)
-            yield from player.transfer(load)
+            yield from player.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
             player.loads.append((Span(load.name, start, events.now), thread))
             self._missing[load.name] -= 1
             if not self._missing[load.name]:
@@ -274,6 +277,9 @@ class _Loader:
         for name in self._to_free:
             self._player.memory.change(self._player.events.now, "weights", -self._held[name])
         self._to_free.clear()
+
+    def _may_begin(self, index: int) -> bool:
+        return index < len(self._loads) and (self._loads[index].reads_ahead or self._is_open(index))
 
     def _is_open(self, index: int) -> bool:
         return index < len(self._loads) and self._loads[index].gate <= self._done
