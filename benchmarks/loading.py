@@ -255,8 +255,8 @@ def main() -> None:
     rate = pinned_rate(args.device)
     print(f"copies out of pinned memory: {rate / 1e9:.1f} GB/s; {args.objective}, {args.limit}\n")
     print(
-        "| | first answer (session opened), ms | later run, ms | MB streamed | read, ms | copy | compute | opening | (run - opening) / busiest "
-        "| bound, ms | run / bound | threads | peak, MB |"
+        "| | first answer (session opened), ms | later run, ms | MB streamed | read, ms | copy | compute | opening "
+        "| (run - opening) / busiest | bound, ms | run / bound | threads | peak, MB |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for name in args.models:
