@@ -43,9 +43,9 @@ class Run(LoaderRun):
         """Nothing."""
         return
 
-    def _may_begin(self, index: int) -> bool:
-        """Not before the clock is started, whether or not it could be read ahead."""
-        return super()._may_begin(index) and self.is_open(self._loads[index].gate)
+    def _next(self) -> int | None:
+        """Nothing before the clock is started, though it could be read ahead."""
+        return super()._next() if self.is_open(1) else None
 
 
 class Loads:

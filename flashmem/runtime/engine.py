@@ -111,10 +111,10 @@ class Engine:
             for tensor in program.tensors
             if tensor.name in ports
         }
-        banded = mode if digests is None else None  # a digest is of a whole slice
+        banded = digests is None  # a digest is of a whole slice
         self._threads = layout.threads
-        self._all_loads = planned_loads(plan, slices, preload=True, mode=banded)
-        self._later_loads = planned_loads(later, slices, preload=False, mode=banded)
+        self._all_loads = planned_loads(plan, slices, layout, mode, preload=True, banded=banded)
+        self._later_loads = planned_loads(later, slices, layout, mode, preload=False, banded=banded)
         self._w_loads = [load for load in self._all_loads if load.preload]
         self._frees = planned_frees(plan, slices)
         self._w_is_resident = not self._w_loads

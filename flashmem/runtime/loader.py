@@ -10,14 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 
 from flashmem.device import Rates, TransferMode
 from flashmem.errors import RunError
-from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout
 from flashmem.program import Program, Slice
+from flashmem.runtime.residence import free_from
 from flashmem.runtime.transfer import Band, Step, Transfer, bands, whole
 
 
@@ -51,18 +52,28 @@ class Span:
 
 
 def planned_loads(
-    plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bool, mode: TransferMode | None = None
+    plan: OverlapPlan,
+    slices: Mapping[str, Slice],
+    layout: PoolLayout,
+    mode: TransferMode,
+    *,
+    preload: bool,
+    banded: bool = True,
 ) -> tuple[Load, ...]:
-    """The loads of a run in the order of (g_w, z_w, i_w), W among them (as from layer 1 on) if `preload`.
+    """The loads of a run in the order of what waits for them, W among them (as from layer 1 on) if `preload`.
 
-    In bands, as slices are loaded in `mode`; None: each as a whole.
+    In bands, as slices are loaded in `mode`, or each as a whole.
     """
-    chosen = [w for w in plan.weights if preload or not w.preload]
-    chosen.sort(key=lambda w: (max(w.read_layer, 1), w.first_mover if mode == "interleave" else w.first_use, w.first_use))
+    free = free_from(plan, slices, layout, mode)
+
+    def order(w: PlannedWeight) -> tuple[int, ...]:
+        needed = w.first_mover if mode == "interleave" and not w.preload else w.first_use
+        return (max(w.read_layer, 1) if mode == "map" else 0, needed, w.first_use)
+
     loads: list[Load] = []
-    for w in chosen:
-        part, gate = slices[w.name], max(w.read_layer, 1) - 1
-        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if mode else (whole(part),))]
+    for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
+        part, gate = slices[w.name], free.get(w.name, 0)
+        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if banded else (whole(part),))]
     return tuple(loads)
 
 
@@ -134,8 +145,9 @@ class LoaderRun:
         self._changed = threading.Condition(lock)  # for loader threads: gates, what is to be freed, the end
         self._arrived = threading.Condition(lock)  # for who waits for a slice
         self._wanted: str | None = None  # that slice
-        self._next = 0
-        self._expected = 0
+        self._taken = bytearray(len(loads))
+        self._announced = bytearray(len(loads))
+        self._first = 0  # all loads before this one are taken
         self._done = 0  # layers that are done
         self._to_free: list[Slice] = []
         self._freeing = 0
@@ -234,17 +246,17 @@ class LoaderRun:
         """The next load whose gate is open; frees on the way. None when the run stops."""
         while True:
             with self._changed:
-                while not self._stopping and not self._to_free and not self._may_begin(self._next):
+                while (number := self._next()) is None and not self._stopping and not self._to_free:
                     self._changed.wait()
                 if self._stopping:
                     return None
                 frees, self._to_free = self._to_free, []
                 self._freeing += bool(frees)
                 load = None
-                if not frees:
-                    load = self._loads[self._next]
-                    self._next += 1
-                    ahead = self._announce() if self._announces or self._transfer.file.missed else ()
+                if not frees and number is not None:
+                    load = self._loads[number]
+                    self._taken[number] = True
+                    ahead = self._announce(number) if self._announces or self._transfer.file.missed else ()
             if load is not None:
                 for each in ahead:
                     self._transfer.expect(each.part, each.band)
@@ -257,20 +269,37 @@ class LoaderRun:
                     self._freeing -= 1
                     self._changed.notify_all()
 
-    def _may_begin(self, index: int) -> bool:
-        """Whether a load may begin: its gate is open or it can be read before that, and nothing is just being freed."""
-        if index >= len(self._loads) or self._freeing:
-            return False
-        return self._transfer.reads_ahead or self.is_open(self._loads[index].gate)
+    def _next(self) -> int | None:
+        """The load to begin with: the first whose gate is open, else one to read ahead; none while something is freed."""
+        if self._freeing:
+            return None
+        waiting = self._waiting(LOOKED_AT)
+        first = None
+        for number in waiting:
+            if self.is_open(self._loads[number].gate):
+                return number
+            first = number if first is None else first
+        return first if self._transfer.reads_ahead else None
 
-    def _announce(self) -> Sequence[Load]:
-        """The loads up to a few ahead of the one just taken, so that the disk reads on; only behind open gates."""
-        first = max(self._expected, self._next - 1)
-        last = first
-        while last < min(self._next + self._ahead, len(self._loads)) and self.is_open(self._loads[last].gate):
-            last += 1
-        self._expected = last
-        return self._loads[first:last]
+    def _waiting(self, most: int) -> Iterator[int]:
+        """The first loads that are not taken."""
+        taken, last = self._taken, len(self._taken)
+        while self._first < last and taken[self._first]:
+            self._first += 1
+        return islice((number for number in range(self._first, last) if not taken[number]), most)
+
+    def _announce(self, taken: int) -> Sequence[Load]:
+        """The load just taken and a few that come next, so that the disk reads on; only behind open gates."""
+        ahead = [
+            n for n in (taken, *self._waiting(self._ahead)) if not self._announced[n] and self.is_open(self._loads[n].gate)
+        ]
+        for number in ahead:
+            self._announced[number] = True
+        return [self._loads[number] for number in ahead]
+
+
+LOOKED_AT = 64
+"""Loads among which one with an open gate is looked for."""
 
 
 def _as_run_error(error: BaseException) -> BaseException:

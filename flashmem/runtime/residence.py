@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
+
+import numpy as np
 
 from flashmem.device import TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.planning.plan import Strategy as PlannedStrategy
-from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Program
+from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Program, Slice
 
 Strategy = PlannedStrategy | Literal["preload"]
 
@@ -27,6 +30,34 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
     if mode == "interleave" and not shares_memory and not layout.ring_bytes:  # planned for another kind of device
         layout = replace(layout, ring_bytes=layout.threads * _largest_piece(program))
     return layout
+
+
+def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
+    """By streamed weight, the layer that must be done before it may come in to its place in `layout`; 0: none.
+
+    Its read gate g_w says when the plan wants that place; it may be free before, and then nothing is held for longer by a read that
+    begins earlier: memory is taken when a session opens. Not so in mode `map`, where what is read takes memory from then on, nor
+    for strategies that are compared with ours, which are made of their gates.
+    """
+    streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
+    if mode == "map" or plan.strategy != "stream":
+        return {w.name: w.read_layer - 1 for w in streamed}
+    staging = mode == "interleave"
+    total = layout.staging_bytes if staging else layout.pool_bytes
+    pages = np.zeros(total // SLICE_ALIGNMENT + 1, np.int64)  # the last layer that needs what is there
+    slots = [0] * len(layout.slots)
+    free: dict[str, int] = {}
+    for w in streamed:
+        last = w.last_mover if staging else w.last_use
+        if not staging and w.name in layout.slot_of:
+            slot = layout.slot_of[w.name]
+            free[w.name], slots[slot] = slots[slot], last
+            continue
+        start = (layout.staging if staging else layout.offsets)[w.name] // SLICE_ALIGNMENT
+        place = pages[start : start - (-slices[w.name].file_bytes // SLICE_ALIGNMENT)]
+        free[w.name] = int(place.max(initial=0))
+        place[:] = last
+    return free
 
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:

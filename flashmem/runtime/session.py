@@ -116,7 +116,7 @@ class Session:
             for gather, values in stored
         ]
         # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
-        loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True, mode=self.mode)
+        loads = planned_loads(plan, {part.name: part for part in program.slices}, layout, self.mode, preload=True)
         first = read_while_opening(loads, program, self.bundle.descriptor.rates)
         constants = (program.constants_offset, program.constants_bytes)
         self._file.announce([constants, *(load.place for load in first)])

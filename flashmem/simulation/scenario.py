@@ -182,7 +182,7 @@ def describe(
             for layer, spec in enumerate(problem.layers, start=1)
         )
 
-    loads = planned_loads(plan, slices, preload=True, mode=mode)
+    loads = planned_loads(plan, slices, layout, mode, preload=True)
     travel = _Travel(mode, layout)
     return Scenario(
         Machine(

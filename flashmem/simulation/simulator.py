@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from flashmem.runtime.ledger import Category
-from flashmem.runtime.loader import Span
+from flashmem.runtime.loader import LOOKED_AT, Span
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Machine, Scenario, SimulatedLoad
@@ -226,7 +226,8 @@ class _Loader:
         for load in player.scenario.loads:
             self._held[load.name] += load.held
         self._ahead = threads
-        self._next = self._expected = self._done = 0
+        self._waiting = list(range(len(loads)))
+        self._done = 0
         self._to_free: list[str] = []
         self._stopping = False
         for number in range(min(threads, len(loads))):
@@ -254,15 +255,16 @@ class _Loader:
     def _work(self, thread: int) -> Process:
         player, events = self._player, self._player.events
         while True:
-            yield lambda: self._stopping or bool(self._to_free) or self._may_begin(self._next)
+            yield lambda: self._stopping or bool(self._to_free) or self._next() is not None
             if self._stopping:
                 return
             self._free()
-            if not self._may_begin(self._next):
+            number = self._next()
+            if number is None:
                 continue
-            load = self._loads[self._next]
-            self._next += 1
-            for part in self._ahead_of_it():
+            load = self._loads[number]
+            self._waiting.remove(number)
+            for part in self._ahead_of_it(load):
                 yield from player.announce(part)
             start = events.now
             if load.held:
@@ -278,17 +280,16 @@ class _Loader:
             self._player.memory.change(self._player.events.now, "weights", -self._held[name])
         self._to_free.clear()
 
-    def _may_begin(self, index: int) -> bool:
-        return index < len(self._loads) and (self._loads[index].reads_ahead or self._is_open(index))
+    def _next(self) -> int | None:
+        """The load to begin with: the first whose gate is open, else one to read ahead."""
+        waiting = self._waiting[:LOOKED_AT]
+        ready = next((number for number in waiting if self._is_open(number)), None)
+        return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
 
     def _is_open(self, index: int) -> bool:
-        return index < len(self._loads) and self._loads[index].gate <= self._done
+        return self._loads[index].gate <= self._done
 
-    def _ahead_of_it(self) -> Sequence[SimulatedLoad]:
-        """The loads up to a few ahead of the one just taken, behind open gates."""
-        first = max(self._expected, self._next - 1)
-        last = first
-        while last < min(self._next + self._ahead, len(self._loads)) and self._is_open(last):
-            last += 1
-        self._expected = last
-        return self._loads[first:last]
+    def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
+        """The load just taken and a few that come next, behind open gates; what was announced before is passed over."""
+        ahead = [self._loads[number] for number in self._waiting[: self._ahead] if self._is_open(number)]
+        return [load, *ahead]
