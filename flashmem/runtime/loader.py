@@ -289,10 +289,9 @@ class LoaderRun:
         return islice((number for number in range(self._first, last) if not taken[number]), most)
 
     def _announce(self, taken: int) -> Sequence[Load]:
-        """The load just taken and a few that come next, so that the disk reads on; only behind open gates."""
-        ahead = [
-            n for n in (taken, *self._waiting(self._ahead)) if not self._announced[n] and self.is_open(self._loads[n].gate)
-        ]
+        """The load just taken and a few that come next behind open gates, so that the disk reads on."""
+        ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_open(self._loads[number].gate))]
+        ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:
             self._announced[number] = True
         return [self._loads[number] for number in ahead]

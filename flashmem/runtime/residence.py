@@ -35,9 +35,9 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
 def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
     """By streamed weight, the layer that must be done before it may come in to its place in `layout`; 0: none.
 
-    Its read gate g_w says when the plan wants that place; it may be free before, and then nothing is held for longer by a read that
-    begins earlier: memory is taken when a session opens. Not so in mode `map`, where what is read takes memory from then on, nor
-    for strategies that are compared with ours, which are made of their gates.
+    Its read gate g_w says from when the plan wants that place, which may be free before: memory is taken when a session
+    opens, so that a read which begins earlier holds no more of it. Not so in mode `map`, where memory is taken by reading, nor
+    for the strategies that ours is compared with, which are made of their gates.
     """
     streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
     if mode == "map" or plan.strategy != "stream":
