@@ -1,8 +1,9 @@
 """Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
 
-A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of (g_w, z_w, i_w): w may come in
-once layer g_w - 1 is done and everything freed by then has been let go, so that no two slices are ever resident that the plan
-kept apart. Loads that pass through staging of a thread's own are read there before that, and copied on when the gate opens.
+A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of what waits for them, the first one
+whose gate is open: w may come in once the layer is done that was the last to need its place (mode `map`: layer g_w - 1) and
+everything freed by then has been let go, so that no two slices are ever resident that the plan kept apart. Loads that pass
+through staging of a thread's own are read there before that, and copied on when the gate opens.
 """
 
 from __future__ import annotations
