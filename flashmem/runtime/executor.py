@@ -201,12 +201,12 @@ class Executor:
                 traced.append((step.name, events[0], events[-1]))
                 flying.append((layer, events[-1]))
             elif layer in waking or layer >= launched + self._apart or layer == last:
-                queue.launch_all(launches[:-1])
+                queue.launch_all(launches[:-1], alone=loader is None)
                 flying.append((layer, queue.launch(launches[-1])))
                 queue.flush()
                 launched = layer
             else:
-                queue.launch_all(launches)
+                queue.launch_all(launches, alone=loader is None)
                 if layer == 1:
                     queue.flush()
             if layer in after:

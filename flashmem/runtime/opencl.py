@@ -178,9 +178,11 @@ def library_path() -> str:
 
 
 @functools.cache
-def _enqueue() -> Callable[..., int]:
-    """clEnqueueNDRangeKernel, called with the interpreter's lock held: it is over before a thread could be woken for it."""
-    library = ctypes.PyDLL(library_path())
+def _enqueue(alone: bool) -> Callable[..., int]:
+    """clEnqueueNDRangeKernel. Called with the interpreter's lock held if nobody else wants it: it is over before a thread could
+    be woken for it. Not so beside threads that copy, for which a driver may have it wait, or when it loads a kernel first.
+    """
+    library = ctypes.PyDLL(library_path()) if alone else ctypes.CDLL(library_path())
     enqueue: Callable[..., int] = library.clEnqueueNDRangeKernel
     return enqueue
 
@@ -203,9 +205,12 @@ class Queue:
         except cl.Error as error:
             raise _run_error(f"launch {launch.kernel.function_name}", error) from error
 
-    def launch_all(self, launches: Iterable[Launch]) -> None:
-        """Enqueue kernels that nobody waits for: without events, which cost a driver more than the launch."""
-        enqueue = _enqueue()
+    def launch_all(self, launches: Iterable[Launch], *, alone: bool = True) -> None:
+        """Enqueue kernels that nobody waits for: without events, which cost a driver more than the launch.
+
+        `alone`: no other thread is busy with this session.
+        """
+        enqueue = _enqueue(alone)
         for launch in launches:
             if enqueue(*launch.arguments):
                 self.launch(launch)  # pyopencl frees what nobody holds any more and tries again, or says what is wrong
