@@ -279,7 +279,7 @@ def has_ended(event: Event) -> bool:
     """Whether the command of `event` has completed or failed; `wait` then says which, at once."""
     with _explained("ask how far a command is"):
         status: int = event.command_execution_status
-    return status <= cl.command_execution_status.COMPLETE
+    return bool(status <= cl.command_execution_status.COMPLETE)
 
 
 def event_seconds(event: Event) -> tuple[float, float]:
@@ -391,9 +391,10 @@ class Program:
                 kernel = cl.Kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
-            setter: Callable[[int, Any], None] = kernel.set_arg
+            memory: Callable[[int, Any], None] = kernel.set_arg
+            number: Callable[[int, Any], None] = kernel._set_arg_buf  # `set_arg` finds out what it is by exceptions, 5 us each
             for index, argument in enumerate(arguments):
-                setter(index, argument)
+                (number if isinstance(argument, np.generic) else memory)(index, argument)
             return kernel
 
     def check(self, name: str) -> None:
