@@ -255,10 +255,12 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back. Kernels that were compiled go into the cache if their kernels have all run."""
-        if self._has_run:
-            for kernels in (self._plain, self._lane):
-                with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+        for kernels in (self._plain, self._lane):
+            with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+                if self._has_run:
                     kernels.save()
+                else:
+                    kernels.wait()
         self._executor.drain()
         with suppress(RunError):  # a lost device has nothing to give back
             self._transfer.close()
