@@ -6,19 +6,22 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from mini_bundle import write_mini_bundle
 
-from flashmem.device import DeviceDescriptor
+from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError, UserError
 from flashmem.program import Slice
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.loader import Load, LoaderRun
 from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.residence import free_from
 from flashmem.runtime.transfer import Band, Transfer, Turn
 from flashmem.runtime.weight_file import WeightFile
 
@@ -147,3 +150,32 @@ def test_copies_arrive_and_one_that_cannot_be_made_says_so(device: Any) -> None:
 def test_a_descriptor_with_another_number_of_threads_is_refused(threads: float) -> None:
     with pytest.raises(UserError, match=rf"loader_threads is {threads}; give a number from 1 to 64"):
         DeviceDescriptor.from_dict({"name": "mine", "modes": {}, "loader_threads": threads})
+
+
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+@pytest.mark.parametrize("mode", ["alias", "dma", "interleave"])
+def test_a_slice_may_come_in_when_all_that_was_in_its_place_has_been_used(
+    mode: TransferMode, path: Any, tmp_path: Path
+) -> None:
+    bundle = write_mini_bundle(tmp_path / "m.flashmem", path).open()
+    layout, slices = bundle.plan.layouts[mode], {part.name: part for part in bundle.program.slices}
+    streamed = [w for w in bundle.plan.weights if not w.preload]
+    free = free_from(bundle.plan, slices, layout, mode)
+    assert free.keys() == {w.name for w in streamed}
+
+    def place(name: str) -> tuple[str, int, int]:
+        if mode != "interleave" and name in layout.slot_of:
+            return "slot", layout.slot_of[name], layout.slot_of[name] + 1
+        start = (layout.staging if mode == "interleave" else layout.offsets)[name]
+        return "bytes", start, start + slices[name].file_bytes
+
+    for w in streamed:
+        kind, start, end = place(w.name)
+        before = [u for u in streamed if u.read_layer < w.read_layer and place(u.name)[0] == kind]
+        before = [u for u in before if place(u.name)[1] < end and start < place(u.name)[2]]
+        last = max((u.last_mover if mode == "interleave" else u.last_use for u in before), default=0)
+        assert free[w.name] == last < w.read_layer
+    assert any(free.values()) and (mode == "alias" or any(free[w.name] < w.read_layer - 1 for w in streamed))
+    baseline = replace(bundle.plan, strategy="always-next")
+    assert free_from(baseline, slices, layout, mode) == {w.name: w.read_layer - 1 for w in streamed}
+    assert free_from(bundle.plan, slices, bundle.plan.layouts["map"], "map") == {w.name: w.read_layer - 1 for w in streamed}
