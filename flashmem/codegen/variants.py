@@ -61,7 +61,7 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
         measured = table.seconds(product, variants) if table else {}
         if measured:
             return measured
-    step = descriptor.parallelism * 2 / descriptor.rates.gemm_flops  # of all work-items at once
+    step = descriptor.parallelism * 2 / descriptor.rates.flops_of(product.family)  # of all work-items at once
     return {variant: step * estimate(descriptor, product, variant) for variant in variants}
 
 

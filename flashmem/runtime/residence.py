@@ -12,7 +12,7 @@ from flashmem.device import TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.planning.plan import Strategy as PlannedStrategy
-from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Program, Slice
+from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Program, Slice
 
 Strategy = PlannedStrategy | Literal["preload"]
 
@@ -44,7 +44,7 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
         return {w.name: w.read_layer - 1 for w in streamed}
     staging = mode == "interleave"
     total = layout.staging_bytes if staging else layout.pool_bytes
-    pages = np.zeros(total // SLICE_ALIGNMENT + 1, np.int64)  # the last layer that needs what is there
+    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # the last layer that needs what is there
     slots = [0] * len(layout.slots)
     free: dict[str, int] = {}
     for w in streamed:
@@ -53,8 +53,8 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
             slot = layout.slot_of[w.name]
             free[w.name], slots[slot] = slots[slot], last
             continue
-        start = (layout.staging if staging else layout.offsets)[w.name] // SLICE_ALIGNMENT
-        place = pages[start : start - (-slices[w.name].file_bytes // SLICE_ALIGNMENT)]
+        start = (layout.staging if staging else layout.offsets)[w.name] // POOL_ALIGNMENT
+        place = pages[start : start - (-slices[w.name].file_bytes // POOL_ALIGNMENT)]
         free[w.name] = int(place.max(initial=0))
         place[:] = last
     return free
@@ -68,7 +68,8 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
     """A place of its own for every slice, and what loads pass through."""
-    sizes = {part.name: -(-part.file_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for part in program.slices}
+    unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
+    sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":
         return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()), threads=threads)
     offsets: dict[str, int] = {}
@@ -100,4 +101,4 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shar
 def _largest_piece(program: Program) -> int:
     """Bytes that pass through staging at a time of the largest slice: whole pages."""
     largest = max((passing_bytes(part) for part in program.slices), default=0)
-    return -(-largest // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+    return -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT

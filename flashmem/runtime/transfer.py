@@ -6,7 +6,6 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from typing import Literal, Protocol
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
+from flashmem.pages import page_size, whole_pages
 from flashmem.planning.plan import PoolLayout, passing_bytes
 from flashmem.program import Slice
-from flashmem.runtime.arena import whole_pages
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory
@@ -45,7 +44,7 @@ def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
     whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
     more than their bytes do.
     """
-    unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
+    unit = part.row_pitch if part.is_image and mode != "map" else page_size()
     units = -(-part.file_bytes // unit)
     passing = passing_bytes(part)
     count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
@@ -236,7 +235,7 @@ class _Ring:
 
     def __init__(self, context: Context, ledger: Ledger, nbytes: int, threads: int) -> None:
         self.copiers = [Copier(context) for _ in range(threads)]
-        self._part_bytes = nbytes // threads // mmap.PAGESIZE * mmap.PAGESIZE
+        self._part_bytes = nbytes // threads // WORD * WORD
         self._mapped: Bytes | None = None
         if nbytes:
             memory = ledger.buffer("staging", nbytes, "the part of staging that loads pass through", host_visible=True)
