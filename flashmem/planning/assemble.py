@@ -73,6 +73,8 @@ def assemble(
         lambda_=lambda_,
         mode=problem.mode,
         piece_bytes=problem.piece_bytes or PASSING_BYTES,
+        loader_threads=problem.loader_threads,
+        shares_memory=problem.shares_memory,
         expected_slowdown=max(0.0, seconds / fastest - 1) if fastest else 0.0,
         notes=(*problem.notes, *notes),
     )

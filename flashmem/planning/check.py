@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from flashmem.planning.plan import (
-    LOADER_THREADS,
     RELAXING_TIERS,
     OverlapPlan,
     PlannedWeight,
@@ -193,9 +192,12 @@ def _check_layout(
         staged = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.read_layer, w.moves[-1][0])
                   for w in weights if not w.preload]  # fmt: skip
         preloaded = [w for w in weights if w.preload]
-        if preloaded:
+        if layout.ring_bytes:
+            if layout.ring_bytes < layout.threads * max(passing.values(), default=0):
+                raise PlanViolation("layout", f"{mode}: pieces of the largest slice do not fit the ring")
+        elif preloaded:
             start = min(layout.staging[w.name] for w in preloaded)
-            end = max(layout.staging[w.name] for w in preloaded) + LOADER_THREADS * layout.entrance_bytes
+            end = max(layout.staging[w.name] for w in preloaded) + layout.threads * layout.entrance_bytes
             if layout.entrance_bytes < max(passing[w.name] for w in preloaded):
                 raise PlanViolation("layout", f"{mode}: a piece of a slice of W does not fit its entrance")
             staged.append(_Placed("of W", start, end, 0, layers))

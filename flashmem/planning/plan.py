@@ -100,7 +100,7 @@ PASSING_BYTES = 4 << 20
 
 
 LOADER_THREADS = 2
-"""Threads that load weights; layouts give each a part of staging."""
+"""Threads that load weights, unless a device wants more; layouts give each a part of staging."""
 
 
 def passing_bytes(part: Slice, piece: int = PASSING_BYTES) -> int:
@@ -118,7 +118,9 @@ class PoolLayout:
     of equal parts, one for each loader thread, and `staging` is empty. What is larger than `piece_bytes` passes through a
     part in pieces, as W does through its place in `interleave`. In mode `map` nothing is allocated: `mapped_peak_bytes` is the
     most that is resident at once. `resident_bytes` of all this are the places of W; M_peak limits the rest.
-    `entrance_bytes`: what each thread has of the place in staging that W passes through (`interleave`).
+    `entrance_bytes`: what each thread has of the place in staging that W passes through (`interleave`). Where host and device
+    do not share memory, staging is the device's, there is no entrance, and all loads pass through `ring_bytes` of the host's,
+    equal parts for the loader threads. `threads`: their number.
     """
 
     pool_bytes: int = 0
@@ -131,11 +133,14 @@ class PoolLayout:
     piece_bytes: int = PASSING_BYTES
     resident_bytes: int = 0
     entrance_bytes: int = 0
+    ring_bytes: int = 0
+    threads: int = LOADER_THREADS
 
     @property
     def total_bytes(self) -> int:
         """Everything the layout takes, in bytes."""
-        return self.pool_bytes + sum(slot.nbytes for slot in self.slots) + self.staging_bytes + self.mapped_peak_bytes
+        staging = self.staging_bytes + self.ring_bytes
+        return self.pool_bytes + sum(slot.nbytes for slot in self.slots) + staging + self.mapped_peak_bytes
 
     @property
     def in_flight_bytes(self) -> int:
@@ -173,6 +178,8 @@ class OverlapPlan:
     relaxed: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = PASSING_BYTES
     units: Units = "printed"
+    loader_threads: int = LOADER_THREADS
+    shares_memory: bool = True  # host and device, where the plan is for
 
     @property
     def prices(self) -> tuple[float, float]:

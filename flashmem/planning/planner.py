@@ -30,8 +30,15 @@ def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: Trans
     m_peak = limits.m_peak or max(2 * total, 1)  # of which one mode holds every byte twice
     problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
     limit = limits.m_peak or limits.budget
-    return problem if limit is None else replace(problem, piece_bytes=max(1, min(PASSING_BYTES, limit // _PIECES)))
+    if limit is None:
+        return problem
+    piece = max(1, min(PASSING_BYTES, limit // _PIECES))
+    threads = max(min(LOADER_THREADS, problem.loader_threads), min(problem.loader_threads, limit // (_RINGS * piece)))
+    return replace(problem, piece_bytes=piece, loader_threads=threads)
 
+
+_RINGS = 8
+"""What all loader threads together have of staging is no more than this part of the limit; two threads there are always."""
 
 _PIECES = 32
 """A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
@@ -58,7 +65,7 @@ def plan_problem(
     try:
         plan = _plan(problem, program, mode, limits)
     except BudgetError:  # staging is given as little as it can do with
-        problem = replace(problem, piece_bytes=1)
+        problem = replace(problem, piece_bytes=1, loader_threads=min(LOADER_THREADS, problem.loader_threads))
         plan = _plan(problem, program, mode, limits)
     if complete or limits.resolved_objective == "steady":
         return completed(problem, plan, program, mode, limits)
@@ -68,7 +75,7 @@ def plan_problem(
 def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     """A plan for the first answer with what stays for later runs. It has passed `OverlapPlan.check`."""
     objective, budget = limits.resolved_objective, limits.budget
-    problem = replace(problem, piece_bytes=plan.piece_bytes)
+    problem = replace(problem, piece_bytes=plan.piece_bytes, loader_threads=plan.loader_threads)
     if limits.strategy == "stream" and objective != "paper":
         preload = _slices_of(program, limits.preload)
         limit = limits.m_peak if budget is None else budget
@@ -308,7 +315,7 @@ def _reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, in_fli
     most = problem.m_peak
     if staging:  # what reads ahead waits in staging, and takes nothing else
         layout = lay_out_pools(program.slices, tight, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
-        most -= needed - layout.staging_bytes + LOADER_THREADS * layout.entrance_bytes
+        most -= needed - layout.staging_bytes + layout.threads * layout.entrance_bytes
     for share in _READ_AHEAD:
         roomy = with_room(problem, plan, int(most * share), staging=staging)
         if in_flight(roomy) <= problem.m_peak:

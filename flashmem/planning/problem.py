@@ -11,7 +11,7 @@ from statistics import median
 
 from flashmem.capacity.model import CapacityModel, default_model, load_capacity
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.planning.plan import PASSING_BYTES
+from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.program import Launch, OperatorClass, Program
 
 
@@ -63,7 +63,8 @@ class Problem:
 
     Resources: the disk brings `load_bandwidth` bytes per second into unified memory, from the moment a session is opened; from
     `opening_seconds` on layers run, and the host hands on what was read at `host_bandwidth` (to where the transfer `mode` takes
-    it from). `piece_bytes` of a slice are handed on at a time. `w_may_grow`:
+    it from). `piece_bytes` of a slice are handed on at a time, by each of `loader_threads`. `shares_memory`: host and
+    device do. `w_may_grow`:
     slices too large for M_peak may go to W, also for the first answer: there will be no smaller slices.
     """
 
@@ -78,6 +79,8 @@ class Problem:
     opening_seconds: float = 0.0
     piece_bytes: int = 0
     w_may_grow: bool = False
+    loader_threads: int = LOADER_THREADS
+    shares_memory: bool = True
 
     def chunks(self, weight: WeightSpec) -> int:
         """T(w) = ceil(bytes(w) / S)."""
@@ -128,6 +131,7 @@ def build_problem(
     return Problem(
         tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, (model.note,), mode,
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
+        loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory,
     )  # fmt: skip
 
 
