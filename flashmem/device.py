@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flashmem.errors import MissingFileError, UserError
-from flashmem.program import MemoryPath
+from flashmem.pages import LARGEST_PAGE, is_page_size
+from flashmem.program import DEFAULT_PAGE, MemoryPath
 from flashmem.resources import names, read_text
 
 TransferMode = Literal["map", "alias", "dma", "interleave"]
@@ -144,6 +145,7 @@ class Rates:
     contention: dict[TransferMode, float] = field(
         default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
     )
+    conv_flops: float = 0.0  # of convolutions with more than one tap, and depthwise ones; 0: as gemm_flops
 
     def contention_of(self, mode: TransferMode) -> float:
         """The contention of `mode`.
@@ -157,6 +159,10 @@ class Rates:
                 f"or add it under [rates.contention]"
             )
         return self.contention[mode]
+
+    def flops_of(self, family: str) -> float:
+        """FLOP per second of launches of a kernel family (`program.LaunchShape`)."""
+        return self.conv_flops or self.gemm_flops if family in ("conv", "depthwise") else self.gemm_flops
 
     def transfer_bandwidth(self, mode: TransferMode) -> float:
         """Bytes per second of the last step of `mode`: a read into shared memory (`alias`), or a copy."""
@@ -177,6 +183,8 @@ class DeviceDescriptor:
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
+    cores: int = 0  # that `parallelism` and `gemm_flops` are of, where devices of that name differ in it; 0: they do not
+    page_bytes: int = DEFAULT_PAGE  # of its system's memory, or a multiple: what weight files for it are laid out in
     parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
     tile: Tile = field(default_factory=Tile)
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
@@ -193,8 +201,21 @@ class DeviceDescriptor:
         return any("map" in modes for modes in self.modes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The descriptor as plain data, for the bundle."""
+        """The descriptor as plain data."""
         return asdict(self)
+
+    @property
+    def portable(self) -> DeviceDescriptor:
+        """The same without folders of this machine: what lies beside a descriptor in a file is called by its name alone."""
+        return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
+
+    def with_cores(self, cores: int) -> DeviceDescriptor:
+        """The same device with another number of cores, which share its arithmetic evenly; unchanged where it states none."""
+        if not self.cores or cores < 1 or cores == self.cores or self.measured:
+            return self
+        share = cores / self.cores
+        rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * share)
+        return replace(self, cores=cores, parallelism=max(1, round(self.parallelism * share)), rates=rates)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:
@@ -221,6 +242,8 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        if type(descriptor.page_bytes) is int and not is_page_size(descriptor.page_bytes):
+            raise UserError(f"{where}: page_bytes is {descriptor.page_bytes}; name a power of two from 4096 to {LARGEST_PAGE}")
         descriptor.check_contention(where)
         return descriptor
 

@@ -61,7 +61,7 @@ class Emitter:
     kernels: KernelLibrary
     choices: Choices
     places: Places
-    weights: PackingList = field(default_factory=PackingList)
+    weights: PackingList
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     tensors: dict[str, Held] = field(default_factory=dict)

@@ -72,7 +72,7 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
         if measured:
             return measured
         variants = tuple(each for each in variants if not each.winograd) or variants
-    step = descriptor.parallelism * 2 / descriptor.rates.gemm_flops  # of all work-items at once
+    step = descriptor.parallelism * 2 / descriptor.rates.flops_of(product.family)  # of all work-items at once
     return {variant: step * estimate(descriptor, product, variant) for variant in variants}
 
 

@@ -22,12 +22,12 @@ from flashmem.errors import RunError, UserError
 from flashmem.planning.plan import LOADER_THREADS
 from flashmem.program import Port, copied_outputs, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
-from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.engine import Engine, Played
 from flashmem.runtime.loader import planned_loads, read_while_opening
 from flashmem.runtime.ports import check_inputs, from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.runtime.target import playable
 from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
 
 Array = NDArray[Any]
@@ -87,7 +87,7 @@ class Session:
         self.device = device_here(device, prefer=self.bundle.descriptor.name)
         self.strategy: Strategy = choose_strategy(plan, strategy)
         self.mode = choose_mode(
-            descriptor_for(self.device),
+            playable(self.bundle, self.device, mode),
             mode,
             path=program.memory_path,
             planned=self.bundle.meta.get("mode"),

@@ -6,7 +6,6 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ import numpy as np
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
+from flashmem.pages import page_size, whole_pages
 from flashmem.planning.plan import PoolLayout, passing_bytes
 from flashmem.program import Slice
-from flashmem.runtime.arena import whole_pages
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
 from flashmem.runtime.weight_file import WeightFile
@@ -48,7 +47,7 @@ def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
     whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
     more than their bytes do.
     """
-    unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
+    unit = part.row_pitch if part.is_image and mode != "map" else page_size()
     units = -(-part.file_bytes // unit)
     passing = passing_bytes(part)
     count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
@@ -223,7 +222,7 @@ class DmaTransfer(Transfer):
         self._homes = _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._queues = [context.queue() for _ in range(threads)]
-        self._part_bytes = layout.staging_bytes // threads // mmap.PAGESIZE * mmap.PAGESIZE
+        self._part_bytes = layout.staging_bytes // threads // WORD * WORD
         self._staging: Bytes | None = None
         if layout.staging_bytes:
             staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=True)
