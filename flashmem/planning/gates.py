@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from flashmem.planning.clock import Clock, Moves, needed_at
 from flashmem.planning.problem import Problem
 
-MARGIN = 2.0
+MARGIN = 1.25
 """How many times as long as predicted a read may take before a gate that was closed late would be noticed."""
+
+LEAD_BYTES = 16 << 20
+"""What is to be waiting for the disk before a weight: as much as Linux lets wait (docs/simulation.md)."""
 
 _SCAN = 256
 """Layers looked at in one step when a gate is moved to the front."""
@@ -100,11 +103,13 @@ def staged_bytes(problem: Problem, moves: Moves) -> NDArray[np.int64]:
 
 
 def closed_late(
-    problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, margin: float = MARGIN
+    problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, margin: float = MARGIN, *, queued: bool = True
 ) -> dict[str, int]:
     """`gates`, each as late as every layer of `clock` still starts in time if reads take `margin` times as long as predicted.
 
-    No gate becomes earlier, and none passes z_w.
+    Where layers wait for the disk none starts in time then. `queued`: a gate need not be open sooner than `margin` times what
+    it takes to read the weight, and `LEAD_BYTES` before it, ahead of when the disk comes to it, which is busy until then. No
+    gate becomes earlier, and none passes z_w.
     """
     needs = needed_at(problem, moves)
     later = dict(gates)
@@ -116,6 +121,8 @@ def closed_late(
     for w in sorted(streamed, key=lambda w: (gates[w.name], needs[w.name], w.first_use), reverse=True):
         due = min(begin, clock.started[needs[w.name] - 1])
         begin = due - margin * w.nbytes * rate
+        if queued:
+            begin = max(begin, clock.read[w.name] - margin * (w.nbytes + LEAD_BYTES) * rate)
         # The last layer whose end is no later than that opens the gate of the one behind it.
         opened = bisect_right(done, begin)
         later[w.name] = bound = min(bound, moves[w.name][0][0], max(gates[w.name], opened))

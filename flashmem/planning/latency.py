@@ -21,7 +21,7 @@ from itertools import accumulate
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble, moved_chunks
 from flashmem.planning.clock import Clock, Moves, fastest_seconds, play
-from flashmem.planning.gates import closed_late, earliest_gates, gates_ahead, held_bytes
+from flashmem.planning.gates import MARGIN, closed_late, earliest_gates, gates_ahead, held_bytes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -149,10 +149,14 @@ def read_and_move(problem: Problem, preload: frozenset[str], limit: int) -> tupl
         moves = {w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload}
         gates = gates_ahead(problem, preload, moves, limit)
     clock = play(problem, gates, moves)
-    late = closed_late(problem, gates, moves, clock)
-    closed = play(problem, late, moves)
-    if closed.seconds <= clock.seconds * (1 + _NOTICED):
-        gates, clock = late, closed
+    slow = replace(problem, load_bandwidth=problem.load_bandwidth / MARGIN, host_bandwidth=problem.host_bandwidth / MARGIN)
+    slowly = play(slow, gates, moves).seconds
+    for queued in (True, False):
+        late = closed_late(problem, gates, moves, clock, queued=queued)
+        closed = play(problem, late, moves)
+        noticed = closed.seconds > clock.seconds * (1 + _NOTICED)
+        if not noticed and (not queued or play(slow, late, moves).seconds <= slowly * (1 + _NOTICED)):
+            return late, moves, closed
     return gates, moves, clock
 
 
