@@ -18,6 +18,7 @@ from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.planning.plan import PoolLayout, passing_bytes
 from flashmem.program import Slice
+from flashmem.runtime.arena import whole_pages
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
 from flashmem.runtime.weight_file import WeightFile
@@ -135,14 +136,14 @@ class MapTransfer(Transfer):
     def load(self, part: Slice, band: Band, thread: int) -> None:
         """Bring the pages in."""
         start = part.offset + band.first
-        self._ledger.reserve("weights", _pages(band.nbytes), f"slice {part.name}")
+        self._ledger.reserve("weights", whole_pages(band.nbytes), f"slice {part.name}")
         self.file.populate(start, band.nbytes)
         self._check(part, self.file.mapped[start : start + band.nbytes])
 
     def free(self, part: Slice) -> None:
         """Drop the pages."""
         self.file.drop(part.offset, part.file_bytes)
-        self._ledger.release("weights", _pages(part.file_bytes))
+        self._ledger.release("weights", whole_pages(part.file_bytes))
 
 
 class AliasTransfer(Transfer):
@@ -338,7 +339,3 @@ def _view(context: Context, buffer: Memory, part: Slice) -> Memory:
     if not part.is_image:
         return buffer
     return context.image_view(buffer, part.width, part.height, part.row_pitch, part.channel)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
