@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from flashmem.capacity.basis import Basis
 from flashmem.capacity.classes import THRESHOLDS
-from flashmem.capacity.predictor import Basis, Predictor, ratio_within
+from flashmem.capacity.predictor import Predictor, ratio_within
 from flashmem.capacity.response import MARKER, Learned, learn_classes
 from flashmem.console import print_facts, print_table
 from flashmem.errors import UserError

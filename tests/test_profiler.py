@@ -25,9 +25,9 @@ from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family
 from flashmem.profiler.dataset import Growing, Row, at_usual_pace, read_dataset, write_dataset
 from flashmem.profiler.descriptor import write_descriptor
+from flashmem.profiler.measure import _measure_launch
 from flashmem.profiler.rates import lane_contention
 from flashmem.profiler.report import agreement, held_out, repeats
-from flashmem.profiler.run import _measure_launch
 from flashmem.profiler.train import save, train
 from flashmem.program import KernelShape, Launch
 from flashmem.runtime.devices import Device, descriptor_for

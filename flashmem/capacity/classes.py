@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from flashmem.device import DeviceDescriptor
-from flashmem.graph.operators import REGISTRY
 from flashmem.program import Launch, OperatorClass
 
 THRESHOLDS: Final[dict[OperatorClass, float]] = {"hierarchical": 0.0, "reusable": 0.20, "elemental": 3.0}
@@ -21,6 +20,8 @@ def classify(op: str) -> OperatorClass:
 
     A type that is not declared is hierarchical: nothing is streamed beside an operator of which nothing is known.
     """
+    from flashmem.graph.operators import REGISTRY  # planning a program again needs no operator's declaration
+
     return REGISTRY[op].operator_class if op in REGISTRY else "hierarchical"
 
 

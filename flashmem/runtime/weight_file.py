@@ -31,13 +31,14 @@ from flashmem.bundle_cache import forget
 from flashmem.digests import Digest, Piece, digest
 from flashmem.errors import BundleError, RunError
 from flashmem.generations import hold_shared
+from flashmem.pages import SYSTEM_PAGE
 
 Bytes = NDArray[np.uint8]
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
-_TOUCH_STRIDE = mmap.PAGESIZE
 _F_SETLEASE, _F_GETLEASE = (getattr(fcntl, name, None) for name in ("F_SETLEASE", "F_GETLEASE"))
+_RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)  # Linux 4.14
 _F_SETSIG = 10  # Linux; the module has no name for it
 
 
@@ -80,6 +81,8 @@ class WeightFile:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._can_populate = True
+        self._not_waiting = _RWF_NOWAIT
+        self.missed = True  # something was not in the page cache when it was read; true until it was looked for
         self._announcer: threading.Thread | None = None
         self._closing = False
 
@@ -90,6 +93,12 @@ class WeightFile:
             RunError: the file is shorter than that by now, or the disk fails.
         """
         view = data.data
+        if self._not_waiting:
+            got = self._read_cached(view, offset)
+            if got == len(view):
+                return
+            view, offset = view[got:], offset + got
+        self.missed = True
         while len(view):
             try:
                 got = os.preadv(self._descriptor, [view], offset)
@@ -99,6 +108,16 @@ class WeightFile:
                 raise RunError(f"short read: {self.path} ends before byte {offset + len(view)}; it was changed while in use")
             view = view[got:]
             offset += got
+
+    def _read_cached(self, view: memoryview, offset: int) -> int:
+        """Fill `view` as far as it is in the page cache without a gap; how many bytes that is."""
+        try:
+            return os.preadv(self._descriptor, [view], offset, self._not_waiting)
+        except BlockingIOError:
+            return 0
+        except OSError:  # a system or a file system that cannot say; a disk that fails does so again
+            self._not_waiting = 0
+            return 0
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Tell the kernel that these bytes will be wanted soon, so that the disk does not pause between loads."""
@@ -131,7 +150,7 @@ class WeightFile:
         Raises:
             RunError: the file is shorter than that by now, or the disk fails.
         """
-        mapped = self.mapped
+        mapped, self.missed = self.mapped, True
         if os.fstat(self._descriptor).st_size < offset + nbytes:
             raise RunError(f"short read: {self.path} ends before byte {offset + nbytes}; it was changed while in use")
         if self._can_populate:
@@ -142,7 +161,7 @@ class WeightFile:
                 raise RunError(f"reading {nbytes} bytes at {offset} of {self.path} failed: {os.strerror(code)}")
             self._can_populate = False  # a kernel older than 5.14: read ahead, then touch every page
         self.expect(offset, nbytes)
-        mapped[offset : offset + nbytes : _TOUCH_STRIDE].max()
+        mapped[offset : offset + nbytes : SYSTEM_PAGE].max()
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Let pages of the mapping go; the page cache may keep them, but they are no longer this process's memory."""
@@ -201,15 +220,6 @@ class WeightFile:
         if value != expected:
             forget(self.path.parent)
             raise RunError(f"{self.path} is damaged: {what} is not what was written; compile the model again")
-
-    def cached_bytes(self) -> int | None:
-        """Bytes of the file in the page cache, whoever put them there; None where the system does not say."""
-        pages = -(-self.nbytes // mmap.PAGESIZE)
-        resident = np.zeros(pages, np.uint8)
-        self._libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        if not pages or self._libc.mincore(self.mapped.ctypes.data, self.nbytes, resident.ctypes.data) != 0:
-            return None
-        return int((resident & 1).sum()) * mmap.PAGESIZE
 
     def close(self) -> None:
         """Close the file; the mapping goes with the last object that uses it."""
