@@ -21,6 +21,7 @@ import numpy as np
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.pages import is_page_size
+from flashmem.planning.check import check
 from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import (
     ITEMSIZE,
@@ -271,7 +272,7 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
     problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
     try:
-        plan.check(cast(Any, problem), program.slices)
+        check(plan, cast(Any, problem), program.slices)
     except (PlanViolation, KeyError, IndexError) as error:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 
