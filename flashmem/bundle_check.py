@@ -22,12 +22,8 @@ from flashmem.device import MOST_LOADER_THREADS
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.pages import is_page_size
-<<<<<<< HEAD
-from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
-=======
 from flashmem.planning.check import check
-from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlanViolation, PoolLayout
->>>>>>> planner
+from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import (
     ITEMSIZE,
     POOL_ALIGNMENT,
