@@ -217,8 +217,9 @@ def _plan(
     and no layer split. `lowest_order`: see `plan_graph`.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
-    choices = Choices(descriptor, options.optimize)
-    only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
+    limited = limits.budget is not None or limits.m_peak is not None
+    choices = Choices(descriptor, options.optimize, limited=limited)
+    only_one = not limited and not may_refine(limits, mode)
 
     def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")

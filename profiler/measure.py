@@ -25,6 +25,7 @@ from flashmem.runtime.devices import Device
 
 from .bench import Bench, Measured, Pace
 from .dataset import SAMPLE, SUFFIX, Growing, Row, write_dataset
+from .launches import recording_pays
 from .rates import MachineRates, lane_contention, measure_rates
 from .target import Draw, Supply, Target
 
@@ -125,6 +126,7 @@ def measure(
             for path in descriptor.memory_paths
         ]
         machine, spent = _kept_rates(rates_file) or _measured_rates(rates_file, benches, request.device, progress)
+        descriptor = replace(descriptor, command_buffers=recording_pays(benches[0].context, benches[0].queue))
         _measure(request, growing, benches, models, spent, progress)
     return Measurement(device, descriptor, machine, growing, request.seed)
 

@@ -95,8 +95,6 @@ def test_pages_are_whole_in_every_step(large_pages: int, mini: MiniModel, tmp_pa
     weights.populate(large_pages, 5000)
     weights.drop(large_pages, 5000)
     assert weights.mapped[large_pages + 1] == 1
-    cached = weights.cached_bytes()
-    assert cached is None or cached <= 131072
     weights.close()
 
 

@@ -6,11 +6,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from flashmem.capacity.model import CapacityModel, default_model, load_capacity
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.planning.plan import PASSING_BYTES
+from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.program import Launch, OperatorClass, Program
 
 
@@ -36,6 +37,15 @@ class LayerSpec:
         (low, slow), (high, slower) = self.beside[at - 1], self.beside[at]
         return self.seconds * (slow + (slower - slow) * (nbytes - low) / (high - low))
 
+    def bytes_within(self, seconds: float) -> float:
+        """The most bytes of the curve with which `loaded_seconds` is no more than `seconds`; 0 where nothing slows it down."""
+        reached = 0.0
+        for (low, slow), (high, slower) in pairwise(self.beside):
+            if self.seconds * slower > seconds:
+                return low + (high - low) * max(0.0, seconds / self.seconds - slow) / (slower - slow)
+            reached = high
+        return reached
+
 
 @dataclass(frozen=True)
 class WeightSpec:
@@ -53,7 +63,8 @@ class Problem:
 
     Resources: the disk brings `load_bandwidth` bytes per second into unified memory, from the moment a session is opened; from
     `opening_seconds` on layers run, and the host hands on what was read at `host_bandwidth` (to where the transfer `mode` takes
-    it from). `piece_bytes` of a slice are handed on at a time. `w_may_grow`:
+    it from). `piece_bytes` of a slice are handed on at a time, by each of `loader_threads`. `shares_memory`: host and
+    device do. `w_may_grow`:
     slices too large for M_peak may go to W, also for the first answer: there will be no smaller slices.
     """
 
@@ -68,6 +79,8 @@ class Problem:
     opening_seconds: float = 0.0
     piece_bytes: int = 0
     w_may_grow: bool = False
+    loader_threads: int = LOADER_THREADS
+    shares_memory: bool = True
 
     def chunks(self, weight: WeightSpec) -> int:
         """T(w) = ceil(bytes(w) / S)."""
@@ -118,6 +131,7 @@ def build_problem(
     return Problem(
         tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, (model.note,), mode,
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
+        loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory,
     )  # fmt: skip
 
 

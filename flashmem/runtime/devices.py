@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
+from flashmem.device import SHUFFLES, TRANSFER_MODES, DeviceDescriptor, TransferMode, Variant, descriptor_names, load_descriptor
 from flashmem.errors import NoDeviceError
 from flashmem.pages import page_size
 from flashmem.program import MemoryPath
@@ -62,6 +62,12 @@ class Device:
     def compiles_at_launch(self) -> bool:
         """Whether the driver compiles a kernel when it is first launched, anew for other sizes (docs/opencl-notes.md)."""
         return "portable computing language" in self.platform.lower()
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether kernels can shuffle in subgroups: by an extension, in OpenCL C 3.0, which has functions for subgroups."""
+        version = re.match(r"OpenCL (\d+)", self.version)
+        return version is not None and int(version[1]) >= 3 and not self.extensions.isdisjoint(SHUFFLES)
 
     @property
     def descriptor_name(self) -> str:
@@ -160,7 +166,7 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
         image_pitch_alignment=device.image_pitch_alignment,
         max_alloc_bytes=device.max_alloc_bytes,
         page_bytes=max(base.page_bytes, page_size()),
-        variants=tuple(each for each in base.variants if not each.half or HALF_ARITHMETIC in device.extensions),
+        variants=tuple(each for each in base.variants if _can(device, each)),
     )
 
 
@@ -171,6 +177,12 @@ def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[Trans
     listed = base.modes.get(path, ())
     others = (mode for mode in TRANSFER_MODES if mode not in listed and mode in base.rates.contention)
     return tuple(mode for mode in (*listed, *others) if mode not in reasons)
+
+
+def _can(device: Device, variant: Variant) -> bool:
+    """Whether the driver has the extensions that `variant` takes."""
+    half = not variant.half or HALF_ARITHMETIC in device.extensions
+    return half and (not variant.subgroups or device.shuffles)
 
 
 def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:

@@ -15,7 +15,7 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.errors import RunError
-from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
+from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import Port, array_bytes, lane_kind, output_bytes, scratch_bytes
 from flashmem.runtime.arena import Bytes, move_out, new_pages
 from flashmem.runtime.devices import Device
@@ -95,11 +95,12 @@ class Engine:
         constants = self._load_constants()
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
         self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
-        self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, LOADER_THREADS, digests)
+        self._transfer = make_transfer(mode, context, self.ledger, self._file, program.slices, layout, digests)
         staged = self._transfer.staged if isinstance(self._transfer, InterleaveTransfer) else {}
         resources = Resources(context, arena, constants, self._transfer.memories, staged)
         steps = make_steps(program, needed_slices(plan, moves), moves, resources, self._plain, self._lane)
-        self._executor = Executor(self._queue, steps)
+        self._recorder = self._context.recorder(self._queue) if self._bundle.descriptor.command_buffers else None
+        self._executor = Executor(self._queue, steps, self._recorder)
         self._resources = resources if later is not plan and moves else None  # for the steps of later runs, if they differ
         ports = (
             {port.tensor for port in (*program.inputs, *program.outputs)}
@@ -111,9 +112,10 @@ class Engine:
             for tensor in program.tensors
             if tensor.name in ports
         }
-        banded = mode if digests is None else None  # a digest is of a whole slice
-        self._all_loads = planned_loads(plan, slices, preload=True, mode=banded)
-        self._later_loads = planned_loads(later, slices, preload=False, mode=banded)
+        banded = digests is None  # a digest is of a whole slice
+        self._threads = layout.threads
+        self._all_loads = planned_loads(plan, slices, layout, mode, preload=True, banded=banded)
+        self._later_loads = planned_loads(later, slices, layout, mode, preload=False, banded=banded)
         self._w_loads = [load for load in self._all_loads if load.preload]
         self._frees = planned_frees(plan, slices)
         self._w_is_resident = not self._w_loads
@@ -165,7 +167,7 @@ class Engine:
             self._preload()
 
     def _preload(self) -> None:
-        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=LOADER_THREADS)
+        loader = LoaderRun(self._transfer, self._w_loads, {}, threads=self._threads)
         try:
             for load in self._w_loads:
                 loader.wait(load.part.name)
@@ -191,6 +193,11 @@ class Engine:
     def _run(self, early: Sequence[Port]) -> Played:
         if self._has_run:
             loads = self._later_loads
+            if self._resources is not None:  # what was kept is not moved again
+                program, later = self._bundle.program, self._plan.later()
+                needs = needed_slices(later, self._later_moves)
+                steps = make_steps(program, needs, self._later_moves, self._resources, self._plain, self._lane)
+                self._executor, self._resources = Executor(self._queue, steps, self._recorder), None
         else:
             loads = tuple(load for load in self._all_loads if not (load.preload and self._w_is_resident))
         layers: list[Span] = []
@@ -206,7 +213,7 @@ class Engine:
         for port in early:
             by_layer.setdefault(port.ready or 0, []).append(port)
         after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
-        loader = LoaderRun(self._transfer, loads, self._frees, threads=LOADER_THREADS) if loads else None
+        loader = LoaderRun(self._transfer, loads, self._frees, threads=self._threads) if loads else None
         try:
             check = self._file.check if self._transfer.in_place else None
             self._executor.run(loader, layers if self._trace else None, check, after)
@@ -220,11 +227,6 @@ class Engine:
             raise
         if loader is not None:
             loader.stop()
-        if self._resources is not None:  # what was kept is not moved again
-            program, later = self._bundle.program, self._plan.later()
-            needs = needed_slices(later, self._later_moves)
-            steps = make_steps(program, needs, self._later_moves, self._resources, self._plain, self._lane)
-            self._executor, self._resources = Executor(self._queue, steps), None
         self._w_is_resident = self._has_run = True
         return Played(tuple(loader.spans) if loader else (), tuple(layers), arrays)
 
@@ -254,15 +256,17 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back. Kernels that were compiled go into the cache if their kernels have all run."""
-        if self._has_run:
-            for kernels in (self._plain, self._lane):
-                with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+        for kernels in (self._plain, self._lane):
+            with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+                if self._has_run:
                     kernels.save()
+                else:
+                    kernels.wait()
         self._executor.drain()
         with suppress(RunError):  # a lost device has nothing to give back
             self._transfer.close()
         self._ports.clear()
-        self._arena = self._host = None
+        self._arena = self._host = self._resources = None
         del self._executor
         with suppress(RunError):
             self.ledger.close()

@@ -19,7 +19,6 @@ from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.digests import table_blocks
 from flashmem.errors import RunError, UserError
-from flashmem.planning.plan import LOADER_THREADS
 from flashmem.program import Port, copied_outputs, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.engine import Engine, Played
@@ -94,9 +93,10 @@ class Session:
             strategy=self.strategy,
         )
         if self.strategy == "preload":
-            plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
+            layout = preloaded_layout(program, self.mode, plan.loader_threads, shares_memory=self.device.unified_memory)
+            plan = preloaded(plan)
         else:
-            layout = streamed_layout(plan, self.mode)
+            layout = streamed_layout(program, plan, self.mode, shares_memory=self.device.unified_memory)
         if program.hands_over and not self._uses_host_memory:  # compiled for a CPU, run elsewhere
             program = replace(program, hands_over=False)
         self._program = program
@@ -116,7 +116,7 @@ class Session:
             for gather, values in stored
         ]
         # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
-        loads = planned_loads(plan, {part.name: part for part in program.slices}, preload=True, mode=self.mode)
+        loads = planned_loads(plan, {part.name: part for part in program.slices}, layout, self.mode, preload=True)
         first = read_while_opening(loads, program, self.bundle.descriptor.rates)
         constants = (program.constants_offset, program.constants_bytes)
         self._file.announce([constants, *(load.place for load in first)])
@@ -259,13 +259,6 @@ class Session:
             played.layers,
         )
         self._runs += 1
-
-    def page_cache_bytes(self) -> int | None:
-        """Bytes of the weight file in the page cache, whoever read them; None where the system does not say.
-
-        They are the system's, not the session's: it takes them back when memory is short.
-        """
-        return None if self._closed else self._file.cached_bytes()
 
     def close(self) -> None:
         """Give everything back. Closing again does nothing; nor does a forked child, where all is still its parent's.
