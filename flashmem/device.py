@@ -235,7 +235,7 @@ class DeviceDescriptor:
         if not self.cores or cores < 1 or cores == self.cores or self.measured:
             return self
         share = cores / self.cores
-        rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * share)
+        rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * share, conv_flops=self.rates.conv_flops * share)
         return replace(self, cores=cores, parallelism=max(1, round(self.parallelism * share)), rates=rates)
 
     @classmethod

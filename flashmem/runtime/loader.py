@@ -155,7 +155,7 @@ class LoaderRun:
         self._failure: BaseException | None = None
         self._stopping = False
         self._ahead = threads
-        self._announces = transfer.file.missed  # the last time a load was read, or never yet
+        self._announces = transfer.file.missed  # since the last run began
         transfer.file.missed = False
         self._count = min(threads, len(loads))
         self._threads: list[threading.Thread] = []

@@ -150,6 +150,7 @@ class MapTransfer(Transfer):
 
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice]) -> None:
         super().__init__(file)
+        file.missed = True  # populating does not tell
         self._ledger = ledger
         for part in slices:
             buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])

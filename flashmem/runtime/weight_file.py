@@ -82,7 +82,7 @@ class WeightFile:
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._can_populate = True
         self._not_waiting = _RWF_NOWAIT
-        self.missed = True  # something was not in the page cache when it was read; true until it was looked for
+        self.missed = False  # something was not in the page cache when it was read
         self._announcer: threading.Thread | None = None
         self._closing = False
 
