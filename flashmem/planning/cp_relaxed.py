@@ -51,7 +51,7 @@ def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Re
     solver.SetTimeLimit(max(1, int(1000 * seconds)))
     held: defaultdict[int, _Terms] = defaultdict(list)  # by layer, in parts of M_peak
     served: defaultdict[int, _Terms] = defaultdict(list)  # in chunks
-    free = defaultdict(lambda: 1.0)  # of M_peak, beside what must be in use
+    free: defaultdict[int, float] = defaultdict(lambda: 1.0)  # of M_peak, beside what must be in use
     resident: _Terms = []  # bytes of W
     objective = solver.Objective()
     everything = max(1, sum(paper.chunks.values())) * max(1, paper.preload_cost)
