@@ -45,7 +45,7 @@ class FakeRecorder:
 
 class PlayingQueue(FakeQueue):
     def play(self, recording: tuple[int, ...]) -> int:
-        self.launch_all(recording[:-1])
+        self.launch_all(recording[:-1], alone=True)
         return self.launch(recording[-1])
 
 
