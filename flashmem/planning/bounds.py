@@ -171,8 +171,12 @@ class _Slowdowns:
 
 
 def cheapest_pieces(seconds: float, beside: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The convex hull of a slowdown's curve from below: (seconds a byte, bytes), the cheapest first."""
+    """The convex hull of a slowdown's curve from below: (seconds a byte, bytes), the cheapest first.
+
+    Behind its last point the curve goes on as between the last two, so nothing on the hull is steeper than that.
+    """
     pieces: list[tuple[float, float]] = []
+    steepest = (beside[-1][1] - beside[-2][1]) / (beside[-1][0] - beside[-2][0]) if len(beside) > 1 else 0.0
     at = 0
     while at < len(beside) - 1:
         slopes = [
@@ -180,6 +184,8 @@ def cheapest_pieces(seconds: float, beside: Sequence[tuple[float, float]]) -> li
             for nth, (reach, factor) in enumerate(beside[at + 1 :], start=at + 1)
         ]
         slope, after = min(slopes, key=lambda each: (each[0], -each[1]))
+        if slope >= steepest:
+            return [*pieces, (seconds * steepest, math.inf)]
         length = beside[after][0] - beside[at][0] if after < len(beside) - 1 else math.inf
         pieces.append((seconds * slope, length))
         at = after
