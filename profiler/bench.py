@@ -31,7 +31,7 @@ from flashmem.runtime.lanes import LayerMoves, Move, Ride
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CompiledKernels
-from flashmem.runtime.transfer import WORD
+from flashmem.runtime.schedule import WORD
 
 from .cases import Target, elementwise_target, matmul_target
 from .loads import CHUNK, PARTS, Loads

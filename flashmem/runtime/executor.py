@@ -20,8 +20,9 @@ from flashmem.errors import RunError
 from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
-from flashmem.runtime.loader import LoaderRun, Span
+from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, wait
+from flashmem.runtime.schedule import Span
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and

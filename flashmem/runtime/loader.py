@@ -11,75 +11,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, takewhile
 
-from flashmem.device import Rates, TransferMode
 from flashmem.errors import RunError
-from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program, Slice
-from flashmem.runtime.transfer import Band, Transfer, bands, whole
-
-
-@dataclass(frozen=True)
-class Load:
-    """A band of a slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
-
-    part: Slice
-    band: Band
-    gate: int = 0
-    preload: bool = False
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Offset and bytes in the weight file."""
-        return self.part.offset + self.band.first, self.band.nbytes
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`."""
-
-    name: str
-    start: float
-    end: float
-
-
-def planned_loads(
-    plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bool, mode: TransferMode | None = None
-) -> tuple[Load, ...]:
-    """The loads of a run in the order of (g_w, z_w, i_w), W among them (as from layer 1 on) if `preload`.
-
-    In bands, as slices are loaded in `mode`; None: each as a whole.
-    """
-    chosen = [w for w in plan.weights if preload or not w.preload]
-    chosen.sort(key=lambda w: (max(w.read_layer, 1), w.first_mover if mode == "interleave" else w.first_use, w.first_use))
-    loads: list[Load] = []
-    for w in chosen:
-        part, gate = slices[w.name], max(w.read_layer, 1) - 1
-        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if mode else (whole(part),))]
-    return tuple(loads)
-
-
-def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) -> tuple[Load, ...]:
-    """The first loads behind no gate, as many as the disk brings in while a session opens.
-
-    A longer queue before the disk would only hold up what nobody could announce: table rows, and whatever opening reads.
-    """
-    first = tuple(takewhile(lambda load: load.gate == 0, loads))
-    kernels = {launch.kernel for launch in program.launches}
-    opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
-    read = accumulate(load.band.nbytes for load in first)
-    return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= opening * rates.disk_bandwidth)
-
-
-def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:
-    """The streamed slices that are let go when a layer is done: those that are not kept for later runs."""
-    frees: dict[int, tuple[Slice, ...]] = {}
-    for w in plan.weights:
-        if not (w.preload or w.keep):
-            frees[w.last_use] = (*frees.get(w.last_use, ()), slices[w.name])
-    return frees
+from flashmem.program import Slice
+from flashmem.runtime.schedule import Load, Span
+from flashmem.runtime.transfer import Transfer
 
 
 class LoaderRun:

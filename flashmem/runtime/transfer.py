@@ -9,55 +9,20 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
-from flashmem.planning.plan import PoolLayout, passing_bytes
+from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
+from flashmem.runtime.schedule import Band, whole_words
 from flashmem.runtime.weight_file import WeightFile
-
-WORD = 16
-"""Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
 
 _HOST_PIECE_BYTES = 1 << 20
 """Of a load on its way to staging that the host cannot see; small, because the ledger does not count it."""
-
-
-def whole_words(nbytes: int) -> int:
-    """`nbytes` rounded up to words."""
-    return -(-nbytes // WORD) * WORD
-
-
-@dataclass(frozen=True)
-class Band:
-    """A part of a slice that one thread brings in: `nbytes` bytes from its byte `first` on."""
-
-    first: int
-    nbytes: int
-
-
-def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
-    """The slice as threads share it, each what passes through staging at once: an image in whole rows; where pages are mapped,
-    whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
-    more than their bytes do.
-    """
-    unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
-    units = -(-part.file_bytes // unit)
-    passing = passing_bytes(part)
-    count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
-    ends = [min(units * i // count * unit, part.file_bytes) for i in range(count + 1)]
-    return tuple(Band(first, end - first) for first, end in pairwise(ends))
-
-
-def whole(part: Slice) -> Band:
-    """All of a slice."""
-    return Band(0, part.file_bytes)
 
 
 class Transfer(ABC):

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from flashmem.runtime.ledger import Category
-from flashmem.runtime.loader import Span
+from flashmem.runtime.accounts import Category
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.schedule import Span
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Machine, Scenario, SimulatedLoad
 
