@@ -7,11 +7,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
-from flashmem.capacity.model import CapacityModel, default_model, load_capacity
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.planning.plan import PASSING_BYTES
 from flashmem.program import Launch, OperatorClass, Program
+
+if TYPE_CHECKING:
+    from flashmem.capacity.model import CapacityModel
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,10 @@ def build_problem(
     Raises:
         UserError: the descriptor does not say how transfers of that mode slow down what computes.
     """
+    from flashmem.capacity.model import default_model, load_capacity  # the offline half; the rest plans where it runs, too
+
     model = model or default_model(descriptor, program.memory_path)
     mode = mode or descriptor.modes[program.memory_path][0]
-    rates = descriptor.rates
     sizes = {s.name: s.nbytes for s in program.slices}
     known: dict[tuple[object, ...], tuple[float, float, tuple[tuple[float, float], ...]]] = {}
     priced = []
@@ -111,12 +115,28 @@ def build_problem(
         LayerSpec(launch.name, launch.operator_class, int(nbytes // chunk_bytes), seconds, beside)
         for launch, nbytes, seconds, beside in priced
     ]
+    return posed(program, layers, descriptor, mode, chunk_bytes=chunk_bytes, m_peak=m_peak, notes=(model.note,))
+
+
+def posed(
+    program: Program,
+    layers: Sequence[LayerSpec],
+    descriptor: DeviceDescriptor,
+    mode: TransferMode,
+    *,
+    chunk_bytes: int,
+    m_peak: int,
+    notes: tuple[str, ...] = (),
+) -> Problem:
+    """The problem of `program`'s weights and of `layers`, as they run on a device with the rates of `descriptor`."""
+    rates = descriptor.rates
+    sizes = {part.name: part.nbytes for part in program.slices}
     weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
     host = {"map": rates.copy_bandwidth, "dma": min(rates.cached_bandwidth, rates.copy_bandwidth)}
     return Problem(
-        tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, (model.note,), mode,
+        tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, notes, mode,
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
     )  # fmt: skip
 

@@ -35,6 +35,10 @@ SECONDS_APART = 0.01
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One kernel launch, ready to be enqueued. `arguments` are held because a kernel does not keep its memory alive."""
@@ -159,19 +163,22 @@ class Executor:
         trace: list[Span] | None = None,
         check: Callable[[], None] | None = None,
         after: Mapping[int, Callable[[], None]] = _NOTHING,
-    ) -> None:
-        """Run all layers; `loader` brings in what they need (None: everything is resident); `check` is called before each, and
-        `after`, by layer, once it is enqueued.
+        *,
+        done: int = 0,
+        halted: Callable[[], bool] = _never,
+    ) -> int:
+        """Run all layers behind `done`; `loader` brings in what they need (None: everything is resident); `check` is called
+        before each, and `after`, by layer, once it is enqueued. No layer begins once `halted()` is true.
 
-        Returns when the last layer is done. Raises RunError when a load or a launch fails, and what `check` raises; layers may
-        then still be running.
+        Returns the last layer when it is done. Raises RunError when a load or a launch fails, and what `check` raises; layers
+        may then still be running.
         """
         queue = self._queue
         waking = loader.wakes if loader is not None else frozenset()
         flying: deque[tuple[int, Event]] = deque()  # layers with events, not known to be done
         traced: list[tuple[str, Event, Event]] = []
-        done, since = 0, perf_counter()  # the last layer known to be done, and from when
-        launched, last = 0, len(self._steps)  # the last layer with an event; the last of all
+        first, since = done + 1, perf_counter()  # `done`: the last layer known to be done, `since` when
+        launched, last = done, len(self._steps)  # the last layer with an event; the last of all
 
         def retire() -> None:
             nonlocal done, since
@@ -183,7 +190,13 @@ class Executor:
             if loader is not None:
                 loader.layer_done(layer)
 
-        for layer, (step, launches) in enumerate(zip(self._steps, self._launches, strict=True), start=1):
+        for layer in range(first, last + 1):
+            if halted():
+                if launched < layer - 1:
+                    queue.finish()
+                last = layer - 1
+                break
+            step, launches = self._steps[layer - 1], self._launches[layer - 1]
             if check is not None:
                 check()
             if loader is not None and step.needs:
@@ -206,7 +219,7 @@ class Executor:
                 launched = layer
             else:
                 queue.launch_all(launches)
-                if layer == 1:
+                if layer == first:
                     queue.flush()
             if layer in after:
                 after[layer]()
@@ -216,6 +229,7 @@ class Executor:
             retire()
         if trace is not None:
             trace.extend(self._spans(traced))
+        return last
 
     def _space(self, layers: int, seconds: float) -> None:
         """Set the events of later layers apart as `layers` that took `seconds` ask for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flashmem.errors import RunError
 from flashmem.program import Slice
@@ -28,7 +28,12 @@ class LoaderRun:
         frees: Mapping[int, Sequence[Slice]],
         *,
         threads: int,
+        done: int = 0,
+        admit: Callable[[Load], bool] | None = None,
     ) -> None:
+        """Begin at once, with `done` layers behind it. `admit` is asked before each load, and again after `wake`, until
+        `admit_all`: whether there is memory for it.
+        """
         self.loaded = {load.part.name: False for load in loads}
         self._missing = Counter(load.part.name for load in loads)  # bands, by slice
         self.spans: list[Span] = []
@@ -39,7 +44,12 @@ class LoaderRun:
         self._changed = threading.Condition()
         self._next = 0
         self._expected = 0
-        self._done = 0  # layers that are done
+        self._done = done  # layers that are done
+        self._admit = admit
+        self.exhausted = threading.Event()  # every load has been taken
+        self.when_done: Callable[[int], None] | None = None  # told of layers that something waits for, when they are done
+        if not loads:
+            self.exhausted.set()
         self._to_free: list[Slice] = []
         self._freeing = 0
         self._failure: BaseException | None = None
@@ -59,6 +69,19 @@ class LoaderRun:
         with self._changed:
             self._done = layer
             self._to_free.extend(self._frees.get(layer, ()))
+            self._changed.notify_all()
+        if self.when_done is not None:
+            self.when_done(layer)
+
+    def wake(self) -> None:
+        """There may be memory now for a load that was not admitted."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def admit_all(self) -> None:
+        """From now on there is memory for every load whose gate is open."""
+        with self._changed:
+            self._admit = None
             self._changed.notify_all()
 
     def wait(self, name: str) -> None:
@@ -120,6 +143,8 @@ class LoaderRun:
                 if not frees:
                     load = self._loads[self._next]
                     self._next += 1
+                    if self._next == len(self._loads):
+                        self.exhausted.set()
                     ahead = self._announce()
             if load is not None:
                 for each in ahead:
@@ -134,8 +159,10 @@ class LoaderRun:
                     self._changed.notify_all()
 
     def _is_open(self, index: int) -> bool:
-        """Whether a load may start: its gate is open, and nothing is just being freed."""
-        return index < len(self._loads) and not self._freeing and self._loads[index].gate <= self._done
+        """Whether a load may start: its gate is open, nothing is just being freed, and there is memory for it."""
+        if index >= len(self._loads) or self._freeing or self._loads[index].gate > self._done:
+            return False
+        return self._admit is None or self._admit(self._loads[index])
 
     def _announce(self) -> Sequence[Load]:
         """The loads up to a few ahead of the one just taken, so that the disk reads on; only behind open gates."""

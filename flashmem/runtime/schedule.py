@@ -7,7 +7,7 @@ the same ones.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 
@@ -102,10 +102,88 @@ def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) ->
     return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= opening * rates.disk_bandwidth)
 
 
-def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:
-    """The streamed slices that are let go when a layer is done: those that are not kept for later runs."""
+def planned_frees(
+    plan: OverlapPlan, slices: Mapping[str, Slice], kept: Collection[str] | None = None
+) -> dict[int, tuple[Slice, ...]]:
+    """The slices that are let go when a layer is done: all but those `kept`, by default W and what is to keep."""
+    kept = staying(plan) if kept is None else kept
     frees: dict[int, tuple[Slice, ...]] = {}
     for w in plan.weights:
-        if not (w.preload or w.keep):
+        if w.name not in kept:
             frees[w.last_use] = (*frees.get(w.last_use, ()), slices[w.name])
     return frees
+
+
+def staying(plan: OverlapPlan) -> frozenset[str]:
+    """What the plan has stay for later runs."""
+    return frozenset(w.name for w in plan.weights if w.preload or w.keep)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one run loads, in this order, and lets go; which slices are resident when it is over.
+
+    `held`: bytes of slices from when layer l is done until the next one is, l = 0 to N, where pages are what is held (`map`).
+    """
+
+    loads: tuple[Load, ...]
+    frees: Mapping[int, tuple[Slice, ...]]
+    resident: frozenset[str]
+    held: tuple[int, ...]
+
+    def peak(self, done: int = 0) -> int:
+        """The most that is held from when layer `done` is done."""
+        return max(self.held[done:], default=0)
+
+    def peaks(self) -> tuple[int, ...]:
+        """`peak` of every layer."""
+        return tuple(accumulate(reversed(self.held), max))[::-1]
+
+
+def scheduled(
+    plan: OverlapPlan,
+    slices: Mapping[str, Slice],
+    *,
+    resident: Collection[str] = (),
+    kept: Collection[str] | None = None,
+    done: int = 0,
+    mode: TransferMode | None = None,
+) -> Schedule:
+    """A run of `plan` that finds the slices `resident`, goes on behind layer `done`, and leaves `kept`.
+
+    By default W and what is to keep stay. `mode` as for `planned_loads`.
+    """
+    kept = staying(plan) if kept is None else kept
+    wanted = {w.name for w in plan.weights if w.name not in resident and w.last_use > done}
+    loads = tuple(load for load in planned_loads(plan, slices, preload=True, mode=mode) if load.part.name in wanted)
+    there = frozenset(w.name for w in plan.weights if w.name in wanted or w.name in resident)
+    frees = {
+        layer: tuple(part for part in parts if part.name in there)
+        for layer, parts in planned_frees(plan, slices, kept).items()
+        if layer > done
+    }
+    layers = len(plan.capacities)
+    change = [0] * (layers + 2)
+    for w in plan.weights:
+        if w.name in there:
+            change[0 if w.name in resident else max(w.read_layer, done + 1) - 1] += pages(slices[w.name])
+            change[layers + 1 if w.name in kept else max(w.last_use, done)] -= pages(slices[w.name])
+    return Schedule(loads, frees, there & frozenset(kept), tuple(accumulate(change))[: layers + 1])
+
+
+def pages(part: Slice) -> int:
+    """Bytes of the pages that a slice is mapped in."""
+    return -(-part.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def kept_within(plan: OverlapPlan, slices: Mapping[str, Slice], resident: Collection[str], nbytes: float) -> frozenset[str]:
+    """The slices that stay behind when a run is over, in `nbytes`: what is resident already, then in the order of their use.
+
+    The first ones are what the next run would wait for; what comes later can be read meanwhile.
+    """
+    kept, left = set[str](), nbytes
+    for w in sorted(plan.weights, key=lambda w: (w.name not in resident, w.first_use)):
+        if pages(slices[w.name]) <= left:
+            kept.add(w.name)
+            left -= pages(slices[w.name])
+    return frozenset(kept)

@@ -7,7 +7,9 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 from __future__ import annotations
 
 import mmap
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -93,6 +95,9 @@ class MapTransfer(Transfer):
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice]) -> None:
         super().__init__(file)
         self._ledger = ledger
+        self._slices = slices
+        self._entered = Counter[str]()  # bytes, by slice
+        self._lock = threading.Lock()
         for part in slices:
             buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
             self.memories[part.name] = _view(context, buffer, part)
@@ -101,13 +106,24 @@ class MapTransfer(Transfer):
         """Bring the pages in."""
         start = part.offset + band.first
         self._ledger.reserve("weights", _pages(band.nbytes), f"slice {part.name}")
+        with self._lock:
+            self._entered[part.name] += _pages(band.nbytes)
         self.file.populate(start, band.nbytes)
         self._check(part, self.file.mapped[start : start + band.nbytes])
 
     def free(self, part: Slice) -> None:
         """Drop the pages."""
-        self.file.drop(part.offset, part.file_bytes)
-        self._ledger.release("weights", _pages(part.file_bytes))
+        with self._lock:
+            entered = self._entered.pop(part.name, 0)
+        if entered:
+            self.file.drop(part.offset, part.file_bytes)
+            self._ledger.release("weights", entered)
+
+    def close(self) -> None:
+        """Drop all pages that came in."""
+        super().close()
+        for part in self._slices:
+            self.free(part)
 
 
 class AliasTransfer(Transfer):
