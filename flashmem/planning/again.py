@@ -1,11 +1,12 @@
 """A plan for another budget, where the bundle runs: in well below a second, with nothing but numpy.
 
-The plan is `first_plan`'s in the least memory in which it answers about as soon as in all of the budget: what is left over is of
-more use to what stays resident, and to other models.
+The plan is `first_plan`'s in the least memory in which it answers about as soon as in all of the budget: what is left over is
+of more use to what stays resident, and to other models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from flashmem.device import TransferMode
@@ -22,26 +23,32 @@ _PIECES = 32
 """A piece that passes through staging is no more than this part of the budget."""
 
 
-def plan_again(program: Program, problem: Problem, mode: TransferMode, budget: int | None, *, keep: bool) -> OverlapPlan:
+def plan_again(
+    program: Program, problem: Problem, mode: TransferMode, budget: int | None, preload: Collection[str], *, keep: bool
+) -> OverlapPlan:
     """The checked plan of `problem` within `budget` bytes, with its layout for `mode`.
 
-    `keep`: what the budget has beside it holds weights for later runs.
+    `preload`: weights that are of W whatever the budget. `keep`: what the budget has beside it holds weights for later runs.
 
     Raises:
         BudgetError: nothing fits; it names the smallest budget that works.
     """
     if budget is None:
-        return _sealed(program, problem, mode, first_plan(problem))
+        return _sealed(program, problem, mode, first_plan(problem, preload))
     problem = replace(problem, piece_bytes=max(1, min(PASSING_BYTES, budget // _PIECES)))
     measure = _measure(program, mode)
     try:
-        plan, _ = plan_within(problem, budget, measure, lambda_=0.0)
+        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0)
     except BudgetError:  # staging is given as little as it can do with
         problem = replace(problem, piece_bytes=1)
-        plan, _ = plan_within(problem, budget, measure, lambda_=0.0)
-    least = smallest_m_peak(problem)[0]
+        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0)
+    least = smallest_m_peak(problem, preload)[0]
     if plan.m_peak > least:
-        lean = leanest(plan, least, lambda m_peak: first_plan(replace(problem, m_peak=m_peak)), lambda each: each.objective)
+
+        def make(m_peak: int) -> OverlapPlan:
+            return first_plan(replace(problem, m_peak=m_peak), preload)
+
+        lean = leanest(plan, least, make, lambda each: each.objective)
         if measure(lean) <= budget:
             plan = lean
     if keep:
@@ -49,10 +56,10 @@ def plan_again(program: Program, problem: Problem, mode: TransferMode, budget: i
     return _sealed(program, problem, mode, plan)
 
 
-def smallest_budget(program: Program, problem: Problem, mode: TransferMode) -> int:
+def smallest_budget(program: Program, problem: Problem, mode: TransferMode, preload: Collection[str]) -> int:
     """The least budget, in bytes, that `plan_again` takes."""
-    problem = replace(problem, piece_bytes=1, m_peak=max(1, smallest_m_peak(problem)[0]))
-    return _measure(program, mode)(first_plan(problem))
+    problem = replace(problem, piece_bytes=1, m_peak=max(1, smallest_m_peak(problem, preload)[0]))
+    return _measure(program, mode)(first_plan(problem, preload))
 
 
 def _measure(program: Program, mode: TransferMode) -> Measure:

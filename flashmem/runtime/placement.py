@@ -113,17 +113,20 @@ class Placement:
         if not moves or plan.later() is plan:
             self._resources = None  # every run has these steps
 
+    def let_weights_go(self) -> None:
+        """Give the places of all weights back; activations stay. No run may be loading, and none can begin."""
+        self.resident = frozenset()
+        self._executor = self._resources = None
+        self.transfer.close()
+        self.ledger.give_back(self._below)
+
     def lay_out_again(self, plan: OverlapPlan, layout: PoolLayout, kernels: Kernels) -> None:
-        """Let all weights go, and take the places that another plan has for them; activations stay. No run may be loading.
+        """After `let_weights_go`: take the places that another plan has for weights.
 
         Raises:
             RunError: the device or the budget refuses; the placement can only be closed then.
         """
         self._kernels = kernels
-        self.resident = frozenset()
-        self._executor = self._resources = None
-        self.transfer.close()
-        self.ledger.give_back(self._below)
         self._lay_out(plan, layout)
 
     @property

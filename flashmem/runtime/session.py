@@ -11,7 +11,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
@@ -24,7 +23,7 @@ from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opened import Kernels, OpenedBundle, program_on
 from flashmem.runtime.placement import Placement
-from flashmem.runtime.ports import check_inputs
+from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs, described
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
@@ -79,9 +78,9 @@ class Session:
         """
         begun = perf_counter()
         if not isinstance(bundle, Bundle | str | Path):
-            raise UserError(f"a session is opened with a bundle or its path, not with {_described(bundle)}")
+            raise UserError(f"a session is opened with a bundle or its path, not with {described(bundle)}")
         if not isinstance(device, str):
-            raise UserError(f"the device is {_described(device)}; give its name as text, or 'auto'")
+            raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.device = device_here(device, prefer=self.bundle.descriptor.name)
         program, plan = program_on(self.bundle.program, self.device), self.bundle.plan
@@ -147,11 +146,8 @@ class Session:
                 raise RunError(f"the session is closed ({self._closed}); open a new one")
             begun = perf_counter()
             outputs = {port.name: port for port in self.bundle.program.outputs}
-            chosen = list(outputs) if output_names is None else _names(output_names)
-            for name in chosen:
-                if name not in outputs:
-                    raise ValueError(f"the model has no output {name!r}; it gives: {', '.join(outputs)}")
-            inputs = _arrays(inputs)
+            chosen = chosen_outputs(self.bundle.program.outputs, output_names)
+            inputs = arrays_by_name(inputs)
             check_inputs(self.bundle.program.inputs, inputs)
             if self._runs:
                 self._placement.ledger.restart_history()
@@ -240,36 +236,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _names(output_names: Any) -> list[str]:
-    """The outputs asked for. Raises ValueError for anything but a sequence of names."""
-    if not isinstance(output_names, Sequence) or isinstance(output_names, str | bytes):
-        raise ValueError(f"the outputs asked for are {_described(output_names)}; give a list of names, or None for all")
-    for name in output_names:
-        if not isinstance(name, str):
-            raise ValueError(f"the outputs asked for hold {_described(name)}; give their names as text")
-    return list(output_names)
-
-
-def _arrays(inputs: Any) -> dict[str, Array]:
-    """The inputs, each asked for once: an .npz file reads it anew every time.
-
-    Raises:
-        ValueError: not a mapping from names, or an array with a mask, which the device would not see.
-    """
-    if not isinstance(inputs, Mapping):
-        raise ValueError(f"the inputs are {_described(inputs)}; give a dict of numpy arrays by name")
-    for name in inputs:
-        if not isinstance(name, str):
-            raise ValueError(f"the inputs are called by {_described(name)}; call them by their names as text")
-    arrays = {name: inputs[name] for name in inputs}
-    for name, array in arrays.items():
-        if isinstance(array, np.ma.MaskedArray):
-            raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
-    return arrays
-
-
-def _described(value: object) -> str:
-    name = type(value).__name__
-    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
