@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -27,6 +28,7 @@ from flashmem.request import device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.occupancy import Occupancy
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
+from flashmem.runtime.pressure import Follower
 from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
@@ -58,7 +60,8 @@ class Runtime:
         """Nothing is loaded yet.
 
         Args:
-            budget: most bytes that all models together hold on the device and in host staging; None for no limit.
+            budget: most bytes that all models together hold on the device and in host staging; None for no limit, "auto" for
+                what the system can spare (`flashmem.runtime.pressure`).
             device: "auto", or what `flashmem.request.device_here` understands.
             on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
                 end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
@@ -70,14 +73,19 @@ class Runtime:
         """
         if on_pressure not in get_args(OnPressure):
             raise UserError(f"on_pressure {on_pressure!r} is unknown; name one of: {', '.join(get_args(OnPressure))}")
-        limit = None if budget is None else parse_size(budget, what="budget")
-        self._device = DeviceInUse(device_here(device), limit)
+        self._follower: Follower | None = None
+        self._device = DeviceInUse(device_here(device), None)
+        self._occupancy = Occupancy(self._device, self._queue)
+        if budget == "auto":
+            self._follower = Follower(lambda: self._occupancy.beside_files(), self._follow, perf_counter)
+            self._device.budget.limit = self._follower.state.budget
+        elif budget is not None:
+            self._device.budget.limit = parse_size(budget, what="budget")
         self._on_pressure, self._build_apart = on_pressure, build_apart
         self._process = os.getpid()
         self._state = threading.Condition()
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], Future[None]]] = deque()  # for the runtime's own thread, between runs
-        self._occupancy = Occupancy(self._device, self._queue)
         self._running: Model | None = None
         self._pressed = threading.Event()  # the run under way has to give memory back
         self._relieved: list[Future[None]] = []
@@ -85,6 +93,8 @@ class Runtime:
         self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+        if self._follower is not None:
+            self._follower.start()
 
     # What users call.
 
@@ -156,9 +166,18 @@ class Runtime:
         Returns a future that is done when no more than that is held, or when the run that may finish above it is over.
 
         Raises:
-            UserError: not a size.
+            UserError: not a size, or the budget is "auto".
         """
         limit = None if budget is None else parse_size(budget, what="budget")
+        if self._follower is not None:
+            raise UserError("the budget follows the system; make the runtime with a size to set it")
+        return self._set_limit(limit)
+
+    def _follow(self, limit: int) -> None:
+        with suppress(RunError):  # closed meanwhile
+            self._set_limit(limit)
+
+    def _set_limit(self, limit: int | None) -> Future[None]:
         done: Future[None] = Future()
         with self._state:
             self._refuse_closed()
@@ -189,6 +208,8 @@ class Runtime:
         if os.getpid() != self._process:
             return
         atexit.unregister(self.close)
+        if self._follower is not None:
+            self._follower.stop()
         with self._state:
             self._closing = self._closing or "close was called"
             self._state.notify_all()

@@ -51,6 +51,16 @@ class Occupancy:
                 self._tenants.remove(tenant)
                 self._tenants.append(tenant)
 
+    def beside_files(self) -> int:
+        """Bytes that are held in memory which is not pages of the weight files."""
+        held = 0
+        for tenant in self.tenants():
+            placement = tenant.placement
+            if placement is not None:
+                ledger = placement.ledger
+                held += ledger.total - (ledger.by_category.get("weights", 0) if tenant.streams_pages else 0)
+        return held
+
     def plan(self, tenant: Tenant) -> OverlapPlan:
         """Its plan for the budget in force. Raises BudgetError where there is none."""
         return tenant.plan_for(self._device.budget.limit, alone=len(self.tenants()) == 1)
