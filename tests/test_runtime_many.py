@@ -226,7 +226,7 @@ def test_futures_can_be_awaited(models: list[MiniModel]) -> None:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def threads() -> list[str]:

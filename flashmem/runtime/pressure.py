@@ -2,11 +2,11 @@
 
 `wanted` is a pure function of a sample and the state before; `sample` reads /proc and the cgroup of this process.
 
-What there is: the least of `MemAvailable` and what is left below the memory limit of the cgroup and of every one above it (pages
-of files count as free in both), and the memory that flashmem holds beside such pages, which is its own to keep. Of that a share
-stays free (`RESERVE`, more under pressure), so that what else runs here need not be killed. Pressure is PSI
-(`/proc/pressure/memory` or the cgroup's `memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some task
-waited for memory. Under pressure the budget also falls below what is held.
+What there is: the least of `MemAvailable` and what is left below the memory limit of the cgroup and of every one above it
+(pages of files count as free in both), and the memory that flashmem holds beside such pages, which is its own to keep. Of that
+a share stays free (`RESERVE`, more under pressure), so that what else runs here need not be killed. Pressure is PSI
+(`/proc/pressure/memory` or the cgroup's `memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some
+task waited for memory. Under pressure the budget also falls below what is held.
 
 Hysteresis: the budget falls at once, and rises only where at least an eighth more can be had and there was no pressure for
 `QUIET_SECONDS`, so that it does not go up and down with what flashmem holds itself.
