@@ -87,6 +87,11 @@ class Kernels:
             for wanted in wanted_kernels(program, opened.bundle.source, moves, later_moves)
         )
 
+    def close(self) -> None:
+        """Nothing is loaded any more."""
+        for kernels in (self.plain, self.lane):
+            kernels.close()
+
     def save(self) -> None:
         """Put what this process has compiled into the cache; its kernels must all have run. Raises RunError."""
         for kernels in (self.plain, self.lane):

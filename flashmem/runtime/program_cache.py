@@ -193,6 +193,11 @@ class CachedKernels:
         if self._error is not None:
             raise self._error
 
+    def close(self) -> None:
+        """Nothing is loaded any more; what was refused is nobody's business."""
+        with suppress(RunError):
+            self._wait()
+
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A kernel object of its own with its arguments set (`opencl.Program.kernel`).
 

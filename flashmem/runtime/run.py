@@ -58,8 +58,14 @@ class Run:
         Raises:
             RunError: a load or a launch failed; the placement can only be closed then.
         """
-        with self.placement.guarded():
-            return self._play([port for port in outputs if port.tensor is not None and port.ready is not None], traced, halted)
+        early = [port for port in outputs if port.tensor is not None and port.ready is not None]
+        try:
+            with self.placement.guarded():
+                return self._play(early, traced, halted)
+        except BaseException:
+            with suppress(RunError):  # the first failure is the one to tell
+                self.stop()
+            raise
 
     def _play(self, early: Sequence[Port], traced: bool, halted: Callable[[], bool] | None) -> Played:
         placement, loader = self.placement, self.loader
@@ -85,8 +91,6 @@ class Run:
                 wait(event)
         except BaseException:
             placement.executor.drain()  # nothing may be freed while the device still reads it
-            with suppress(RunError):  # the first failure is the one to tell
-                self.stop()
             raise
         self.stop()
         if done == last:

@@ -223,4 +223,5 @@ class Tenant:
         if self.failure is None:
             self.failure = why
             self.leave()
+            self._kernels.close()
             self.opened.close()
