@@ -1,5 +1,5 @@
-"""The command line: `flashmem devices | compile | run | queue | plan | check | cache | profile | tune | simulate | sweep | zoo |
-demo`.
+"""The command line: `flashmem devices | compile | run | queue | plan | check | cache | profile | tune | simulate | sweep |
+zoo | demo`.
 
 Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online

@@ -45,10 +45,6 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
     return [flashmem.compile(DATA / f"{name}.onnx", folder / f"{name}.flashmem", build=False) for name in names]
 
 
-def runtime(budget: int | str | None = None, **options: Any) -> Runtime:
-    return Runtime(budget, build_apart=False, **options)
-
-
 def needed(bundle: Bundle, mode: str) -> int:
     return fixed_bytes(bundle.program) + bundle.plan.layouts[mode].total_bytes
 
@@ -66,7 +62,7 @@ def drawn(bundle: Bundle, seed: int) -> dict[str, NDArray[Any]]:
 
 
 def expected(bundle: Bundle | Path, inputs: dict[str, NDArray[Any]], **options: Any) -> list[NDArray[Any]]:
-    with Session(bundle, build_apart=False, **options) as session:
+    with Session(bundle, **options) as session:
         return session.run(None, inputs)
 
 
@@ -83,7 +79,7 @@ def test_every_model_gives_its_answers_in_order_and_the_budget_is_never_passed(
     budget = int(1.3 * max(needed(bundle, mode) for bundle in bundles))
     inputs = [model.inputs() for model in models]
     wanted = [expected(bundle, x, device=str(device), mode=mode) for bundle, x in zip(bundles, inputs, strict=True)]
-    with runtime(budget, device=str(device)) as many:
+    with Runtime(budget, device=str(device)) as many:
         opened = [many.open(bundle, mode=mode) for bundle in bundles]
         order = [0, 1, 2, 2, 0, 2, 1, 1, 0]
         finished: list[int] = []
@@ -104,7 +100,7 @@ def test_every_model_gives_its_answers_in_order_and_the_budget_is_never_passed(
 def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run waits in its last layer for the loads of the next one, which nobody else would begin."""
     first, second = (model.open() for model in models[:2])
-    with runtime(2 * needed(first, "map")) as many:
+    with Runtime(2 * needed(first, "map")) as many:
         a, b = many.open(first, mode="map"), many.open(second, mode="map")
         play, seen = Run.play, threading.Event()
 
@@ -129,7 +125,7 @@ def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monk
 def test_what_fits_stays_resident_and_no_more(models: list[MiniModel]) -> None:
     first, second = (model.open() for model in models[:2])
     whole = sum(part.file_bytes for part in first.program.slices)
-    with runtime(None) as many:
+    with Runtime(None) as many:
         a, b = many.open(first, mode="map"), many.open(second, mode="map")
         for _ in range(2):
             for model, opened in ((models[0], a), (models[1], b)):
@@ -145,7 +141,7 @@ def test_what_fits_stays_resident_and_no_more(models: list[MiniModel]) -> None:
 
 def test_cancelling_failing_and_closing_one_harms_no_other(models: list[MiniModel], tmp_path: Path) -> None:
     broken = write_mini_bundle(tmp_path / "broken.flashmem", seed=7)
-    with runtime() as many:
+    with Runtime() as many:
         a, b, c = (many.open(model.path, mode="map") for model in (models[0], broken, models[2]))
         os.truncate(broken.open().weights_path, broken.open().program.slices[-3].offset + 100)
         answers = [
@@ -174,7 +170,7 @@ def test_cancelling_failing_and_closing_one_harms_no_other(models: list[MiniMode
 
 
 def test_what_does_not_fit_is_refused_at_once(models: list[MiniModel]) -> None:
-    with runtime() as many:
+    with Runtime() as many:
         a = many.open(models[0].path)
         with pytest.raises(ValueError, match="is missing"):
             many.submit(a, {})
@@ -192,13 +188,13 @@ def test_what_does_not_fit_is_refused_at_once(models: list[MiniModel]) -> None:
     with pytest.raises(RunError, match="the runtime is closed"):
         many.open(models[0].path)
     with pytest.raises(UserError, match="on_pressure 'hope'"):
-        runtime(on_pressure="hope")
-    with runtime(10_000) as many, pytest.raises(BudgetError, match="compile the model again, or raise the budget"):
+        Runtime(on_pressure="hope")
+    with Runtime(10_000) as many, pytest.raises(BudgetError, match="compile the model again, or raise the budget"):
         many.open(models[0].path)
 
 
 def test_a_callback_may_submit_and_close_but_not_wait(models: list[MiniModel]) -> None:
-    with runtime() as many:
+    with Runtime() as many:
         a, b = (many.open(model.path) for model in models[:2])
         later: Future[Any] = Future()
 
@@ -220,7 +216,7 @@ def test_futures_can_be_awaited(models: list[MiniModel]) -> None:
         asked = [many.submit(model, source.inputs()) for model, source in zip(opened, models, strict=False)]
         return await asyncio.gather(*map(asyncio.wrap_future, asked))
 
-    with runtime() as many:
+    with Runtime() as many:
         answers = asyncio.run(both(many, [many.open(model.path) for model in models[:2]]))
         assert all(len(answer) == 3 for answer in answers)
 
@@ -238,7 +234,7 @@ def test_many_threads_and_random_cancels_leave_nothing_behind(models: list[MiniM
     wanted = [expected(model.path, model.inputs(), mode="map") for model in models]
     gc.collect()
     before = descriptors()
-    with runtime(int(1.5 * needed(models[0].open(), "map"))) as many:
+    with Runtime(int(1.5 * needed(models[0].open(), "map"))) as many:
         opened = [many.open(model.path, mode="map") for model in models]
         right: list[bool] = []
 
@@ -291,7 +287,7 @@ def test_a_run_goes_on_under_a_smaller_budget_with_the_same_bits(
     bundle = compiled[0]
     inputs = drawn(bundle, 1)
     wanted = expected(bundle, inputs, device=str(device))
-    with runtime(device=str(device)) as many:
+    with Runtime(device=str(device)) as many:
         model = many.open(bundle, mode=mode)
         smallest = model.tenant.smallest
         assert same(model.run(None, inputs), wanted)
@@ -316,7 +312,7 @@ def test_below_the_smallest_budget_a_run_finishes_or_fails(
     bundle = compiled[1]
     inputs = drawn(bundle, 2)
     wanted = expected(bundle, inputs)
-    with runtime(on_pressure=policy) as many:
+    with Runtime(on_pressure=policy) as many:
         model, other = many.open(bundle), many.open(compiled[0])
         other.run(None, drawn(compiled[0], 3))
         relieved: list[Future[None]] = []
@@ -337,7 +333,7 @@ def test_below_the_smallest_budget_a_run_finishes_or_fails(
 def test_a_budget_that_moves_all_the_time_changes_no_bit(compiled: list[Bundle]) -> None:
     inputs = [drawn(bundle, seed) for seed, bundle in enumerate(compiled)]
     wanted = [expected(bundle, x) for bundle, x in zip(compiled, inputs, strict=True)]
-    with runtime() as many:
+    with Runtime() as many:
         opened = [many.open(bundle) for bundle in compiled]
         least = max(model.tenant.smallest for model in opened)
         rng = random.Random(5)
