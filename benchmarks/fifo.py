@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def play_runtime(args: argparse.Namespace, sequence: list[int]) -> dict[str, Any
     bare, same, begun = vm("VmHWM"), Same(), time.perf_counter()
     with Runtime(args.budget, device=args.device) as runtime:
         models = [runtime.open(bundle) for bundle in bundles]
-        answers = [runtime.submit(models[which], inputs[which]) for which in sequence]
-        for which, answer in zip(sequence, answers, strict=True):
-            same.check(which, answer.result())
+        answers = deque(runtime.submit(models[which], inputs[which]) for which in sequence)
+        for which in sequence:
+            same.check(which, answers.popleft().result())  # and let it go
         seconds = time.perf_counter() - begun
         if runtime.budget is not None and runtime.peak > runtime.budget:
             raise SystemExit(f"{runtime.peak} bytes were held, the budget is {runtime.budget}")
@@ -190,7 +191,8 @@ def main() -> None:
         from flashmem.plots.queue import draw_queue
         from flashmem.units import parse_size
 
-        draw_queue(args.plot, rows["runtime"][0]["over_time"], rows["sessions"][0]["over_time"], parse_size(args.budget))
+        drawn = {"one runtime": rows["runtime"][0]["over_time"], "a session for each request": rows["sessions"][0]["over_time"]}
+        draw_queue(args.plot, drawn, parse_size(args.budget))
 
 
 def limited(command: list[str], args: argparse.Namespace) -> str:

@@ -79,20 +79,20 @@ def play_queue(options: QueueOptions) -> None:
     if options.plot is not None:
         from flashmem.plots.queue import draw_queue
 
-        preloaded = _preloaded(bundles, requests, options.device)
-        draw_queue(options.plot, over_time, preloaded, report["budget_bytes"])
+        rows = {"one budget": over_time, "each model preloaded": _preloaded(bundles, requests, options.device)}
+        draw_queue(options.plot, rows, report["budget_bytes"])
     if options.json:
         emit_json(report)
         return
-    rows = [
+    lines = [
         (name, len(model["latencies"]), f"{model['alone']:.3f}", f"{mean(model['latencies']):.3f}", f"{model['ntt']:.2f}")
         for name, model in report["models"].items()
     ]
-    print_table(("model", "requests", "alone, s", "latency, s", "NTT"), rows)
+    print_table(("model", "requests", "alone, s", "latency, s", "NTT"), lines)
     print_facts(
         {
             "all answered in": f"{report['seconds']:.3f} s",
-            "system throughput": f"{report['stp']:.2f} of {len(rows)}",
+            "system throughput": f"{report['stp']:.2f} of {len(lines)}",
             "fairness": f"{report['fairness']:.2f}",
             "peak memory": format_size(peak),
         }

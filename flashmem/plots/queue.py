@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flashmem.plots.figure import COLOURS, figure, plain_axes
@@ -11,10 +11,10 @@ OverTime = Sequence[tuple[float, int]]
 """(seconds, bytes held from then on)."""
 
 
-def draw_queue(path: Path, shared: OverTime, preloaded: OverTime, budget: int | None) -> None:
-    """Write the PNG. Raises UserError where matplotlib is missing."""
-    with figure(path, rows=2, size=(11, 5.5), sharex=True, sharey=True) as (_, axes):
-        for at, (title, moments) in enumerate((("one budget", shared), ("each model preloaded", preloaded))):
+def draw_queue(path: Path, rows: Mapping[str, OverTime], budget: int | None) -> None:
+    """Write the PNG, one of `rows` (by title) above the other. Raises UserError where matplotlib is missing."""
+    with figure(path, rows=len(rows), size=(11, 0.5 + 2.5 * len(rows)), sharex=True, sharey=True) as (_, axes):
+        for at, (title, moments) in enumerate(rows.items()):
             times, held = [when for when, _ in moments], [nbytes / 1e6 for _, nbytes in moments]
             axes[at].fill_between(times, held, step="post", color=f"{COLOURS[at]}55", linewidth=0)
             axes[at].step(times, held, where="post", color=COLOURS[at], linewidth=1.0)

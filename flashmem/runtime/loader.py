@@ -46,10 +46,8 @@ class LoaderRun:
         self._expected = 0
         self._done = done  # layers that are done
         self._admit = admit
-        self.exhausted = threading.Event()  # every load has been taken
+        self._loading = 0  # threads that bring a load in
         self.when_done: Callable[[int], None] | None = None  # told of layers that something waits for, when they are done
-        if not loads:
-            self.exhausted.set()
         self._to_free: list[Slice] = []
         self._freeing = 0
         self._failure: BaseException | None = None
@@ -72,6 +70,13 @@ class LoaderRun:
             self._changed.notify_all()
         if self.when_done is not None:
             self.when_done(layer)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the disk is another's: nothing is being loaded, and nothing can be before a layer is done."""
+        with self._changed:
+            waiting = self._next >= len(self._loads) or self._loads[self._next].gate > self._done
+            return self._stopping or (waiting and not self._loading)
 
     def wake(self) -> None:
         """There may be memory now for a load that was not admitted."""
@@ -119,6 +124,7 @@ class LoaderRun:
                 span = Span(load.part.name, start, time.perf_counter())
                 with self._changed:
                     self.spans.append(span)
+                    self._loading -= 1
                     self._missing[load.part.name] -= 1
                     if not self._missing[load.part.name]:
                         self.loaded[load.part.name] = True
@@ -143,8 +149,7 @@ class LoaderRun:
                 if not frees:
                     load = self._loads[self._next]
                     self._next += 1
-                    if self._next == len(self._loads):
-                        self.exhausted.set()
+                    self._loading += 1
                     ahead = self._announce()
             if load is not None:
                 for each in ahead:

@@ -383,18 +383,17 @@ class Runtime:
             tenant.end()
 
     def _look_ahead(self, run: Run, stop: threading.Event) -> None:
-        """While `run` plays: once its last load is taken, those of the next model may begin, as memory is given back."""
+        """While `run` plays: when its loads wait, those of the next model go on, as far as there is memory."""
         budget = self._device.budget
-        while run.loader is not None and not run.loader.exhausted.wait(_GLANCE):
-            if stop.is_set():
-                return
         begun: Run | None = None
         while not stop.is_set():
-            if begun is None:
+            if run.loader is not None and not run.loader.idle:
+                pass
+            elif begun is None:
                 with self._state:
                     following = next((answer.model for answer in self._waiting if not answer.cancelled()), None)
                 if following is not None and not self._pressed.is_set():
-                    begun = self._occupancy.begin_ahead(following.tenant, run.placement)
+                    begun = self._occupancy.begin_ahead(following.tenant, run)
             elif begun.loader is not None:
                 begun.loader.wake()
             with budget.changed:

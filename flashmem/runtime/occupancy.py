@@ -99,9 +99,9 @@ class Occupancy:
             return None
         return run
 
-    def begin_ahead(self, tenant: Tenant, running: Placement) -> Run | None:
+    def begin_ahead(self, tenant: Tenant, running: Run) -> Run | None:
         """Place a model whose turn is next, and begin its loads, if there is room and it is not the one that runs."""
-        if tenant.placement is running or tenant.failure is not None:
+        if tenant.placement is running.placement or tenant.failure is not None:
             return None
         if tenant.run is not None:
             return tenant.run
@@ -110,7 +110,7 @@ class Occupancy:
             if tenant.placement is None and not tenant.place(plan, self._device.beside):
                 return None
             if tenant.placement is not None and tenant.placement.plan.weights == plan.weights:
-                return tenant.begin(self._may_keep(tenant), ahead=True)
+                return tenant.begin(self._may_keep(tenant), ahead_of=running)
         return None
 
     def relieve(self, but: Tenant | None = None) -> None:

@@ -21,7 +21,12 @@ from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
 
 def program_on(program: Program, device: Device) -> Program:
     """`program` as `device` runs it: where kernels do not use the host's memory, outputs are copied."""
-    return replace(program, hands_over=False) if program.hands_over and device.kind != "cpu" else program
+    return program if uses_host_memory(device) or not program.hands_over else replace(program, hands_over=False)
+
+
+def uses_host_memory(device: Device) -> bool:
+    """Whether kernels use the host's memory where it is."""
+    return device.kind == "cpu"
 
 
 class OpenedBundle:

@@ -149,8 +149,11 @@ class Tenant:
         assert self.placement is not None
         self.placement.lay_out_again(plan, self._layout(plan), self._kernels_for(plan))
 
-    def begin(self, resident_bytes: float, *, done: int = 0, ahead: bool = False) -> Run:
-        """A run behind layer `done` that leaves up to `resident_bytes` of weights. `ahead`: it loads what there is room for."""
+    def begin(self, resident_bytes: float, *, done: int = 0, ahead_of: Run | None = None) -> Run:
+        """A run behind layer `done` that leaves up to `resident_bytes` of weights.
+
+        It loads what it is granted (`grant`) or, while another one plays, what there is room for when that one's loads wait.
+        """
         placement, self.begun_under = self.placement, self.device.budget.limit
         assert placement is not None
         if not self.streams_pages:
@@ -160,7 +163,9 @@ class Tenant:
         placement.drop(placement.resident - kept)
 
         def admit(load: Load) -> bool:
-            return ahead and placement.ledger.extend(whole_pages(load.band.nbytes))
+            if ahead_of is None or not (ahead_of.loader is None or ahead_of.loader.idle):
+                return False
+            return placement.ledger.extend(whole_pages(load.band.nbytes))
 
         self.run = Run(placement, placement.schedule(kept=kept, done=done), done=done, admit=admit)
         return self.run
