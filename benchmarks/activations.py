@@ -5,13 +5,13 @@
 DIR holds models as `flashmem zoo export` writes them, each in a folder of its name, with its inputs.npz. A row is written as
 soon as it is measured into `--rows` (docs/activations.json), from which the page `--page` (docs/activations.md) is made anew;
 those that are there for this device are not measured again, so that a run that was interrupted goes on (`--again` measures
-them all). For each model and precision:
+them all). A model that fails is a row that says why, and is tried again by the next call. For each model and precision:
 
 - the smallest budget that the planner names, with the bytes that activations take in the arena at that budget, and the most
   that are needed at once: no arena is smaller;
 - the first answer of a session at that budget, within twice of it, and without a limit: medians of `--runs` fresh processes
-  that take turns, the file in the page cache, kernels in the program cache; and the average memory of the plan within twice
-  the smallest budget, beside the paper's (Table 8, a phone);
+  that take turns (where the disk has room for three bundles), the file in the page cache, kernels in the program cache; and
+  the average memory of the plan within twice the smallest budget, beside the paper's (Table 8, a phone);
 - the largest error against ONNX Runtime at the smallest budget, as a fraction of the range of that output;
 - a picture of what is held over one traced run at the smallest budget (`--pictures`): weights, activations that are alive,
   the rest of the arena, constants, staging, outputs that are copied.
@@ -23,23 +23,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
+import traceback
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import flashmem
 from benchmarks.activations_page import draw, page
-from benchmarks.budgets import TABLE_8, Precision, Row, compiled_at_smallest, keep, read_rows
+from benchmarks.budgets import TABLE_8, Precision, Row, compiled_at_smallest, keep, read_rows, why
 from benchmarks.processes import run_bundle, run_worker, take_turns, weights_of
 from flashmem.bundle import Bundle
 from flashmem.commands.verify import compare
-from flashmem.errors import UserError
 from flashmem.files import written_whole
-from flashmem.program import Program
+from flashmem.program import Program, first_and_last
 from flashmem.request import device_here
 from flashmem.zoo.export import INPUTS
 from flashmem.zoo.models import names, tiny_names
@@ -51,18 +53,13 @@ _KEY = ("model", "precision", "device")
 def alive(program: Program) -> list[int]:
     """Bytes of the arena that hold what a later layer, or the user, still reads: before the first layer, and at each layer."""
     layers = len(program.launches)
-    lives: dict[str, tuple[int, int]] = {}
-    for layer, launch in enumerate(program.launches, start=1):
-        for arg in launch.args:
-            if arg.kind == "tensor":
-                first, _ = lives.get(str(arg.value), (layer, layer))
-                lives[str(arg.value)] = (first, layer)
+    lives = first_and_last(program.launches, "tensor")
     for name in (*(port.tensor for port in program.inputs), *(gather.tensor for gather in program.row_gathers), program.status):
         if name is not None:
             lives[name] = (0, lives.get(name, (0, 0))[1])
-    for name in (*(port.tensor for port in program.outputs), program.status):
+    for name, end in (*((port.tensor, port.ready) for port in program.outputs), (program.status, None)):
         if name is not None:
-            lives[name] = (lives.get(name, (0, 0))[0], layers)
+            lives[name] = (lives.get(name, (0, 0))[0], layers if end is None else end)
     tensors = {tensor.name: tensor for tensor in program.tensors}
     return [
         _covered([(tensors[n].offset, tensors[n].offset + tensors[n].nbytes) for n, (a, b) in lives.items() if a <= layer <= b])
@@ -97,15 +94,8 @@ class Measured:
         self.run(tight, "--trace", str(trace))
         picture = self.args.pictures / f"{self.name}-{self.precision}.png"
         draw(json.loads(trace.read_text()), alive(program), program.arena_bytes, f"{self.name}, {self.precision}", picture)
-        bundles = {"smallest": tight, "twice": self.compiled(2 * smallest), "unlimited": self.compiled(None)}
-        runs = take_turns({what: lambda bundle=bundle: self.run(bundle) for what, bundle in bundles.items()}, self.args.runs)  # type: ignore[misc]
-        device = device_here(self.args.device)
+        runs = self.in_turns(tight, {"twice": 2 * smallest, "unlimited": None})
         return {
-            "model": self.name,
-            "precision": self.precision,
-            "device": device.descriptor_name,
-            "runtime": f"{device.platform} {device.driver_version}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "runs": self.args.runs,
             "weights": weights_of(tight),
             "smallest": smallest,
@@ -118,6 +108,20 @@ class Measured:
             "first": {what: statistics.median(row["integrated"] for row in rows) for what, rows in runs.items()},
             "error": error,
         }
+
+    def in_turns(self, tight: Bundle, others: dict[str, int | None]) -> dict[str, list[Row]]:
+        """Rows of runs within the smallest budget and the `others`, which take turns if the disk has room for all bundles."""
+        weights = tight.program.weights_bytes
+        if shutil.disk_usage(self.scratch).free > 1.1 * len(others) * weights:
+            bundles = {"smallest": tight, **{what: self.compiled(budget) for what, budget in others.items()}}
+            return take_turns({what: partial(self.run, bundle) for what, bundle in bundles.items()}, self.args.runs)
+        rows = {"smallest": [self.run(tight) for _ in range(self.args.runs)]}
+        shutil.rmtree(tight.path)
+        for what, budget in others.items():
+            bundle = self.compiled(budget)
+            rows[what] = [self.run(bundle) for _ in range(self.args.runs)]
+            shutil.rmtree(bundle.path)
+        return rows
 
     def compiled(self, budget: int | None) -> Bundle:
         """A bundle of its own, its kernels in the cache."""
@@ -154,28 +158,42 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="where bundles are written, three at a time (default: temporary files)")
     args = parser.parse_args()
     here = device_here(args.device).descriptor_name
-    done = set() if args.again else {tuple(row[name] for name in _KEY) for row in read_rows(args.rows)}
+    done = set() if args.again else {tuple(row[name] for name in _KEY) for row in read_rows(args.rows) if "failed" not in row}
     args.pictures.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     for name, precision in ((name, precision) for name in args.models for precision in args.precisions):
-        model = args.zoo / name / "model.onnx"
         if (name, precision, here) in done:
             continue
-        if not model.is_file():
-            failed.append(f"{name} ({model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`)")
-            continue
-        try:
-            with tempfile.TemporaryDirectory(prefix="flashmem-activations-", dir=args.scratch) as scratch:
-                row = Measured(name, model, precision, Path(scratch), args).row()
-        except (UserError, SystemExit) as error:  # of one model: the others go on
-            failed.append(f"{name} {precision} ({error})")
-            continue
+        row = measured(name, precision, args)
         rows = keep(row, args.rows, _KEY)
         with written_whole(args.page) as file:
             file.write(page(rows, args.pictures.name).encode())
-        print(f"{name} {precision}: {row['smallest'] / 1e6:.1f} MB, error {row['error']}", file=sys.stderr, flush=True)
+        said = row.get("failed") or f"{row['smallest'] / 1e6:.1f} MB, error {row['error']}"
+        print(f"{name} {precision}: {said}", file=sys.stderr, flush=True)
+        failed += [f"{name} {precision}"] if "failed" in row else []
     if failed:
-        raise SystemExit("no row for: " + "; ".join(dict.fromkeys(failed)))
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def measured(name: str, precision: Precision, args: argparse.Namespace) -> Row:
+    """A model's row; of one that fails, why."""
+    model = args.zoo / name / "model.onnx"
+    device = device_here(args.device)
+    key = {
+        "model": name,
+        "precision": precision,
+        "device": device.descriptor_name,
+        "runtime": f"{device.platform} {device.driver_version}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    if not model.is_file():
+        return {**key, "failed": f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`"}
+    try:
+        with tempfile.TemporaryDirectory(prefix="flashmem-activations-", dir=args.scratch) as scratch:
+            return {**key, **Measured(name, model, precision, Path(scratch), args).row()}
+    except (Exception, SystemExit) as error:  # of one model: the others go on
+        traceback.print_exception(error)
+        return {**key, "failed": why(error)}
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ def page(rows: Sequence[Row], pictures: str) -> str:
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = [row for row in rows if row["device"] == device]
         text += [
-            f"\n## {mine[0]['runtime']}\n",
+            f"\n## {mine[-1]['runtime']}\n",
             "| model | precision | weights | smallest budget | arena / alive | average within twice it / paper "
             "| first answer: smallest / twice / no limit | error |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for row in mine:
+        for row in (row for row in mine if "failed" not in row):
             first = row["first"]
             cells = (
                 f"[{row['model']}]({pictures}/{row['model']}-{row['precision']}.png)",
@@ -43,6 +43,8 @@ def page(rows: Sequence[Row], pictures: str) -> str:
                 "not finite" if row["error"] is None else f"{row['error']:.1e}",
             )
             text.append(f"| {' | '.join(cells)} |")
+        failed = [f"- {row['model']}, {row['precision']}, failed: {row['failed']}" for row in mine if "failed" in row]
+        text += ["", *failed] if failed else []
     return "\n".join(text) + "\n"
 
 

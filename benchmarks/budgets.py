@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import flashmem
 from flashmem.bundle import Bundle
-from flashmem.compile import plan_graph, read_graph
+from flashmem.compile import read_graph
 from flashmem.errors import BudgetError
 from flashmem.files import written_whole
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
+from flashmem.smallest import smallest_budget as found
 
 Row = dict[str, Any]
 Precision = Literal["fp32", "fp16"]
@@ -27,13 +28,8 @@ TABLE_8 = {
 
 def smallest_budget(model: Path, device: str, precision: Precision = "fp32") -> int:
     """What the planner names when it is asked for nothing."""
-    try:
-        limits = read_limits(budget=1)
-        options = resolve(limits, device=device, precision=precision)
-        plan_graph(read_graph(model, options), options)
-    except BudgetError as error:
-        return error.smallest_bytes
-    raise SystemExit(f"{model} is planned within one byte")
+    options = resolve(read_limits(), device=device, precision=precision)
+    return found(read_graph(model, options), options).nbytes
 
 
 def compiled_at_smallest(model: Path, output: Path, device: str, precision: Precision = "fp32") -> tuple[int, Bundle]:
@@ -46,6 +42,12 @@ def compiled_at_smallest(model: Path, output: Path, device: str, precision: Prec
             if error.smallest_bytes <= budget:
                 raise
             budget = error.smallest_bytes
+
+
+def why(error: BaseException) -> str:
+    """The last line of what went wrong: all that a table has room for."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def read_rows(path: Path | None) -> list[Row]:

@@ -5,8 +5,8 @@
 DIR holds models as `flashmem zoo export` writes them, each in a folder of its name. The limit is a memory cgroup of: a bare
 process (interpreter, numpy, pyopencl, the driver and the device's context; resident memory), the smallest budget that the
 planner names, and 48 MiB. A process that needs more is killed. Kernels are built before, outside of it. With `--rows` each
-model's row is kept as soon as it is measured, and models that have one for this device are not measured again. Needs root, and
-the `bench` extra.
+model's row is kept as soon as it is measured, and models that have one for this device are not measured again, but for
+those that failed. Needs root, and the `bench` extra.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import argparse
 import json
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
-from benchmarks.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_rows
+from benchmarks.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_rows, why
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.processes import run_worker
-from flashmem.errors import UserError
 from flashmem.request import device_here
 from flashmem.zoo.export import INPUTS
 from flashmem.zoo.models import names, tiny_names
@@ -42,7 +42,18 @@ def limited(limit: int, *arguments: str) -> Row:
 
 
 def measure(name: str, model: Path, device: str, bare: int, scratch: Path) -> Row:
-    """One row."""
+    """One row; of a model that fails, why."""
+    key = {"model": name, "device": device_here(device).descriptor_name}
+    if not model.is_file():
+        return {**key, "failed": f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`"}
+    try:
+        return {**key, **_measured(model, device, bare, scratch)}
+    except (Exception, SystemExit) as error:  # of one model: the others go on
+        traceback.print_exception(error)
+        return {**key, "failed": why(error)}
+
+
+def _measured(model: Path, device: str, bare: int, scratch: Path) -> Row:
     budget, bundle = compiled_at_smallest(model, scratch / "model.flashmem", device)
     limit = bare + budget + ABOVE
     given = model.parent / INPUTS
@@ -50,8 +61,6 @@ def measure(name: str, model: Path, device: str, bare: int, scratch: Path) -> Ro
     ours = limited(limit, "flashmem", "--bundle", str(bundle.path), "--device", device, *inputs)
     theirs = limited(limit, "onnxruntime", "--model", str(model), *inputs)
     return {
-        "model": name,
-        "device": device_here(device).descriptor_name,
         "budget": budget,
         "weights": sum(part.nbytes for part in bundle.program.slices),
         "bare": bare,
@@ -67,7 +76,7 @@ def page(rows: list[Row]) -> str:
         "| model | device | weights, MB | budget, MB | limit, MiB | flashmem | its peak above bare, MiB | ONNX Runtime |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in (row for row in rows if "failed" not in row):
         above = row["flashmem"].get("above_bare")
         sizes = f"{row['weights'] / 1e6:.0f}", f"{row['budget'] / 1e6:.1f}", f"{row['limit'] / _MIB:.0f}"
         cells = (
@@ -75,7 +84,8 @@ def page(rows: list[Row]) -> str:
             row["flashmem"]["ended"], "" if above is None else f"{above / _MIB:.0f}", row["onnxruntime"]["ended"],
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    failed = [f"- {row['model']}, {row['device']}, failed: {row['failed']}" for row in rows if "failed" in row]
+    return "\n".join([*lines, *([""] if failed else []), *failed]) + "\n"
 
 
 def main() -> None:
@@ -92,28 +102,20 @@ def main() -> None:
         raise SystemExit(f"no hard limit can be set here ({no_limit}); it needs root and a memory cgroup that can be written")
     here = device_here(args.device).descriptor_name
     rows = read_rows(args.rows)
-    done = {row["model"] for row in rows if row["device"] == here}
+    done = {row["model"] for row in rows if row["device"] == here and "failed" not in row}
     bare = run_worker("bare", "--device", args.device)["bare"]
-    failed: list[str] = []
     for name in (name for name in args.models if name not in done):
-        model = args.zoo / name / "model.onnx"
-        if not model.is_file():
-            failed.append(f"{name} ({model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`)")
-            continue
-        try:
-            with tempfile.TemporaryDirectory(prefix="flashmem-limit-") as scratch:
-                row = measure(name, model, args.device, bare, Path(scratch))
-        except UserError as error:  # of one model: the others go on
-            failed.append(f"{name} ({error})")
-            continue
+        with tempfile.TemporaryDirectory(prefix="flashmem-limit-") as scratch:
+            row = measure(name, args.zoo / name / "model.onnx", args.device, bare, Path(scratch))
         rows = keep(row, args.rows, ("model", "device")) if args.rows else [*rows, row]
-        print(f"{name}: {row['flashmem']['ended']}; ONNX Runtime {row['onnxruntime']['ended']}", file=sys.stderr, flush=True)
+        said = row.get("failed") or f"{row['flashmem']['ended']}; ONNX Runtime {row['onnxruntime']['ended']}"
+        print(f"{name}: {said}", file=sys.stderr, flush=True)
+        if args.page:
+            args.page.write_text(page(rows))
     print(page(rows), end="")
-    if args.page:
-        args.page.write_text(page(rows))
-    unfinished = [row["model"] for row in rows if row["flashmem"]["ended"] != "finishes"]
-    if unfinished or failed:
-        raise SystemExit("; ".join([f"{name} does not finish" for name in unfinished] + failed))
+    unfinished = [row["model"] for row in rows if "failed" in row or row["flashmem"]["ended"] != "finishes"]
+    if unfinished:
+        raise SystemExit(f"not finished: {', '.join(unfinished)}")
 
 
 if __name__ == "__main__":

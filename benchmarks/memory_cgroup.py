@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 
 _ROOT = Path("/sys/fs/cgroup")
+_SECONDS_TO_LEAVE = 10.0
 
 
 class HardLimit:
@@ -30,7 +32,15 @@ class HardLimit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.folder.rmdir()
+        deadline = time.monotonic() + _SECONDS_TO_LEAVE
+        while True:
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:  # a process that was killed takes a moment to be gone
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Run `command` inside the limit; it is killed if it needs more."""

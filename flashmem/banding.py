@@ -1,7 +1,9 @@
 """Plans for budgets that are too small for a graph as it is: chains of operators are computed in bands (`graph.bands`).
 
 How little the activations may take follows from what is missing. Bands for exactly that are tried, then those for a few fixed
-limits below it, the last of which is the least there can be. So a budget that was named as the smallest is found again.
+limits below it, the last of which is the least there can be. Of the lowest of these (`NEAR`) all are tried before a budget is
+refused, and nothing but them where a budget asks for as little. So the smallest budget is the same whatever was asked for: it
+is found again, and none below it works.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ from flashmem.units import format_size
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
 """The fixed limits, in the least that is alive."""
 
+NEAR = 1.25
+"""Fixed limits of no more than this, in the least that is alive, may give the smallest budget: what is alive is estimated, and
+what an arena and the slices beside it take is known when a program is planned.
+"""
+
 NAMED = 6
 """Chains that a plan's note names one by one."""
 
@@ -41,16 +48,16 @@ class Bands:
 
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
         self.graph, self.layers, self.ranges = graph, fuse(graph), Ranges(graph, half=precision == "fp16")
-        self._memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
+        self.memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
 
     @property
     def alive(self) -> int:
         """The bytes of activations that are needed at once without bands."""
-        return max(self._memory.alive, default=0)
+        return max(self.memory.alive, default=0)
 
     def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
         """Chains with which activations take `limit` bytes, or as few as can be, and how many they are estimated to take."""
-        chains, alive = choose(self.graph, self.layers, self.ranges, self._memory, limit)
+        chains, alive = choose(self.graph, self.layers, self.ranges, self.memory, limit)
         return tuple(chains), alive
 
     def described(self, chains: Sequence[Chain], without: int) -> str:
@@ -86,10 +93,9 @@ def fitting_bands(
         bands = Bands(graph, options.descriptor, options.precision)
         least = bands.choose(0)
     wanted = bands.alive - (refused.smallest_bytes - budget)
-    fixed = [limit for step in STEPS if (limit := int(least[1] * step)) < min(wanted, bands.alive)]
     smallest = refused
     tried: set[tuple[Chain, ...]] = {()}
-    for limit in [*([wanted] if wanted > least[1] else []), *fixed, 0]:
+    for limit in _limits(wanted, least[1], bands.alive):
         with watch("bands"):
             chains = bands.choose(limit)[0] if limit else least[0]
             if chains in tried:
@@ -99,11 +105,21 @@ def fitting_bands(
         try:
             attempt(banded)
         except BudgetError as error:
-            if limit != wanted and error.smallest_bytes < smallest.smallest_bytes:
+            if limit <= NEAR * least[1] and error.smallest_bytes < smallest.smallest_bytes:
                 smallest = error
             continue
         return banded, bands.described(chains, refused.smallest_bytes)
     raise _too_small(budget, refused, smallest)
+
+
+def _limits(wanted: int, least: int, alive: int) -> list[int]:
+    """The limits to try, in bytes, where `wanted` would do, no more than `alive` helps and nothing below `least` can be; 0: as
+    little as can be.
+    """
+    fixed = [limit for step in STEPS if (limit := int(least * step)) < alive]
+    near = [limit for limit in fixed if limit <= NEAR * least]
+    exact = [wanted] if wanted > NEAR * least else []
+    return [*exact, *(limit for limit in fixed if limit < wanted), 0, *(limit for limit in reversed(near) if limit >= wanted)]
 
 
 def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> BudgetError:
@@ -114,6 +130,7 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
         f"({without.smallest_bytes} without), bound by layer {smallest.binding!r}; raise the budget to "
         f"{smallest.smallest_bytes} bytes or more",
         smallest_bytes=smallest.smallest_bytes,
+        without_bands=without.smallest_bytes,
         binding=smallest.binding,
     )
 

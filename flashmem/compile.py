@@ -184,6 +184,9 @@ def plan_graph(
     options: Options,
     watch: Watch = lambda step: nullcontext(),
     final: Callable[[Generated], None] = lambda generated: None,
+    *,
+    lowest_order: bool = True,
+    bands: bool = True,
 ) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
@@ -192,15 +195,15 @@ def plan_graph(
 
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
     `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
-    without unfusion.
+    without unfusion. `lowest_order`, `bands`: put launches into the order that holds the least, and compute in bands.
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
     try:
-        return _plan(graph, options, watch, final)
+        return _plan(graph, options, watch, final, lowest_order=lowest_order)
     except BudgetError as refused:
-        if options.limits.budget is None:
+        if options.limits.budget is None or not bands:
             raise
         banded, note = fitting_bands(graph, options, refused, lambda banded: _plan(banded, options, watch, finest=True), watch)
     generated, plan = _plan(banded, options, watch)
@@ -214,22 +217,25 @@ def _plan(
     final: Callable[[Generated], None] = lambda generated: None,
     *,
     finest: bool = False,
+    lowest_order: bool = True,
 ) -> tuple[Generated, OverlapPlan]:
     """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
-    and no layer split.
+    and no layer split. `lowest_order`: see `plan_graph`.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     choices = Choices(descriptor, options.optimize)
     only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
 
-    def write(layers: Sequence[Layer], order: LaunchOrder, slicing: Slicing) -> Generated:
+    def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
         made = generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
         return replace(made, program=replace(made.program, order=order))
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):
-            layers, order = in_lowest_order(graph, fuse(graph, cuts), half=options.precision == "fp16")
+            layers, order = fuse(graph, cuts), None
+            if lowest_order:
+                layers, order = in_lowest_order(graph, layers, half=options.precision == "fp16")
         with watch("generate"):
             made = write(layers, order, slicing)
             if choices.settle():

@@ -19,13 +19,15 @@ class MissingFileError(UserError, FileNotFoundError):
 class BudgetError(UserError):
     """No plan fits the budget.
 
-    `smallest_bytes` is the smallest budget (same meaning as the one that was refused) that works; `binding` names what
-    binds it, for instance the layer whose weights must be resident together.
+    `smallest_bytes` is the smallest budget (same meaning as the one that was refused) that works, `without_bands` the one that
+    works without chains of operators in bands; `binding` names what binds it, for instance the layer whose weights must be
+    resident together.
     """
 
-    def __init__(self, message: str, *, smallest_bytes: int, binding: str) -> None:
+    def __init__(self, message: str, *, smallest_bytes: int, binding: str, without_bands: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.without_bands = smallest_bytes if without_bands is None else without_bands
         self.binding = binding
 
 

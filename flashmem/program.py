@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -225,13 +226,7 @@ class Program:
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""
-        uses: dict[str, tuple[int, int]] = {}
-        for layer, launch in enumerate(self.launches, start=1):
-            for arg in launch.args:
-                if arg.kind == "slice":
-                    first, _ = uses.get(str(arg.value), (layer, layer))
-                    uses[str(arg.value)] = (first, layer)
-        return uses
+        return first_and_last(self.launches, "slice")
 
     def to_json(self) -> dict[str, Any]:
         """The program as plain data, for the bundle."""
@@ -273,6 +268,17 @@ class Program:
                 "order": LaunchOrder(**data["order"]) if data.get("order") else None,
             }
         )
+
+
+def first_and_last(launches: Iterable[Launch], kind: Literal["tensor", "slice"]) -> dict[str, tuple[int, int]]:
+    """The first and the last layer, from 1, that has each tensor, or slice, among its arguments."""
+    found: dict[str, tuple[int, int]] = {}
+    for layer, launch in enumerate(launches, start=1):
+        for arg in launch.args:
+            if arg.kind == kind:
+                first, _ = found.get(str(arg.value), (layer, layer))
+                found[str(arg.value)] = (first, layer)
+    return found
 
 
 LaneKind = Channel | Literal["buffer"]

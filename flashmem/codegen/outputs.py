@@ -8,35 +8,28 @@ at a time, so that the host holds one more array for it, not as many as there ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flashmem.codegen.emitter import Emitter, Held
+from flashmem.codegen.emitter import Held
 from flashmem.program import Port, RowGather
 
 
-def lifetimes_of(emitter: Emitter) -> dict[str, tuple[int, int]]:
-    """The first and the last layer, from 1, that touch each tensor."""
-    lifetimes: dict[str, tuple[int, int]] = {}
-    for layer, launch in enumerate(emitter.launches, start=1):
-        for arg in launch.args:
-            if arg.kind == "tensor":
-                first, _ = lifetimes.get(str(arg.value), (layer, layer))
-                lifetimes[str(arg.value)] = (first, layer)
-    return lifetimes
+def read_early(
+    tensors: Mapping[str, Held], touched: Mapping[str, tuple[int, int]], outputs: Sequence[Port], gathers: Sequence[RowGather]
+) -> list[Port]:
+    """`outputs`, each with the layer after which it is read, where it can be before the end.
 
-
-def read_early(emitter: Emitter, outputs: Sequence[Port], gathers: Sequence[RowGather]) -> list[Port]:
-    """`outputs`, each with the layer after which it is read, where it can be before the end."""
-    lifetimes = lifetimes_of(emitter)
+    `touched`: the first and the last layer that has each of `tensors`.
+    """
     by_host = {gather.tensor for gather in gathers}
     ready: dict[str, int] = {}
     for port in outputs:
-        if port.tensor is None or port.tensor not in lifetimes or emitter.tensors[port.tensor].dtype != port.dtype:
+        if port.tensor is None or port.tensor not in touched or tensors[port.tensor].dtype != port.dtype:
             continue
-        same = [name for name in lifetimes if _overlap(emitter.tensors[name], emitter.tensors[port.tensor])]
+        same = [name for name in touched if _overlap(tensors[name], tensors[port.tensor])]
         if by_host.isdisjoint(same):
-            ready[port.name] = max(lifetimes[name][1] for name in same)  # a part of it may be written as a tensor of its own
+            ready[port.name] = max(touched[name][1] for name in same)  # a part of it may be written as a tensor of its own
     return [replace(port, ready=ready.get(port.name)) for port in outputs]
 
 

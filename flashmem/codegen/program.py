@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +13,7 @@ from flashmem.codegen.arena import Use, place_blocks, shapes
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters import emit
-from flashmem.codegen.outputs import lifetimes_of, read_early
+from flashmem.codegen.outputs import read_early
 from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.places import find_places
 from flashmem.codegen.row_gather import host_indices, place_rows
@@ -24,7 +24,18 @@ from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
 from flashmem.graph.ranges import Ranges
-from flashmem.program import SLACK, TENSOR_ALIGNMENT, Port, Program, RowGather, Source, StoredType, Tensor, lane_kind
+from flashmem.program import (
+    SLACK,
+    TENSOR_ALIGNMENT,
+    Port,
+    Program,
+    RowGather,
+    Source,
+    StoredType,
+    Tensor,
+    first_and_last,
+    lane_kind,
+)
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,9 @@ def generate(
         for port in results
     ]
     hands_over = descriptor.uses_host_memory
-    outputs = outputs if hands_over else read_early(emitter, outputs, gathers)
-    tensors, arena_bytes, live_bytes = _arena(emitter, inputs, outputs, gathers)
+    touched = first_and_last(emitter.launches, "tensor")
+    outputs = outputs if hands_over else read_early(emitter.tensors, touched, outputs, gathers)
+    tensors, arena_bytes, live_bytes = _arena(emitter, touched, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     [constants_offset] = emitter.weights.place("constants", [constants.nbytes], lambda: [constants])
     program = Program(
@@ -127,14 +139,19 @@ def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]
 
 
 def _arena(
-    emitter: Emitter, inputs: Sequence[Port], outputs: Sequence[Port], gathers: Sequence[RowGather]
+    emitter: Emitter,
+    touched: Mapping[str, tuple[int, int]],
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    gathers: Sequence[RowGather],
 ) -> tuple[tuple[Tensor, ...], int, int]:
     """The activations in the arena, its bytes, and how many of them are needed at once.
 
-    A tensor is needed from the layer that writes it first to the last that reads it.
+    A tensor is needed from the layer that writes it first to the last that reads it: `touched`, but for what is there before
+    the first layer, or after the last one.
     """
     last = len(emitter.launches) + 1
-    lifetimes = lifetimes_of(emitter)
+    lifetimes = dict(touched)
     status = None if emitter.status_value is None else str(emitter.status().value)  # holds from before the run to after it
     early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
     for name in early:

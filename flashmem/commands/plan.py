@@ -8,18 +8,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashmem.bundle import Bundle
 from flashmem.bundle_check import plan_holds
 from flashmem.commands.compiling import CompileOptions, bundle_of
+from flashmem.commands.extras import offline_half
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program import Program, raw_bytes
-from flashmem.units import format_size
+from flashmem.units import format_size, parse_shape
 from flashmem.zoo.names import architecture
+
+if TYPE_CHECKING:
+    from flashmem.smallest import SmallestBudget
 
 _NAMES_SHOWN = 2
 _ROWS_SHOWN = 60
@@ -38,6 +42,7 @@ class Shown:
     program: Program
     plan: OverlapPlan
     seconds: dict[str, float] = field(default_factory=dict)
+    smallest: SmallestBudget | None = None  # of a model, whose graph is here
 
 
 @dataclass(frozen=True)
@@ -79,13 +84,23 @@ def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: 
         shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
     else:
         bundle = Bundle.open(bundle_of(model, options))
-        shown = Shown(str(bundle.path), bundle.descriptor.name, bundle.program, bundle.plan)
+        smallest = None if model.is_dir() else _smallest(model, options)
+        shown = Shown(str(bundle.path), bundle.descriptor.name, bundle.program, bundle.plan, smallest=smallest)
     rows = layer_rows(shown.plan, shown.program)
     because = why(shown.plan, shown.program)
     if as_json:
         emit_json(_as_json(shown, rows, because, show_all))
     else:
         _print(shown, rows, because, show_all)
+
+
+def _smallest(model: Path, options: CompileOptions) -> SmallestBudget:
+    with offline_half("planning"):
+        from flashmem.compile import read_graph
+        from flashmem.request import resolve
+        from flashmem.smallest import smallest_budget
+    resolved = resolve(options.limits(), shapes=dict(parse_shape(text) for text in options.shape), **options.target())
+    return smallest_budget(read_graph(model, resolved), resolved)
 
 
 def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
@@ -183,6 +198,13 @@ def _activations(program: Program) -> str:
     return f"{format_size(program.arena_bytes)}, of which {format_size(program.live_bytes)} are needed at once"
 
 
+def _smallest_text(smallest: SmallestBudget | None) -> dict[str, str]:
+    if smallest is None:
+        return {}
+    works, bands, order = map(format_size, (smallest.nbytes, smallest.without_bands, smallest.in_model_order))
+    return {"smallest budget": f"{works}; without bands {bands}, with launches in the model's order too {order}"}
+
+
 def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
     plan, order = shown.plan, shown.program.order
     data = {
@@ -213,6 +235,8 @@ def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_al
         "layout_bytes": {mode: layout.total_bytes for mode, layout in plan.layouts.items()},
         "why": [asdict(each) for each in because],
     }
+    if shown.smallest:
+        data["smallest_budget_bytes"] = asdict(shown.smallest)
     if shown.seconds:
         data["seconds"] = shown.seconds
     if show_all or len(rows) <= _LAYERS_IN_JSON:
@@ -245,6 +269,7 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)} in mode {plan.mode}",
         **_kept(plan),
         "activations": _activations(shown.program),
+        **_smallest_text(shown.smallest),
     }
     if plan.layouts:
         facts["memory"] = ", ".join(f"{mode} {format_size(layout.total_bytes)}" for mode, layout in plan.layouts.items())

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from flashmem.graph.builder import Rewriter
+from flashmem.graph.builder import Rewriter, replaced
 from flashmem.graph.fusion import MAX_OPERANDS, MAX_TAIL
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import is_elementwise
 from flashmem.graph.operators.attention import Access, Scores, Step
 from flashmem.graph.operators.lowering import reshaped
+from flashmem.graph.readers import Readers
 from flashmem.graph.views import View, factor, merged, view_of, whole
 
 LARGEST_HEAD = 512
@@ -48,45 +49,16 @@ class _Found:
     name: str
 
 
-class _Readers:
-    """Who reads each value; an output of the model has a reader outside."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._readers = graph.consumers()
-        self._outputs = {port.value for port in graph.outputs}
-
-    def of(self, value: Value) -> list[Node]:
-        return self._readers.get(value, [])
-
-    def only(self, value: Value, readers: Sequence[Node]) -> bool:
-        """Whether nobody but `readers` reads `value`."""
-        return value not in self._outputs and all(node in readers for node in self.of(value))
-
-    def single(self, value: Value) -> Node | None:
-        """The one reader of `value`, if there is one and it reads it once."""
-        nodes = self.of(value)
-        alone = len(nodes) == 1 and value not in self._outputs and nodes[0].inputs.count(value) == 1
-        return nodes[0] if alone else None
-
-
 def fuse_attention(graph: Graph) -> Graph:
     """`graph` (in normal form, layouts assigned) with each attention as one operator."""
-    readers = _Readers(graph)
+    readers = Readers(graph)
     found = {each.last: each for node in graph.nodes if node.op == "Softmax" and (each := _attention(node, readers))}
-    if not found:
-        return graph
-    rewriter = Rewriter()
-    for node in graph.nodes:
-        if node in found:
-            _replace(rewriter, found[node])
-        else:
-            rewriter.nodes.append(node)
-    return rewriter.graph(graph)
+    return replaced(graph, found, _replace)
 
 
 def attention_products(graph: Graph) -> set[Node]:
     """The products of each attention in `graph` that `fuse_attention` finds: what they read, they read as views."""
-    readers = _Readers(graph)
+    readers = Readers(graph)
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "Softmax" and _attention(node, readers) is not None:
@@ -96,7 +68,7 @@ def attention_products(graph: Graph) -> set[Node]:
     return found
 
 
-def _attention(softmax: Node, readers: _Readers) -> _Found | None:
+def _attention(softmax: Node, readers: Readers) -> _Found | None:
     """The attention around `softmax`, if it is one that a kernel can compute."""
     keys = softmax.input(0).shape[-1]
     if softmax.attributes["axes"] != (len(softmax.input(0).shape) - 1,) or not softmax.input(0).size:
@@ -152,7 +124,7 @@ class _Behind:
     shape: tuple[int, ...]
 
 
-def _behind(weights: Value, readers: _Readers) -> _Behind | None:
+def _behind(weights: Value, readers: Readers) -> _Behind | None:
     """What is behind softmax's `weights`, if it is what a kernel can do at the end."""
     keys, guarded, shape = weights.shape[-1], False, weights.shape
     dropped: Value | None = None
@@ -188,7 +160,7 @@ def _is_zero(value: Value) -> bool:
     return value.constant is not None and value.size == 1 and not value.constant.array().any()
 
 
-def _guard(weights: Value, readers: _Readers) -> Value | None:
+def _guard(weights: Value, readers: Readers) -> Value | None:
     """Where(IsNaN(weights), 0, weights), if that is all there is."""
     nodes = readers.of(weights)
     tests = [node for node in nodes if node.op == "IsNaN"]
@@ -206,7 +178,7 @@ def _is_product(node: Node) -> bool:
     return node.op == "MatMul" and len(node.inputs) == 2 and not node.attributes["transposed"]
 
 
-def _chain(softmax: Node, readers: _Readers) -> tuple[Node, tuple[Node, ...]] | None:
+def _chain(softmax: Node, readers: Readers) -> tuple[Node, tuple[Node, ...]] | None:
     """The product whose result `softmax` reads, and the operators between them, in order."""
     keys = softmax.input(0).shape[-1]
     found: dict[Value, bool] = {}  # whether a value is made of the product
@@ -240,7 +212,7 @@ def _chain(softmax: Node, readers: _Readers) -> tuple[Node, tuple[Node, ...]] | 
     return (products[0], tuple(inside)) if all(readers.only(value, [*inside, softmax]) for value in made) else None
 
 
-def _target(product: Node, readers: _Readers) -> tuple[Node, View]:
+def _target(product: Node, readers: Readers) -> tuple[Node, View]:
     """The last move of the result that a kernel can make as it writes, and the result as a view of what that gives."""
     node, moves, best = product, [product], 0
     while (reader := readers.single(node.outputs[0])) is not None and reader.op in ("Reshape", "Transpose"):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from flashmem.graph.bands import Band, Chain, band_of, units
+from flashmem.graph.bands import Band, Chain, alike, units
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators.spans import Span, outermost
@@ -37,6 +37,9 @@ WORTH = 0.98
 
 MOST_AGAIN = 1.5
 """A band may compute what others compute too, where windows overlap, but not more than this times what there is in all."""
+
+ROUNDS = 8
+"""Times that the bands of a chain are made to agree on which operators they make in parts."""
 
 Size = Callable[[Value], int]
 
@@ -224,25 +227,15 @@ class _Choice:
 
     def _bands(self, nodes: Sequence[Node], end: Value, spans: Sequence[Span], last: int) -> list[Band] | None:
         """Like `bands.bands_of` of all spans, from the first ones and the last one."""
-        whole: set[Value] = set()
-        for _ in range(8):
-            bands, found = [], set(whole)
-            for span in spans:
-                band, before = band_of(nodes, end, span, found)
-                bands.append(band)
-                found |= before
-            if end in found:
-                return None
-            if found == whole:
-                for value in self._joined(bands[0], last):
-                    needs = [band.needs[value] for band in bands]
-                    apart = needs[0].start == 0 and needs[0].stop == needs[1].start
-                    if not apart or needs[-1].stop != value.shape[needs[0].axis]:
-                        found.add(value)
-            if found == whole:
-                return bands
-            whole = found
-        return None
+
+        def overlapping(bands: Sequence[Band]) -> Iterator[Value]:
+            for value in self._joined(bands[0], last):
+                needs = [band.needs[value] for band in bands]
+                apart = needs[0].start == 0 and needs[0].stop == needs[1].start
+                if not apart or needs[-1].stop != value.shape[needs[0].axis]:
+                    yield value
+
+        return alike(nodes, end, spans, overlapping, ROUNDS)
 
     def _joined(self, band: Band, last: int) -> list[Value]:
         """Results made in parts that are read behind layer `last`, or whole."""

@@ -10,9 +10,9 @@ first band.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.fusion import Layer, fuse
@@ -34,7 +34,7 @@ class Chain:
 
     def spans(self, size: int) -> list[Span]:
         """The bands of a result that has `size` places along the axis."""
-        return [Span(self.axis, start, stop) for start, stop in pairwise((*self.starts, size))]
+        return [Span(self.axis, start, stop) for start, stop in itertools.pairwise((*self.starts, size))]
 
 
 @dataclass
@@ -94,8 +94,29 @@ def bands_of(nodes: Sequence[Node], end: Value, spans: Sequence[Span], outside: 
     All make the same operators in parts. Results of theirs that others read (`outside`, and the rest of `nodes`) are made of
     parts that do not overlap.
     """
+
+    def overlapping(bands: Sequence[Band]) -> Iterator[Value]:
+        for value in joined(nodes, bands[0], outside):
+            if not _tiles([band.needs[value] for band in bands], value):
+                yield value
+
+    return alike(nodes, end, spans, overlapping)
+
+
+def alike(
+    nodes: Sequence[Node],
+    end: Value,
+    spans: Sequence[Span],
+    overlapping: Callable[[Sequence[Band]], Iterable[Value]],
+    rounds: int | None = None,
+) -> list[Band] | None:
+    """The bands of `spans` of `end`, all of which make the same operators in parts; None if `end` has no parts such as they
+    ask for, or if that is not clear after `rounds`.
+
+    `overlapping`: results of such bands that shall not be made in parts, since theirs overlap.
+    """
     whole: set[Value] = set()
-    while True:
+    for _ in itertools.count() if rounds is None else range(rounds):
         bands, found = [], set(whole)
         for span in spans:
             band, before = band_of(nodes, end, span, found)
@@ -104,12 +125,11 @@ def bands_of(nodes: Sequence[Node], end: Value, spans: Sequence[Span], outside: 
         if end in found:
             return None
         if found == whole:
-            found |= {
-                value for value in joined(nodes, bands[0], outside) if not _tiles([band.needs[value] for band in bands], value)
-            }
+            found.update(overlapping(bands))
         if found == whole:
             return bands
         whole = found
+    return None
 
 
 def joined(nodes: Sequence[Node], band: Band, outside: Collection[Value]) -> Iterator[Value]:

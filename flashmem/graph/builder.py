@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from flashmem.graph.ir import ArrayConstant, Constant, Graph, Node, Value
 from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program import DType
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -128,3 +130,16 @@ class Rewriter:
                 kept.append(node)
                 live.update(value for value in node.inputs if value is not None)
         return replace(old, nodes=kept[::-1], outputs=outputs)
+
+
+def replaced(graph: Graph, found: Mapping[Node, Found], write: Callable[[Rewriter, Found], object]) -> Graph:
+    """`graph` with what `write` appends for each of `found` in place of its node."""
+    if not found:
+        return graph
+    rewriter = Rewriter()
+    for node in graph.nodes:
+        if node in found:
+            write(rewriter, found[node])
+        else:
+            rewriter.nodes.append(node)
+    return rewriter.graph(graph)

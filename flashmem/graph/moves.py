@@ -14,7 +14,6 @@ attention, since its result may be larger than what it reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from flashmem.graph.attention import attention_products
@@ -23,7 +22,8 @@ from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.lowering import reshaped
 from flashmem.graph.orders import Order
-from flashmem.graph.views import Dimension, Factor, View, merged, whole, write
+from flashmem.graph.readers import Readers
+from flashmem.graph.views import Dimension, Factor, View, merged, row_major, whole, write
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
 
@@ -40,7 +40,7 @@ class _Moves:
 
     def __init__(self, graph: Graph) -> None:
         self.old = graph
-        self.readers, self.outputs = graph.consumers(), {port.value for port in graph.outputs}
+        self.readers = Readers(graph)
         self.rewriter = Rewriter()
         self.views: dict[Value, View] = {}
         self.needed: set[tuple[Value, Dimension]] = set()
@@ -85,7 +85,7 @@ class _Moves:
     def _wait(self, value: Value, view: View) -> None:
         """Let `value`, as it is a view of what is there, wait until it is needed in order."""
         self.views[value] = view
-        if value in self.outputs or any(self._needs(node, value) for node in self.readers.get(value, ())):
+        if value in self.readers.outputs or any(self._needs(node, value) for node in self.readers.of(value)):
             self.needed.add((view.root, merged(view.factors)))
 
     def _needs(self, node: Node, value: Value) -> bool:
@@ -95,9 +95,9 @@ class _Moves:
         if node in self.attended:
             return False
         axes = node.attributes.get("axes", (len(value.shape) - 1,))
-        if node.op == "Normalize" and _group_sizes(self.views[value], axes) is not None:
+        if node.op == "Normalize" and self.views[value].groups(axes) is not None:
             return False
-        return not _has_rows(self.views[value], axes[0])
+        return not self.views[value].has_rows(axes[0])
 
     def _keep(self, node: Node) -> None:
         inputs = [None if value is None else self.now(value) for value in node.inputs]
@@ -216,7 +216,7 @@ class _Moves:
         source, output = node.input(0), node.outputs[0]
         view = self.views[source]
         columns = math.prod(source.shape[axis:])
-        if not _has_rows(view, axis):
+        if not view.has_rows(axis):
             return False
         root, wide = view.root, math.prod(output.shape[axis:])
         shape = root.shape if root.shape[-1] == columns else (root.size // columns, columns)
@@ -234,7 +234,7 @@ class _Moves:
     def _groups(self, node: Node) -> bool:
         """Groups of channels, channels last: what is normalized together are short runs of columns in many rows."""
         output, view = node.outputs[0], self.views[node.input(0)]
-        sizes = _group_sizes(view, node.attributes["axes"])
+        sizes = view.groups(node.attributes["axes"])
         if sizes is None:
             return False
         x = self._reshaped(view.root, sizes)
@@ -248,8 +248,10 @@ class _Moves:
         """Whether all that becomes of `value` on its way into attention is what this pass moves through."""
         if value not in self.ends:
             self.ends[value] = False
-            nodes = self.readers.get(value, [])
-            self.ends[value] = value not in self.outputs and bool(nodes) and all(self._attends(node, value) for node in nodes)
+            nodes = self.readers.of(value)
+            self.ends[value] = (
+                value not in self.readers.outputs and bool(nodes) and all(self._attends(node, value) for node in nodes)
+            )
         return self.ends[value]
 
     def _attends(self, node: Node, value: Value) -> bool:
@@ -266,7 +268,7 @@ class _Moves:
         once the whole is in order.
         """
         output, view = node.outputs[0], self.views[node.input(0)]
-        if len(self.readers[node.input(0)]) > 1 and _is_run(node):
+        if len(self.readers.of(node.input(0))) > 1 and _is_run(node):
             return False
         flat = [(axis, *factor) for axis, dimension in enumerate(view.dimensions) for factor in dimension]
         flat.sort(key=lambda each: -each[2])
@@ -286,7 +288,7 @@ class _Moves:
         assert part.producer is not None
         part.producer.name = node.name
         dimensions: list[list[Factor]] = [[] for _ in view.dimensions]
-        for (axis, *_), size, stride in zip(flat, sizes, _strides(sizes), strict=True):
+        for (axis, *_), size, stride in zip(flat, sizes, row_major(sizes), strict=True):
             dimensions[axis].append((size, stride))
         self._wait(output, View(part, 0, tuple(merged(each) for each in dimensions)))
         return True
@@ -329,28 +331,3 @@ def _is_run(node: Node) -> bool:
     before, after, given = node.input(0).shape, node.outputs[0].shape, node.attributes
     cut = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
     return all(step == 1 for step in given["steps"]) and math.prod(after[: cut[-1]] if cut else ()) == 1
-
-
-def _has_rows(view: View, axis: int) -> bool:
-    """Whether the dimensions from `axis` on lie side by side."""
-    columns = math.prod(view.shape[axis:])
-    return columns > 1 and merged([factor for each in view.dimensions[axis:] for factor in each]) == ((columns, 1),)
-
-
-def _group_sizes(view: View, axes: Sequence[int]) -> tuple[int, ...] | None:
-    """(outer, depth, groups, columns), if that is how the elements of `view` lie, and `axes` are its depth and columns."""
-    flat = ((stride, size, axis in axes) for axis, each in enumerate(view.dimensions) for size, stride in each)
-    runs: list[tuple[bool, int]] = []
-    for _, size, is_reduced in sorted(flat, reverse=True):
-        if runs and runs[-1][0] == is_reduced:
-            runs[-1] = (is_reduced, runs[-1][1] * size)
-        else:
-            runs.append((is_reduced, size))
-    if runs and runs[0][0]:
-        runs.insert(0, (False, 1))
-    is_grouped = [is_reduced for is_reduced, _ in runs] == [False, True, False, True]
-    return tuple(size for _, size in runs) if is_grouped else None
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    return [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]

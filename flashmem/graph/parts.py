@@ -19,22 +19,16 @@ from dataclasses import dataclass, field
 from flashmem.graph.attention import attention_products
 from flashmem.graph.builder import Rewriter, sliced_constant
 from flashmem.graph.ir import Graph, Node, Value
-from flashmem.graph.operators import is_elementwise
+from flashmem.graph.readers import Readers, is_by_column
 from flashmem.graph.views import KEPT, View, factor, merged, whole, write
 
 
-@dataclass(frozen=True)
-class _Around:
-    """Who reads each value, what the model gives, and the products that are attention's."""
+class _Around(Readers):
+    """Who reads each value, and the products that are attention's (`attended`)."""
 
-    readers: dict[Value, list[Node]]
-    outputs: set[Value]
-    attended: set[Node]
-
-    def single(self, value: Value) -> Node | None:
-        """The one node that reads `value`, which nobody else does."""
-        nodes = self.readers.get(value, [])
-        return nodes[0] if len(nodes) == 1 and value not in self.outputs else None
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self.attended = attention_products(graph)
 
 
 Columns = tuple[int, int]
@@ -81,15 +75,14 @@ class _Whole:
 
 def split_products(graph: Graph) -> Graph:
     """`graph` (in normal form, layouts assigned), its products in the parts that are read of them."""
-    readers = graph.consumers()
-    around = _Around(readers, {port.value for port in graph.outputs}, attention_products(graph))
+    around = _Around(graph)
     found = [whole for node in graph.nodes if (whole := _whole(node, around)) is not None]
     wanted = Counter(each.nodes[0].input(1) for each in found)
     # A weight that others read as a whole, or in other parts, would be stored twice.
     found = [
         each
         for each in found
-        if wanted[each.nodes[0].input(1)] == len(readers[each.nodes[0].input(1)])
+        if wanted[each.nodes[0].input(1)] == len(around.of(each.nodes[0].input(1)))
         and all(other.groups == each.groups for other in found if other.nodes[0].input(1) is each.nodes[0].input(1))
     ]
     if not found:
@@ -102,7 +95,7 @@ def _whole(node: Node, around: _Around) -> _Whole | None:
     if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row lie together
         return None
     nodes, value = [node], node.outputs[0]
-    while (reader := around.single(value)) is not None and _by_column(reader, value):
+    while (reader := around.single(value)) is not None and is_by_column(reader, value):
         nodes.append(reader)
         value = reader.outputs[0]
     leaves: list[_Leaf] = []
@@ -133,21 +126,9 @@ def _column_axis(node: Node) -> int:
     return len(node.input(1).shape) - (2 if node.attributes["transposed"] else 1)
 
 
-def _by_column(node: Node, value: Value) -> bool:
-    """Whether `node` does to each column of `value` what constants say that have one element for it, or for all."""
-    if not is_elementwise(node) or node.outputs[0].shape != value.shape or node.inputs.count(value) != 1:
-        return False
-    others = [other for other in node.inputs if other is not None and other is not value]
-    return all(other.constant is not None and (other.size == 1 or _has_columns(other, value)) for other in others)
-
-
-def _has_columns(constant: Value, value: Value) -> bool:
-    return constant.size == value.shape[-1] == constant.shape[-1]
-
-
 def _gather(value: Value, view: View, width: int, around: _Around, leaves: list[_Leaf]) -> bool:
     """Whether all that is read of `value` are Slices that take some of its `width` columns of every row; they join `leaves`."""
-    for node in around.readers.get(value, ()):
+    for node in around.of(value):
         output = node.outputs[0]
         seen: View | None = None
         if node.op == "Slice":
@@ -183,7 +164,7 @@ def _is_attended(value: Value, around: _Around) -> bool:
     """Whether nothing happens to `value` before attention reads it, where it lies."""
     if value in around.outputs:
         return False
-    for node in around.readers.get(value, ()):
+    for node in around.of(value):
         if node in around.attended:
             continue
         moves = node.op in ("Reshape", "Transpose", "Expand") or factor(node) is not None

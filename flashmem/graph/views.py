@@ -43,6 +43,25 @@ class View:
         flat = merged(self.factors)
         return not flat or (len(flat) == 1 and flat[0][1] == 1)
 
+    def has_rows(self, axis: int) -> bool:
+        """Whether the dimensions from `axis` on lie side by side, in order."""
+        columns = math.prod(self.shape[axis:])
+        return columns > 1 and merged([factor for each in self.dimensions[axis:] for factor in each]) == ((columns, 1),)
+
+    def groups(self, axes: Sequence[int]) -> tuple[int, ...] | None:
+        """(outer, depth, groups, columns), if that is how the elements lie in memory, and `axes` are its depth and columns."""
+        flat = ((stride, size, axis in axes) for axis, each in enumerate(self.dimensions) for size, stride in each)
+        runs: list[tuple[bool, int]] = []
+        for _, size, is_inside in sorted(flat, reverse=True):
+            if runs and runs[-1][0] == is_inside:
+                runs[-1] = (is_inside, runs[-1][1] * size)
+            else:
+                runs.append((is_inside, size))
+        if runs and runs[0][0]:
+            runs.insert(0, (False, 1))
+        are_groups = [is_inside for is_inside, _ in runs] == [False, True, False, True]
+        return tuple(size for _, size in runs) if are_groups else None
+
     def transposed(self, perm: Sequence[int]) -> View:
         """Dimension i of the result is dimension `perm[i]` of this view."""
         return replace(self, dimensions=tuple(self.dimensions[axis] for axis in perm))
@@ -105,10 +124,14 @@ def merged(factors: Sequence[Factor]) -> Dimension:
     return tuple(made)
 
 
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The strides of a tensor of `shape` in its own memory."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
 def whole(value: Value) -> View:
     """`value` as it lies in its own memory, row-major."""
-    strides = [math.prod(value.shape[axis + 1 :]) for axis in range(len(value.shape))]
-    return View(value, 0, tuple(merged([factor]) for factor in zip(value.shape, strides, strict=True)))
+    return View(value, 0, tuple(merged([factor]) for factor in zip(value.shape, row_major(value.shape), strict=True)))
 
 
 def write(rewriter: Rewriter, view: View, output: Value, moved: dict[object, Value] | None = None) -> Value:

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise, takewhile
 from flashmem.device import Rates, TransferMode
 from flashmem.planning.plan import OverlapPlan, passing_bytes
 from flashmem.program import Program, Slice
+from flashmem.runtime.arena import whole_pages
 
 WORD = 16
 """Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
@@ -173,7 +174,7 @@ def scheduled(
 
 def pages(part: Slice) -> int:
     """Bytes of the pages that a slice is mapped in."""
-    return -(-part.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return whole_pages(part.file_bytes)
 
 
 def kept_within(plan: OverlapPlan, slices: Mapping[str, Slice], resident: Collection[str], nbytes: float) -> frozenset[str]:

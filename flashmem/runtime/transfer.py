@@ -18,6 +18,7 @@ from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
+from flashmem.runtime.arena import whole_pages
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
 from flashmem.runtime.schedule import Band, whole_words
@@ -105,9 +106,9 @@ class MapTransfer(Transfer):
     def load(self, part: Slice, band: Band, thread: int) -> None:
         """Bring the pages in."""
         start = part.offset + band.first
-        self._ledger.reserve("weights", _pages(band.nbytes), f"slice {part.name}")
+        self._ledger.reserve("weights", whole_pages(band.nbytes), f"slice {part.name}")
         with self._lock:
-            self._entered[part.name] += _pages(band.nbytes)
+            self._entered[part.name] += whole_pages(band.nbytes)
         self.file.populate(start, band.nbytes)
         self._check(part, self.file.mapped[start : start + band.nbytes])
 
@@ -319,7 +320,3 @@ def _view(context: Context, buffer: Memory, part: Slice) -> Memory:
     if not part.is_image:
         return buffer
     return context.image_view(buffer, part.width, part.height, part.row_pitch, part.channel)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

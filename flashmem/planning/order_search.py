@@ -1,0 +1,258 @@
+"""Orders of the layers of one segment, by search through the sets of layers that have run: see `planning/order.py`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_WIDTH = 8
+"""Sets of one size that are kept where all searches were too long."""
+
+
+@dataclass
+class Segment:
+    """Layers `first`.. by numbers of their own, from 0 on; `base` bytes are alive during all of them.
+
+    `touched`: the tensors of each layer; tensors are (bytes, layers that touch them as bits, early, late).
+    """
+
+    first: int
+    needs: list[int]
+    followers: list[list[int]]
+    touched: list[list[int]]
+    tensors: list[tuple[int, int, bool, bool]]
+    base: int
+    given_peak: int = 0
+
+    @property
+    def count(self) -> int:
+        """Layers."""
+        return len(self.needs)
+
+    @property
+    def all(self) -> int:
+        """All of its layers, as bits."""
+        return (1 << self.count) - 1
+
+    def start(self, sizes: Sequence[int]) -> int:
+        """Bytes alive before its first layer."""
+        return self.base + sum(size for size, (_, _, early, _) in zip(sizes, self.tensors, strict=True) if early)
+
+    def step(self, sizes: Sequence[int], done: int, held: int, layer: int) -> tuple[int, int]:
+        """Bytes alive while `layer` runs after `done`, and after it."""
+        made = gone = 0
+        now = done | 1 << layer
+        for index in self.touched[layer]:
+            _, layers, early, late = self.tensors[index]
+            if not early and not layers & done:
+                made += sizes[index]
+            if not late and not layers & ~now:
+                gone += sizes[index]
+        return held + made, held + made - gone
+
+    def ready_after(self, ready: tuple[int, ...], done: int, layer: int) -> tuple[int, ...]:
+        """What can run next, in the given order, once `layer` has; `done` has it already."""
+        new = [each for each in self.followers[layer] if not self.needs[each] & ~done]
+        return tuple(sorted([*(each for each in ready if each != layer), *new])) if new else tuple(
+            each for each in ready if each != layer
+        )  # fmt: skip
+
+    def backwards(self) -> Segment:
+        """The same segment, with time running backwards: orders of the same peak are each other's reverse."""
+        needs = [sum(1 << each for each in after) for after in self.followers]
+        followers = [[each for each in range(self.count) if before >> each & 1] for before in self.needs]
+        tensors = [(size, layers, late, early) for size, layers, early, late in self.tensors]
+        return Segment(self.first, needs, followers, self.touched, tensors, self.base)
+
+    def together(self, sizes: Sequence[int]) -> list[int | None]:
+        """The layer that may as well run right after each layer; None if that could be worse.
+
+        Layer a may wait for the only layer b that goes on with it, and with nothing else, if what a makes in any order is no
+        less than what it is the last to need (so that less is alive while it waits), b makes no less either (so that a needs
+        no more where it runs then), and a cannot be the last to need what others, in some orders, need later.
+        """
+        earlier, later = [0] * self.count, [0] * self.count
+        for layer in self._in_order():
+            for each in self.followers[layer]:
+                earlier[each] |= earlier[layer] | 1 << layer
+        for layer in reversed(self._in_order()):
+            for each in self.followers[layer]:
+                later[layer] |= later[each] | 1 << each
+        found: list[int | None] = [None] * self.count
+        for layer, followers in enumerate(self.followers):
+            if len(followers) != 1 or self.needs[followers[0]] != 1 << layer:
+                continue
+            freed, waits = 0, True
+            for index in self.touched[layer]:
+                _, layers, _, late = self.tensors[index]
+                others = layers & ~(1 << layer)
+                if not late and not others & later[layer]:
+                    freed += sizes[index]
+                    waits &= not others & ~earlier[layer]
+            if waits and min(self._made(sizes, layer, later), self._made(sizes, followers[0], later)) >= freed:
+                found[layer] = followers[0]
+        return found
+
+    def _made(self, sizes: Sequence[int], layer: int, later: Sequence[int]) -> int:
+        """Bytes that begin to be alive with `layer` in every order."""
+        made = 0
+        for index in self.touched[layer]:
+            _, layers, early, _ = self.tensors[index]
+            if not early and not layers & ~(1 << layer | later[layer]):
+                made += sizes[index]
+        return made
+
+    def _in_order(self) -> list[int]:
+        """The layers, each after those it needs."""
+        done, order = 0, []
+        ready = list(self.ready_first())
+        while ready:
+            layer = ready.pop()
+            done |= 1 << layer
+            order.append(layer)
+            ready += [each for each in self.followers[layer] if not self.needs[each] & ~done]
+        return order
+
+    def ready_first(self) -> tuple[int, ...]:
+        """What can run first, in the given order."""
+        return tuple(each for each in range(self.count) if not self.needs[each])
+
+    def true_sizes(self) -> list[int]:
+        """Bytes of each tensor, none of which is taken as free."""
+        return [tensor[0] for tensor in self.tensors]
+
+    def peak(self, order: Sequence[int]) -> int:
+        """The most bytes alive in that order."""
+        sizes, done, most = self.true_sizes(), 0, 0
+        held = self.start(sizes)
+        for layer in order:
+            during, held = self.step(sizes, done, held, layer)
+            most = max(most, during)
+            done |= 1 << layer
+        return most
+
+
+def search(segment: Segment, floor: int, sizes: Sequence[int], tries: int) -> tuple[list[int] | None, int]:
+    """The order of the smallest peak, counting none below `floor`, and a bound; None if `tries` are too few for it."""
+    together = segment.together(sizes)
+    reached: dict[int, int] = {0: floor}
+    came: dict[int, tuple[int, list[int]]] = {}
+    heap = [(floor, segment.count, 0, segment.start(sizes), segment.ready_first())]
+    tried = 0
+    while heap:
+        key, _, done, held, ready = heapq.heappop(heap)
+        if key > reached[done]:
+            continue
+        if done == segment.all:
+            return _path(came, done), key
+        if tried >= tries:
+            return None, key
+        tried += len(ready) ** 2
+        for first in ready:
+            most, now, then, following, moves = key, done, held, ready, []
+            layer: int | None = first
+            while layer is not None:
+                during, then = segment.step(sizes, now, then, layer)
+                most, now = max(most, during), now | 1 << layer
+                following = segment.ready_after(following, now, layer)
+                moves.append(layer)
+                layer = together[layer]
+            now, then, following = _run_on(segment, sizes, most, now, then, following, moves)
+            if most < reached.get(now, most + 1):
+                reached[now] = most
+                came[now] = done, moves
+                heapq.heappush(heap, (most, segment.count - now.bit_count(), now, then, following))
+    raise AssertionError("layers come after each other in a circle")
+
+
+def _run_on(
+    segment: Segment, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], moves: list[int]
+) -> tuple[int, int, tuple[int, ...]]:
+    """Run what can run within `most` bytes and leaves no more than before, layers and chains of them; `moves` gets it."""
+    at = 0
+    while at < len(ready):
+        chain = _chain_down(segment, sizes, most, done, held, ready, ready[at])
+        if chain is None:
+            at += 1
+        else:
+            layers, done, held, ready = chain
+            moves += layers
+            at = 0
+    return done, held, ready
+
+
+def _chain_down(
+    segment: Segment, sizes: Sequence[int], most: int, done: int, held: int, ready: tuple[int, ...], layer: int
+) -> tuple[list[int], int, int, tuple[int, ...]] | None:
+    """From `layer` on, layers of which each alone becomes ready by the one before, up to the first that leaves no more than
+    `held`; None if none does, or one passes `most`. More is alive after each of them than after the last, so in any order of
+    the rest they can all be moved here.
+    """
+    layers, now = [], held
+    while True:
+        during, now = segment.step(sizes, done, now, layer)
+        if during > most:
+            return None
+        before, done = ready, done | 1 << layer
+        ready = segment.ready_after(before, done, layer)
+        layers.append(layer)
+        if now <= held:
+            return layers, done, now, ready
+        new = [each for each in ready if each not in before]
+        if len(new) != 1:
+            return None
+        layer = new[0]
+
+
+def _path(came: Mapping[int, tuple[int, list[int]]], done: int) -> list[int]:
+    pieces = []
+    while done in came:
+        done, moves = came[done]
+        pieces.append(moves)
+    return [layer for moves in reversed(pieces) for layer in moves]
+
+
+def beam(segment: Segment, sizes: Sequence[int]) -> list[int]:
+    """An order by keeping only the best few sets of each size: those of the lowest peak, then of the fewest bytes."""
+    came: dict[int, tuple[int, list[int]]] = {}
+    front = {0: (0, segment.start(sizes), segment.ready_first())}
+    for _ in range(segment.count):
+        following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for done, (peak, held, ready) in front.items():
+            for layer in ready:
+                during, after = segment.step(sizes, done, held, layer)
+                now, most = done | 1 << layer, max(peak, during)
+                if now not in following or most < following[now][0]:
+                    following[now] = most, after, segment.ready_after(ready, now, layer)
+                    came[now] = done, [layer]
+        kept = sorted(following.items(), key=lambda item: (item[1][:2], item[0]))[:_WIDTH]
+        front = dict(kept)
+    return _path(came, segment.all)
+
+
+def near_given(segment: Segment, limit: int, tries: int) -> list[int] | None:
+    """An order within `limit` bytes that keeps to the given one where it can; None if looking for it takes too long."""
+    sizes = segment.true_sizes()
+    dead: set[int] = set()
+    order: list[int] = []
+    stack = [(0, segment.start(sizes), segment.ready_first(), 0)]  # executed, bytes, ready, the next of them to try
+    while stack:
+        done, held, ready, at = stack.pop()
+        if done == segment.all:
+            return order
+        for index in range(at, len(ready)):
+            layer = ready[index]
+            during, after = segment.step(sizes, done, held, layer)
+            now = done | 1 << layer
+            if during <= limit and now not in dead:
+                stack.append((done, held, ready, index + 1))
+                stack.append((now, after, segment.ready_after(ready, now, layer), 0))
+                order.append(layer)
+                break
+        else:
+            dead.add(done)
+            if len(dead) > tries or not order:
+                return None
+            order.pop()
+    return None
