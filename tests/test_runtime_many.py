@@ -352,3 +352,19 @@ def test_a_budget_that_moves_all_the_time_changes_no_bit(compiled: list[Bundle])
 def _no_thread_is_left() -> Iterator[None]:
     yield
     assert threads() == []
+
+
+def test_the_examples_of_the_page_run(compiled: list[Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, bundle in zip(("gptneo-125m", "resnet50"), compiled, strict=True):
+        (tmp_path / f"{name}.flashmem").symlink_to(bundle.path)
+    (ids,), (image,) = (drawn(bundle, 0).values() for bundle in compiled)
+    page = (Path(__file__).parent.parent / "docs/many-models.md").read_text(encoding="utf-8")
+    first, second = (block.partition("```")[0] for block in page.split("```python\n")[1:])
+    names = {"image": next(iter(drawn(compiled[1], 0))), "ids": next(iter(drawn(compiled[0], 0)))}
+    for said, named in names.items():
+        first = first.replace(f'"{said}"', repr(named))
+    exec(first, {"image": image, "ids": ids})
+    with Runtime("200MB") as many:
+        exec(second, {"runtime": many})
+        assert many.budget == 120_000_000
