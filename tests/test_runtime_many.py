@@ -305,15 +305,15 @@ def test_a_run_goes_on_under_a_smaller_budget_with_the_same_bits(
         assert same(model.run(None, inputs), wanted) and many.held > smallest
 
 
-@pytest.mark.parametrize("policy", ["finish", "fail"])
+@pytest.mark.parametrize(("policy", "mode"), [("finish", "map"), ("fail", "map"), ("finish", "dma"), ("fail", "dma")])
 def test_below_the_smallest_budget_a_run_finishes_or_fails(
-    policy: Any, compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch
+    policy: Any, mode: Any, compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = compiled[1]
     inputs = drawn(bundle, 2)
     wanted = expected(bundle, inputs)
     with Runtime(on_pressure=policy) as many:
-        model, other = many.open(bundle), many.open(compiled[0])
+        model, other = many.open(bundle, mode=mode), many.open(compiled[0], mode=mode)
         other.run(None, drawn(compiled[0], 3))
         relieved: list[Future[None]] = []
         halting(monkeypatch, 3, lambda: relieved.append(many.set_budget(model.tenant.smallest - 1)))

@@ -19,7 +19,7 @@ from flashmem.units import format_size
 
 Category = Literal["constants", "arena", "outputs", "staging", "weights"]
 
-_REMEMBERED = 1 << 18
+_REMEMBERED = 1 << 16
 """Changes of the total that a budget remembers at most."""
 
 

@@ -114,7 +114,7 @@ class Runtime:
         return self._device.budget.peak
 
     def over_time(self) -> list[tuple[float, int]]:
-        """(seconds of `time.perf_counter()`, bytes held from then on): the latest quarter of a million changes."""
+        """(seconds of `time.perf_counter()`, bytes held from then on): the latest 65,536 changes."""
         with self._device.budget.changed:
             return list(self._device.budget.history)
 
@@ -133,6 +133,7 @@ class Runtime:
         )
         try:
             tenant.plan_for(self.budget, alone=not self._occupancy.tenants())
+            _ = tenant.smallest  # known when the budget moves
             with self._state:
                 self._refuse_closed()
                 self._occupancy.enter(tenant)
@@ -372,14 +373,16 @@ class Runtime:
             return Played((), (), {}, done)
         stop = threading.Event()
         ahead = threading.Thread(target=self._look_ahead, args=(run, stop), name="flashmem-ahead")
-        ahead.start()
+        if len(self._occupancy.tenants()) > 1:
+            ahead.start()
         try:
             return run.play(wanted, halted=self._pressed.is_set)
         finally:
             stop.set()
             with self._device.budget.changed:
                 self._device.budget.changed.notify_all()
-            ahead.join()
+            if ahead.ident is not None:
+                ahead.join()
             tenant.end()
 
     def _look_ahead(self, run: Run, stop: threading.Event) -> None:

@@ -96,7 +96,7 @@ class Placement:
         """Places for the weights under `plan`, and kernels bound to them."""
         opened, context = self.opened, self._device.context
         self.plan = plan
-        self.transfer: Transfer = make_transfer(
+        self._transfer: Transfer | None = make_transfer(
             opened.mode, context, self.ledger, opened.file, opened.program.slices, layout, LOADER_THREADS, opened.digests
         )
         staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
@@ -118,6 +118,7 @@ class Placement:
         self.resident = frozenset()
         self._executor = self._resources = None
         self.transfer.close()
+        self._transfer = None
         self.ledger.give_back(self._below)
 
     def lay_out_again(self, plan: OverlapPlan, layout: PoolLayout, kernels: Kernels) -> None:
@@ -128,6 +129,12 @@ class Placement:
         """
         self._kernels = kernels
         self._lay_out(plan, layout)
+
+    @property
+    def transfer(self) -> Transfer:
+        """What brings weights in."""
+        assert self._transfer is not None
+        return self._transfer
 
     @property
     def executor(self) -> Executor:
@@ -206,8 +213,9 @@ class Placement:
                 self._kernels.save()
         with suppress(RunError):  # a lost device has nothing left to wait for
             self._device.queue.finish()
-        with suppress(RunError):  # nor to give back
-            self.transfer.close()
+        if self._transfer is not None:
+            with suppress(RunError):  # nor to give back
+                self._transfer.close()
         self._ports.clear()
         self._arena = self._host = self._executor = self._resources = None
         self._places = None, None

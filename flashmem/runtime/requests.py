@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
-from flashmem.program import Port
 from flashmem.runtime.report import RunReport
 from flashmem.runtime.tenant import Tenant
 
@@ -43,11 +42,6 @@ class Model:
         self._runtime, self.tenant = runtime, tenant
         self.bundle = tenant.opened.bundle
         self.last_run: RunReport | None = None
-
-    @property
-    def takes(self) -> tuple[Port, ...]:
-        """The inputs."""
-        return self.bundle.program.inputs
 
     def submit(self, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
         """See `Runtime.submit`."""
