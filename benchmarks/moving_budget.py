@@ -50,10 +50,10 @@ def over(over_time: list[tuple[float, int]], settled: list[tuple[float, int]]) -
     return worst
 
 
-def steady(bundle: Bundle, budget: int, device: str, inputs: dict[str, Any]) -> float:
+def steady(bundle: Bundle, budget: int, args: argparse.Namespace, inputs: dict[str, Any]) -> float:
     """Seconds of a later run in a budget that does not move."""
-    with Runtime(budget, device=device) as runtime:
-        model, seconds = runtime.open(bundle), []
+    with Runtime(budget, device=args.device) as runtime:
+        model, seconds = runtime.open(bundle, mode=args.mode), []
         for _ in range(_STEADY):
             begun = time.perf_counter()
             model.run(None, inputs)
@@ -66,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--device", default="pocl")
+    parser.add_argument("--mode", default="auto")
     parser.add_argument("--moves", type=int, default=20)
     parser.add_argument("--least", default="80MB")
     parser.add_argument("--most", default="600MB")
@@ -80,24 +81,23 @@ def main() -> None:
     inputs = complete_inputs(bundle.program, {}, args.seed)
     moves, compared = [], 0
     with Runtime(most, device=args.device) as runtime:
-        model = runtime.open(bundle)
+        model = runtime.open(bundle, mode=args.mode)
         begun = time.perf_counter()
         wanted = model.run(None, inputs)
         run_seconds = time.perf_counter() - begun
         settled = [(time.perf_counter(), most)]
         for _ in range(args.moves):
-            answer = runtime.submit(model, inputs)
+            answers = [runtime.submit(model, inputs) for _ in range(2)]
             time.sleep(rng.random() * run_seconds)
             limit, at = rng.randrange(least, most), time.perf_counter()
-            done = runtime.set_budget(limit)
-            done.result()
+            was_running = not answers[-1].done()
+            runtime.set_budget(limit).result()
             settled.append((time.perf_counter(), limit))
-            moved = {"limit": limit, "settled": settled[-1][0] - at, "was_running": not answer.done()}
-            outputs = [answer.result()]
+            outputs = [answer.result() for answer in answers]
             first = time.perf_counter()
             outputs.append(model.run(None, inputs))
-            moved["first"] = time.perf_counter() - first
-            moves.append(moved)
+            run_seconds = time.perf_counter() - first
+            moves.append({"limit": limit, "settled": settled[-1][0] - at, "was_running": was_running, "first": run_seconds})
             for other in outputs:
                 compared += 1
                 if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(wanted, other, strict=True)):
@@ -106,7 +106,7 @@ def main() -> None:
     if worst > 0:
         raise SystemExit(f"{worst} bytes above the limit in force were held")
     for moved in moves if args.steady else ():
-        moved["steady"] = steady(bundle, moved["limit"], args.device, inputs)
+        moved["steady"] = steady(bundle, moved["limit"], args, inputs)
     row = {"compared": compared, "moves": moves, "plans": plans}
     print(f"{compared} answers with the same bits; never above the limit in force once a move had settled")
     print(f"in force after {max(m['settled'] for m in moves):.3f} s at most; {sum(m['was_running'] for m in moves)} in a run")

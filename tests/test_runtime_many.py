@@ -330,11 +330,12 @@ def test_below_the_smallest_budget_a_run_finishes_or_fails(
         assert same(model.run(None, inputs), wanted)
 
 
-def test_a_budget_that_moves_all_the_time_changes_no_bit(compiled: list[Bundle]) -> None:
+@pytest.mark.parametrize("mode", ["map", "dma"])
+def test_a_budget_that_moves_all_the_time_changes_no_bit(mode: Any, compiled: list[Bundle]) -> None:
     inputs = [drawn(bundle, seed) for seed, bundle in enumerate(compiled)]
     wanted = [expected(bundle, x) for bundle, x in zip(compiled, inputs, strict=True)]
     with Runtime() as many:
-        opened = [many.open(bundle) for bundle in compiled]
+        opened = [many.open(bundle, mode=mode) for bundle in compiled]
         least = max(model.tenant.smallest for model in opened)
         rng = random.Random(5)
         answers = [(which, many.submit(opened[which], inputs[which])) for which in (rng.randrange(2) for _ in range(30))]

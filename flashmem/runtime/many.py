@@ -413,7 +413,7 @@ class Runtime:
         tenant.give_weights_back()
         self._occupancy.relieve(but=tenant)
         self._tell_relieved()
-        tenant.place_again(self._occupancy.plan(tenant))
+        self._occupancy.place_again(tenant)
 
     def _relieve(self) -> None:
         """Between two runs: give back what passes the budget."""

@@ -72,14 +72,35 @@ class Occupancy:
             BudgetError: the budget is too small.
             RunError: the device refuses.
         """
-        plan, limit = self.plan(tenant), self._device.budget.limit
-        stale = tenant.run is not None and tenant.begun_under != limit
-        if stale or (tenant.placement is not None and tenant.placement.plan.weights != plan.weights):
-            tenant.leave()
-        if tenant.placement is None:
-            self._make_room(tenant, lambda: tenant.place(plan, self._device.queue))
+
+        def place(plan: OverlapPlan) -> None:
+            stale = tenant.run is not None and tenant.begun_under != self._device.budget.limit
+            if stale or (tenant.placement is not None and tenant.placement.plan.weights != plan.weights):
+                tenant.leave()
+            if tenant.placement is None:
+                self._make_room(tenant, lambda: tenant.place(plan, self._device.queue))
+
+        self._with_plan(tenant, place)
         assert tenant.placement is not None
         return tenant.placement
+
+    def place_again(self, tenant: Tenant) -> None:
+        """New places for its weights, which it has given back, under the plan for the budget in force. Raises as `placed`."""
+
+        def place(plan: OverlapPlan) -> None:
+            self._make_room(tenant, lambda: tenant.place_again(plan))
+
+        self._with_plan(tenant, place)
+
+    def _with_plan(self, tenant: Tenant, place: Callable[[OverlapPlan], None]) -> None:
+        """`place` it under its plan, and once more if the budget was moved meanwhile."""
+        while True:
+            limit = self._device.budget.limit
+            try:
+                return place(tenant.plan_for(limit, alone=len(self.tenants()) == 1))
+            except BudgetError:
+                if limit == self._device.budget.limit:
+                    raise
 
     def begin(self, tenant: Tenant, done: int) -> Run | None:
         """Its run behind layer `done`, with all the memory that it will hold; None where the budget was moved meanwhile.

@@ -144,10 +144,17 @@ class Tenant:
         self.placement.let_weights_go()
         self.placement.ledger.promise(0)
 
-    def place_again(self, plan: OverlapPlan) -> None:
-        """Take places for the weights under another plan. Raises RunError where device or budget refuse."""
+    def place_again(self, plan: OverlapPlan) -> bool:
+        """Take places for the weights under another plan; False where there is no room.
+
+        Raises:
+            RunError: the device refuses.
+        """
         assert self.placement is not None
+        if not self.placement.ledger.promise(self.need(plan).fixed):
+            return False
         self.placement.lay_out_again(plan, self._layout(plan), self._kernels_for(plan))
+        return True
 
     def begin(self, resident_bytes: float, *, done: int = 0, ahead_of: Run | None = None) -> Run:
         """A run behind layer `done` that leaves up to `resident_bytes` of weights.
