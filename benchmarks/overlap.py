@@ -1,12 +1,15 @@
 """Where planning ahead pays: every strategy against ours, simulated, as the disk is made faster or slower than the device.
 
     python -m benchmarks.overlap --zoo DIR --devices adreno750 nvidia [--budget-ratio 0.5] [--json o.json] [--plot o.png]
+    python -m benchmarks.overlap --zoo DIR --own --precision fp16 --models gptneo-125m ... [--mode interleave]
 
 A described device (see `flashmem simulate`) gets disks that take 1/4 to 4 times as long to bring in all weights as the layers
 take to compute. Each strategy plans for that disk inside the same budget, and the simulator plays the plans on a cold file.
 What opening a session costs is left out: it is the same for all of them and hides nothing. With a disk of the descriptor's own
-rate the whole first answer is printed as well. The models' files are read for their shapes only; no device is needed. Needs
-the `compile` extra, `--plot` matplotlib.
+rate the whole first answer is printed as well, and with `--own` nothing else, model by model. The budget is a part of the
+weights beside what a session holds whatever the plan; one that some strategy cannot keep to is raised to the smallest that all
+can. All play the program that our compiler makes for that budget. The models' files are read for their shapes only; no device
+is needed. Needs the `compile` extra, `--plot` matplotlib.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ from typing import Any, get_args
 
 from benchmarks.zoo import MODELS, models_in
 from flashmem.codegen.program import generate
-from flashmem.compile import plan_program, read_graph
+from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.errors import BudgetError
 from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.planner import planning_problem
-from flashmem.program import Program
+from flashmem.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
@@ -51,6 +55,14 @@ def plans(program: Program, options: Options) -> dict[Strategy, OverlapPlan]:
             options = replace(options, limits=replace(options.limits, budget=error.smallest_bytes))
 
 
+def within(graph: Graph, options: Options) -> tuple[Program, Options]:
+    """The program for the budget, or for the smallest one that works, and the options with that one."""
+    try:
+        return plan_graph(graph, options)[0].program, options
+    except BudgetError as error:
+        return within(graph, replace(options, limits=replace(options.limits, budget=error.smallest_bytes)))
+
+
 def with_disk(options: Options, bandwidth: float) -> Options:
     """The same device with a disk of `bandwidth` bytes per second."""
     rates = replace(options.descriptor.rates, disk_bandwidth=bandwidth)
@@ -68,22 +80,27 @@ def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, f
     return found
 
 
-def measure(name: str, model: Path, descriptor: DeviceDescriptor, budget_ratio: float) -> dict[str, Any]:
+def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse.Namespace) -> dict[str, Any]:
     """One model on one device: seconds by strategy, at each ratio and at the descriptor's own disk."""
-    options = Options(descriptor, choose_mode(descriptor, "auto"), Limits(chunk=1 << 20))
+    options = Options(descriptor, choose_mode(descriptor, args.mode), Limits(unfusion=False), args.precision)
     graph = read_graph(model, options)
-    program = generate(graph, fuse(graph), descriptor).program
-    options = replace(options, limits=replace(options.limits, budget=int(budget_ratio * program.weights_bytes)))
+    whole = generate(graph, fuse(graph), descriptor, precision=args.precision).program
+    weights = sum(part.nbytes for part in whole.slices)
+    budget = int(args.budget_ratio * weights) + fixed_bytes(whole)
+    options = replace(options, limits=replace(options.limits, budget=budget))
+    program, options = within(graph, options)
     problem = planning_problem(program, descriptor, options.mode, options.limits)
     compute = sum(layer.seconds for layer in problem.layers)
-    weights = sum(w.nbytes for w in problem.weights)
+    ratios = () if args.own else RATIOS
     return {
         "model": name,
         "device": descriptor.name,
         "mode": options.mode,
+        "weights": weights,
+        "budget": options.limits.budget,
         "own ratio": weights / descriptor.rates.disk_bandwidth / compute,
         "own": seconds(program, options, opening=True),
-        "by ratio": {ratio: seconds(program, with_disk(options, weights / compute / ratio), opening=False) for ratio in RATIOS},
+        "by ratio": {ratio: seconds(program, with_disk(options, weights / compute / ratio), opening=False) for ratio in ratios},
     }
 
 
@@ -93,19 +110,32 @@ def over_ours(rows: Iterable[dict[str, float]], strategy: str) -> float:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """One table for each device."""
+    """One table for each device by ratio, and one at its own disk by model."""
     for device in dict.fromkeys(result["device"] for result in results):
         found = [result for result in results if result["device"] == device]
-        models = ", ".join(result["model"] for result in found)
-        print(f"\n### {device}, mode {found[0]['mode']}: seconds of each strategy over ours, geometric mean of {models}\n")
-        print("| loading / computing | " + " | ".join(STRATEGIES[1:]) + " |\n" + "|---" * len(STRATEGIES) + "|")
-        for ratio in RATIOS:
-            rows = [result["by ratio"][ratio] for result in found]
-            print(f"| {ratio} | " + " | ".join(f"{over_ours(rows, s):.2f}" for s in STRATEGIES[1:]) + " |")
-        print("| its own disk, opening included | " + " | ".join(
-            f"{over_ours([result['own'] for result in found], s):.2f}" for s in STRATEGIES[1:]
-        ) + " |")  # fmt: skip
-        print("\nits own disk: loading / computing " + ", ".join(f"{r['model']} {r['own ratio']:.1f}" for r in found))
+        title = f"{device}, mode {found[0]['mode']}: seconds of each strategy over ours"
+        ratios = list(found[0]["by ratio"])
+        if ratios:
+            print(f"\n### {title}, geometric mean of {', '.join(result['model'] for result in found)}\n")
+            _head("loading / computing")
+        for ratio in ratios:
+            _line(ratio, [result["by ratio"][ratio] for result in found])
+        print(f"\n### {title}, its own disk, opening included\n")
+        _head("model (loading / computing)")
+        for result in found:
+            _line(f"{result['model']} ({result['own ratio']:.1f})", [result["own"]])
+        own = [result["own"] for result in found]
+        _line("geometric mean", own)
+        best = geometric_mean([row["stream"] / min(row[s] for s in STRATEGIES[1:]) for row in own])
+        print(f"\nours / best baseline {best:.3f}, always-next / ours {over_ours(own, 'always-next'):.2f}")
+
+
+def _head(first: str) -> None:
+    print(f"| {first} | " + " | ".join(STRATEGIES[1:]) + " |\n" + "|---" * len(STRATEGIES) + "|")
+
+
+def _line(first: object, rows: list[dict[str, float]]) -> None:
+    print(f"| {first} | " + " | ".join(f"{over_ours(rows, s):.2f}" for s in STRATEGIES[1:]) + " |")
 
 
 def plot(path: Path, results: list[dict[str, Any]]) -> None:
@@ -136,6 +166,9 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", default=["adreno750", "mali-g710", "nvidia"])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--budget-ratio", type=float, default=0.5)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16"))
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--own", action="store_true", help="only with the disk that the descriptor states")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -143,12 +176,12 @@ def main() -> None:
     results = []
     for device in args.devices:
         for name, model in found.items():
-            results.append(measure(name, model, load_descriptor(device), args.budget_ratio))
+            results.append(measure(name, model, load_descriptor(device), args))
             print(f"{device}: {name}", file=sys.stderr)
     show(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
-    if args.plot:
+    if args.plot and not args.own:
         plot(args.plot, results)
 
 

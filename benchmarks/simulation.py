@@ -1,6 +1,6 @@
 """What `flashmem simulate` predicts beside what fresh processes measure: integrated latency and peak memory.
 
-    python -m benchmarks.simulation --zoo DIR --device pocl [--descriptor pocl.toml] [--disk cached cold] [--runs 5]
+    python -m benchmarks.simulation --zoo DIR --device pocl [--descriptor pocl.toml] [--modes dma interleave] [--runs 5]
 
 DIR holds models as `flashmem zoo export` writes them. Each model is planned for three budgets (one too small is replaced by
 the smallest that works). Measured: medians of fresh processes, after one that compiles the kernels; the peak is the ledger's.
@@ -17,6 +17,7 @@ import argparse
 import statistics
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -48,6 +49,7 @@ class Comparison:
     """One line of the table; seconds and bytes."""
 
     model: str
+    mode: str
     budget: int
     disk: Disk
     measured: float
@@ -74,7 +76,8 @@ class Comparison:
     def line(self) -> str:
         """For the table."""
         return (
-            f"| {self.model} | {self.budget / 1e6:.1f} | {self.disk} | {1e3 * self.measured:.1f} | {1e3 * self.predicted:.1f} "
+            f"| {self.model} | {self.mode} | {self.budget / 1e6:.1f} | {self.disk} "
+            f"| {1e3 * self.measured:.1f} | {1e3 * self.predicted:.1f} "
             f"| {self.latency_ratio:.2f} | {1e3 * self.predicted_at_pace:.1f} | {self.ratio_at_pace:.2f} "
             f"| {self.measured_peak / 1e6:.2f} | {self.predicted_peak / 1e6:.2f} "
             f"| {self.peak_ratio:.3f} |"
@@ -106,6 +109,7 @@ class Case:
         there = simulate(at_pace(scenario, pace, host=descriptor.kind == "cpu")).report
         return Comparison(
             self.model,
+            self.bundle.meta["mode"],
             self.bundle.budget_bytes or 0,
             self.disk,
             median(rows, "integrated"),
@@ -118,11 +122,12 @@ class Case:
 
 def cases_of(name: str, model: Path, folder: Path, args: argparse.Namespace) -> list[Case]:
     """Every budget and state of the file, for one model; the kernels are compiled."""
-    options = {"device": args.device, "mode": args.mode, "precision": args.precision, "memory_path": args.memory_path}
-    whole = flashmem.compile(model, folder / f"{name}.flashmem", unfusion=False, **options)
+    options = {"device": args.device, "precision": args.precision, "memory_path": args.memory_path}
+    whole = flashmem.compile(model, folder / f"{name}.flashmem", unfusion=False, mode=args.modes[0], **options)
     cases = []
-    for asked in args.budgets or BUDGETS[name]:
-        bundle = within(parse_size(asked), partial(planned_again, whole, folder / f"{name}-{asked}.flashmem"))
+    for mode, asked in product(args.modes, args.budgets or BUDGETS[name]):
+        output = folder / f"{name}-{mode}-{asked}.flashmem"
+        bundle = within(parse_size(asked), partial(planned_again, whole, output, mode=None if mode == "auto" else mode))
         run_bundle(bundle.path, args.device, "--mode", bundle.meta["mode"])
         cases += [Case(name, bundle, disk) for disk in args.disk]
     return cases
@@ -135,7 +140,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--descriptor", help="predict with this descriptor, by name or file, instead of the device's own")
     parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
-    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--modes", nargs="+", default=["auto"], help="transfer modes, each a part of the table")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16"))
     parser.add_argument("--disk", nargs="+", default=["cached", "cold"], choices=("cached", "cold"))
     parser.add_argument("--budgets", nargs="+", help="for all models, instead of three for each")
@@ -153,10 +158,10 @@ def main() -> None:
         table = [case.compared(rows[str(i)], statistics.median(paces), described) for i, case in enumerate(cases)]
     print(f"the machine's pace: {statistics.median(paces):.2f} in the median, {min(paces):.2f} to {max(paces):.2f}\n")
     print(
-        "| model | budget, MB | file | measured, ms | predicted, ms | ratio | at pace, ms | ratio "
+        "| model | mode | budget, MB | file | measured, ms | predicted, ms | ratio | at pace, ms | ratio "
         "| measured peak, MB | predicted peak, MB | ratio |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for comparison in table:
         print(comparison.line())
     exact = sum(abs(c.peak_ratio - 1) <= MEMORY_TOLERANCE for c in table)

@@ -3,10 +3,10 @@
     python -m benchmarks.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5] [--plot t.png]
 
 DIR holds models as `flashmem zoo export` writes them. Every strategy is a plan of the same program, played by the same runtime
-with the same kernels in the same transfer mode. Medians of fresh processes that take turns; the program cache is filled first.
-Budgets: those given, or a quarter and a half of the weights; one that some strategy cannot keep to is raised to the smallest
-that all can. Answers are compared bit by bit. `--plot` draws layers and loads over time of each strategy for the first
-model. Needs the `bench` extra, `--plot` matplotlib.
+with the same kernels in the same transfer mode: the program that our compiler makes for the smallest of the budgets. Medians of
+fresh processes that take turns; the program cache is filled first. Budgets: those given, or parts of the weights (`--ratios`);
+one that some strategy cannot keep to is raised to the smallest that all can. Answers are compared bit by bit. `--plot` draws
+layers and loads over time of each strategy for the first model. Needs the `bench` extra, `--plot` matplotlib.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from typing import Any, get_args
 
 import flashmem
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
-from benchmarks.zoo import MODELS, models_in, planned_again
+from benchmarks.zoo import MODELS, models_in, planned_again, within
+from flashmem.codegen.program import generate
+from flashmem.compile import read_graph
 from flashmem.errors import BudgetError
+from flashmem.graph.fusion import fuse
+from flashmem.planning.limits import Limits
 from flashmem.planning.plan import Strategy
+from flashmem.request import resolve
 from flashmem.units import parse_size
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -45,6 +50,13 @@ def planned(whole: flashmem.Bundle, folder: Path, budget: int) -> tuple[dict[str
     return bundles, budget
 
 
+def streamed_bytes(model: Path, asked: dict[str, Any]) -> int:
+    """Bytes of the weights as they would be packed; none is read."""
+    options = resolve(Limits(), **asked)
+    graph = read_graph(model, options)
+    return sum(part.nbytes for part in generate(graph, fuse(graph), options.descriptor).program.slices)
+
+
 def measure(
     name: str, bundles: dict[str, flashmem.Bundle], budget: int, folder: Path, disk: str, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -55,7 +67,7 @@ def measure(
     for key, (path, extra) in runs.items():  # fills the program cache
         answers.append(folder / f"{key}.npz")
         run_bundle(path, args.device, *extra, "--repeat", "2", "--outputs", str(answers[-1]))
-    repeat = ("--repeat", "3")
+    repeat = ("--repeat", str(1 + args.later))
     rows = take_turns(
         {
             key: partial(run_bundle, path, args.device, *extra, *repeat, cold=disk == "cold")
@@ -64,7 +76,7 @@ def measure(
         args.runs,
     )
     table = {
-        key: {field: median(found, field) for field in ("integrated", "warm", "ledger_peak", "above_bare")}
+        key: {field: median(found, field) for field in ("integrated", "warm", "ledger_peak", "above_bare") if found[0][field]}
         for key, found in rows.items()
     }
     for key, bundle in bundles.items():
@@ -94,7 +106,8 @@ def show(result: dict[str, Any]) -> None:
     for key, row in result["strategies"].items():
         predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
         memory = f"{row['ledger_peak'] / 1e6:.0f} | {row['above_bare'] / 1e6:.0f}"
-        print(f"| {key} | {row['integrated']:.3f} | {predicted} | {row['warm']:.3f} | {memory} |")
+        later = f"{row['warm']:.3f}" if "warm" in row else ""
+        print(f"| {key} | {row['integrated']:.3f} | {predicted} | {later} | {memory} |")
     print(
         f"\nours / best baseline ({result['best baseline']}) {result['ours / best baseline']:.2f}, "
         f"always-next / ours {result['always-next / ours']:.2f}, preload without a budget / ours "
@@ -111,6 +124,13 @@ def summarise(results: list[dict[str, Any]]) -> None:
             f"{key} {geometric_mean([row[key] for row in rows]):.2f}"
             for key in ("ours / best baseline", "always-next / ours", "preload / ours")
         ))  # fmt: skip
+        over = {key: geometric_mean([seconds_of(row, key) / seconds_of(row, "stream") for row in rows]) for key in BASELINES}
+        print("over ours: " + ", ".join(f"{key} {ratio:.2f}" for key, ratio in over.items()))
+
+
+def seconds_of(result: dict[str, Any], strategy: str) -> float:
+    """The first answer."""
+    return float(result["strategies"][strategy]["integrated"])
 
 
 def plot(path: Path, name: str, whole: flashmem.Bundle, folder: Path, budget: int, args: argparse.Namespace) -> None:
@@ -151,7 +171,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
     parser.add_argument("--mode", default="auto")
-    parser.add_argument("--budgets", nargs="*", default=[], help="for instance 128MB; default: 1/4 and 1/2 of the weights")
+    parser.add_argument("--budgets", nargs="*", default=[], help="for instance 128MB; default: parts of the weights")
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5], help="which parts")
+    parser.add_argument("--later", type=int, default=2, help="later runs of each process")
     parser.add_argument("--disk", nargs="*", default=["cached", "cold"], choices=("cached", "cold"))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
@@ -164,15 +186,14 @@ def main() -> None:
     for number, (name, model) in enumerate(found.items()):
         with tempfile.TemporaryDirectory(prefix="flashmem-strategies-") as folder:
             # Layers stay whole: unfusion is for our plans only, and all strategies are to play the same program.
-            whole = flashmem.compile(
-                model, Path(folder) / "whole.flashmem", device=args.device, memory_path=args.memory_path, mode=args.mode,
-                unfusion=False,
-            )  # fmt: skip
-            weights = weights_of(whole)
-            budgets = [parse_size(text) for text in args.budgets] or [weights // 4, weights // 2]
+            asked = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
+            weights = streamed_bytes(model, asked)
+            budgets = [parse_size(text) for text in args.budgets] or [int(ratio * weights) for ratio in args.ratios]
+            make = partial(flashmem.compile, model, Path(folder) / "whole.flashmem", unfusion=False, **asked)
+            whole = within(min(budgets), make)
             measured: set[int] = set()
-            for asked in budgets:
-                bundles, budget = planned(whole, Path(folder), asked)
+            for wanted in budgets:
+                bundles, budget = planned(whole, Path(folder), wanted)
                 if budget not in measured:  # two that are raised to the same are one
                     for disk in args.disk:
                         results.append(measure(name, bundles, budget, Path(folder), disk, args))

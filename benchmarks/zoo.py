@@ -19,8 +19,9 @@ MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
 
 
 def models_in(zoo: Path, names: list[str], parser: argparse.ArgumentParser) -> dict[str, Path]:
-    """The files of those `names` that are in `zoo`; the parser's error if none is."""
-    found = {name: zoo / name / "model.onnx" for name in names if (zoo / name / "model.onnx").is_file()}
+    """The files of those `names` that are in `zoo`, as NAME/model.onnx or NAME.onnx; the parser's error if none is."""
+    files = {name: (zoo / name / "model.onnx", zoo / f"{name}.onnx") for name in names}
+    found = {name: file for name, both in files.items() for file in reversed(both) if file.is_file()}
     if not found:
         parser.error(f"none of {', '.join(names)} is in {zoo}; export one with `flashmem zoo export`")
     return found

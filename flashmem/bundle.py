@@ -47,7 +47,7 @@ from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source, parsed
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
 DIGESTS = "digests.bin"
 WEIGHTS = "weights.bin"

@@ -20,10 +20,11 @@ import numpy as np
 
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
+from flashmem.pages import is_page_size
 from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import (
     ITEMSIZE,
-    SLICE_ALIGNMENT,
+    POOL_ALIGNMENT,
     TENSOR_ALIGNMENT,
     TEXEL_BYTES,
     Arg,
@@ -127,12 +128,13 @@ def _require_unique(names: Iterable[str], what: str) -> None:
 
 def _check_weight_file(program: Program) -> None:
     """Slices and constants lie inside the weight file."""
+    _require(is_page_size(program.page_bytes), "its weights are laid out in no pages")
     _require_unique((part.name for part in program.slices), "slices")
     for part in program.slices:
         name = f"slice {part.name!r}"
         _require(part.nbytes > 0, f"{name} is empty")
         _require(0 <= part.raw <= part.nbytes, f"{name} has more elements than bytes")
-        _require(part.offset % SLICE_ALIGNMENT == 0, f"{name} does not start on a page")
+        _require(part.offset % program.page_bytes == 0, f"{name} does not start on a page")
         if part.is_image:
             texel = TEXEL_BYTES[part.channel]
             _require(part.height > 0, f"{name} has no rows")
@@ -140,7 +142,7 @@ def _check_weight_file(program: Program) -> None:
             _require(part.nbytes <= part.file_bytes, f"{name} is larger than its texture")
         _require(part.offset + part.file_bytes <= program.weights_bytes, f"{name} lies outside the weight file")
     end = program.constants_offset + program.constants_bytes
-    _require(program.constants_offset % SLICE_ALIGNMENT == 0, "the constants do not start on a page")
+    _require(program.constants_offset % program.page_bytes == 0, "the constants do not start on a page")
     _require(end <= program.weights_bytes, "the constants lie outside the weight file")
 
 
@@ -305,7 +307,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
             _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
     if mode == "dma":
         rows = max((part.row_pitch for part in program.slices), default=0)
-        _require(layout.staging_bytes // 2 // SLICE_ALIGNMENT * SLICE_ALIGNMENT >= rows, "no row of its textures fits staging")
+        _require(layout.staging_bytes // 2 // POOL_ALIGNMENT * POOL_ALIGNMENT >= rows, "no row of its textures fits staging")
 
 
 def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:

@@ -1,5 +1,4 @@
-"""The command line: `flashmem devices | compile | run | queue | plan | check | cache | profile | tune | simulate | sweep |
-zoo | demo`.
+"""The command line: `flashmem doctor | compile | run | queue | plan | check | replan | cache | profile | tune | simulate ...`.
 
 Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
@@ -75,6 +74,18 @@ def devices(json: Json = False) -> None:
     from flashmem.commands.devices import show_devices
 
     show_devices(as_json=json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Look for OpenCL from the linker up, say what to type where something is missing, and test each device for two seconds.
+
+    Exits with 1 unless there is a device on which every test went well.
+    """
+    from flashmem.commands.doctor import examine
+
+    if not examine(as_json=json):
+        raise typer.Exit(1)
 
 
 @app.command("compile")
@@ -155,6 +166,20 @@ def check(
     check_bundle(bundle, as_json=json)
 
 
+@app.command()
+def replan(
+    bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)],
+    budget: Annotated[str, typer.Option(metavar="SIZE", help="The new limit on all memory.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="other.flashmem", help="Another bundle, that shares its weights.")
+    ] = None,
+) -> None:
+    """Plan a bundle again for another budget, without its model and without a solver, and print the bundle's path."""
+    from flashmem.commands.bundles import replan_bundle
+
+    print(replan_bundle(bundle, budget, output))
+
+
 @cache.callback(invoke_without_command=True)
 def cache_list(context: typer.Context, json: Json = False) -> None:
     """List the bundles in the user's cache: model, size, when they were last used."""
@@ -185,8 +210,19 @@ def profile(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Go on with an interrupted profile, or begin anew.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the kernels that are drawn.")] = 0,
+    kit: Annotated[
+        Path | None,
+        typer.Option(metavar="x.kit", help="Measure nothing: write what --device, which need not be here, measures."),
+    ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(metavar="x.kit", help="Measure with a kit, without the compiler, and write the dataset only.")
+    ] = None,
     dataset: Annotated[
         Path | None, typer.Option(metavar="x.profile.csv.gz", help="Measure nothing: train anew on this dataset.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="With --dataset: keep this model's launches out of training; repeatable."),
     ] = None,
     report: Annotated[bool, typer.Option("--report", help="With --dataset: judge predictions, and train nothing.")] = False,
     figures: Annotated[Path | None, typer.Option(metavar="DIR", help="With --report: draw figures into this folder.")] = None,
@@ -196,15 +232,23 @@ def profile(
     ] = None,
 ) -> None:
     """Measure a device, train its capacity model, and print the path of the descriptor written."""
-    from flashmem.commands.profile import profile_device, report_on, retrain_model
+    from flashmem.commands.profile import measure_device, profile_device, report_on, retrain_model, write_kit
     from flashmem.errors import UserError
 
     if (report and dataset is None) or (not report and (figures or again)):
         raise UserError("--report needs --dataset; --figures and --again need --report; name the dataset that a profile wrote")
-    if report and dataset is not None:
+    if sum(each is not None for each in (kit, measure, dataset)) > 1:
+        raise UserError("--kit, --measure and --dataset are three steps; name one of them")
+    if without and (report or dataset is None):
+        raise UserError("--without needs --dataset, and does not go with --report: it says what training leaves out")
+    if kit is not None:
+        print(write_kit(kit, device or "auto", tuple(model or ()), seed))
+    elif measure is not None:
+        print(measure_device(measure, device or "auto", output, minutes=minutes, name=name, resume=resume))
+    elif report and dataset is not None:
         report_on(dataset, figures, again)
     elif dataset is not None:
-        print(retrain_model(dataset))
+        print(retrain_model(dataset, tuple(without or ())))
     else:
         models = tuple(model or ())
         print(profile_device(device or "auto", output, minutes=minutes, name=name, models=models, resume=resume, seed=seed))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
+from flashmem.allocations import within_allocations
 from flashmem.banding import fitting_bands
 from flashmem.bundle import Bundle, BundleWriter
 from flashmem.bundle_cache import find_or_make
@@ -156,10 +157,11 @@ def _compile(model: Path, output: Path, options: Options, progress: Progress, ke
     generated, plan = plan_graph(graph, options, final=begin)
     begin(generated, plan)
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
+    plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
     with BundleWriter(output) as bundle:
         generated.weights.write(bundle, packed)
         about = {**_about(model, options), CARRIED: carried(_posed(generated.program, plan, options))}
-        bundle.commit(generated.program, generated.source, plan, options.descriptor, about)
+        bundle.commit(generated.program, generated.source, plan, options.descriptor.portable, about)
     return Bundle.open(output)
 
 
@@ -223,8 +225,9 @@ def _plan(
     and no layer split. `lowest_order`: see `plan_graph`.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
-    choices = Choices(descriptor, options.optimize)
-    only_one = limits.budget is None and limits.m_peak is None and not may_refine(limits, mode)
+    limited = limits.budget is not None or limits.m_peak is not None
+    choices = Choices(descriptor, options.optimize, limited=limited)
+    only_one = not limited and not may_refine(limits, mode)
 
     def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
@@ -274,7 +277,7 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
 
 def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
     """`plan` with the layouts of `modes`."""
-    return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))
+    return replace(plan, layouts=lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes))
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:

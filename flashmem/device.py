@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flashmem.errors import MissingFileError, UserError
-from flashmem.program import MemoryPath
+from flashmem.pages import LARGEST_PAGE, is_page_size
+from flashmem.program import DEFAULT_PAGE, MemoryPath
 from flashmem.resources import names, read_text
 
 TransferMode = Literal["map", "alias", "dma", "interleave"]
@@ -35,6 +36,9 @@ class Tile:
     lanes: int = 1
 
 
+SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
+"""Extensions for OpenCL C by which the work-items of a subgroup read each other's registers."""
+
 JOINED = 16
 """Channels of attention that the work-items which share its keys join at a time."""
 
@@ -49,13 +53,21 @@ class Variant:
     fixed order. With `half` the products of that many steps of depth are summed in half, where operands are stored so, and
     their sum is added in float; for devices with cl_khr_fp16.
 
+    With `winograd` it computes 3x3 convolutions in steps of one by F(2x2, 3x3), and nothing else: `rows` are tiles of 2 x 2
+    pixels, and that many channels are transformed at a time, a multiple of `vector`. With `stage` that is as many, and the
+    `split` parts of a group are the 16 products. `steady`: for `--optimize steady` alone.
+
     Of attention `rows` are queries and `columns` keys. With `stage`, a group takes blocks of keys, a work-item `columns` of
     them, and `stage` channels are in local memory at a time. Without, vectors lie along the queries, `columns` keys are summed
     side by side, and `split` work-items share the keys of at most `rows` queries.
+
+    Of reductions, softmax and normalizations of rows or groups ("reduce_rows") `split` work-items share a row and read vectors
+    of `vector`. With `subgroups` those of one subgroup join their numbers by shuffles, without local memory and barriers, in
+    the same order; for devices with one of SHUFFLES.
     """
 
     name: str
-    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic"; or "attention"
+    families: tuple[str, ...]  # templates: "matmul" (packed weights), "conv", "matmul_dynamic"; "attention"; "reduce_rows"
     rows: int
     columns: int
     vector: int
@@ -64,12 +76,16 @@ class Variant:
     double: bool = False
     split: int = 1
     half: int = 0
+    subgroups: bool = False
+    winograd: int = 0
+    steady: bool = False
 
     @property
     def code(self) -> str:
         """Its numbers as one word: what a measurement holds for, whatever the variant is called."""
-        numbers = "-".join(_word(getattr(self, each.name)) for each in fields(Variant)[2:-1])
-        return f"{numbers}-{self.half}" if self.half else numbers
+        numbers = "-".join(_word(getattr(self, name)) for name in _CODED)
+        more = (f"-{self.half}" if self.half else "") + (f"-w{self.winograd}" if self.winograd else "")
+        return numbers + more + ("-subgroups" if self.subgroups else "")
 
     @property
     def block(self) -> tuple[int, int]:
@@ -89,18 +105,25 @@ class Variant:
     @property
     def stage_bytes(self) -> int:
         """Local memory of one stage of both operands."""
-        return self.stage * (self.left_pitch + self.block[1]) * (2 if self.half else 4)
+        return self.stage * (self.left_pitch + self.block[1]) * (2 if self.half else 4) * (self.split if self.winograd else 1)
 
     @property
     def local_bytes(self) -> int:
         """Local memory of a work-group: its stages, or where the parts hand over their sums, if that is more."""
+        if "reduce_rows" in self.families:
+            return 4 * self.split if self.split > 1 else 0
         if not self.stage:
             return 4 * self.vector * self.split * JOINED if self.split > 1 else 0
         if "attention" in self.families:  # queries, weights, keys or values, and a number of each work-item for each query
             queries, keys = self.block
             return 4 * ((self.stage + keys) * (queries + 4) + self.stage * keys + queries * self.local_size[1])
         sums = 4 * math.prod(self.block) if self.split > 1 else 0
+        if self.winograd:  # of all products, a vector of each item's columns at a time
+            sums = sums * self.split * self.vector // self.columns
         return max(self.stage_bytes * (2 if self.double else 1), sums)
+
+
+_CODED = ("rows", "columns", "vector", "local_size", "stage", "double", "split")
 
 
 def _word(value: object) -> str:
@@ -133,6 +156,7 @@ class Rates:
     contention: dict[TransferMode, float] = field(
         default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
     )
+    conv_flops: float = 0.0  # of convolutions with more than one tap, and depthwise ones; 0: as gemm_flops
 
     def contention_of(self, mode: TransferMode) -> float:
         """The contention of `mode`.
@@ -146,6 +170,10 @@ class Rates:
                 f"or add it under [rates.contention]"
             )
         return self.contention[mode]
+
+    def flops_of(self, family: str) -> float:
+        """FLOP per second of launches of a kernel family (`program.LaunchShape`)."""
+        return self.conv_flops or self.gemm_flops if family in ("conv", "depthwise") else self.gemm_flops
 
     def transfer_bandwidth(self, mode: TransferMode) -> float:
         """Bytes per second of the last step of `mode`: a read into shared memory (`alias`), or a copy."""
@@ -166,11 +194,14 @@ class DeviceDescriptor:
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
+    cores: int = 0  # that `parallelism` and `gemm_flops` are of, where devices of that name differ in it; 0: they do not
+    page_bytes: int = DEFAULT_PAGE  # of its system's memory, or a multiple: what weight files for it are laid out in
     parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
     tile: Tile = field(default_factory=Tile)
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
     only: str = ""  # the one variant to use where it can be, by its name: for measurements
     tuned: str = ""  # the table of measured variants beside the descriptor, without .tuned.csv; "": none
+    command_buffers: bool = False  # whether recording launches was measured to pay, where the driver can (flashmem profile)
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
@@ -182,8 +213,21 @@ class DeviceDescriptor:
         return any("map" in modes for modes in self.modes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The descriptor as plain data, for the bundle."""
+        """The descriptor as plain data."""
         return asdict(self)
+
+    @property
+    def portable(self) -> DeviceDescriptor:
+        """The same without folders of this machine: what lies beside a descriptor in a file is called by its name alone."""
+        return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
+
+    def with_cores(self, cores: int) -> DeviceDescriptor:
+        """The same device with another number of cores, which share its arithmetic evenly; unchanged where it states none."""
+        if not self.cores or cores < 1 or cores == self.cores or self.measured:
+            return self
+        share = cores / self.cores
+        rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * share)
+        return replace(self, cores=cores, parallelism=max(1, round(self.parallelism * share)), rates=rates)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:
@@ -210,6 +254,8 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        if type(descriptor.page_bytes) is int and not is_page_size(descriptor.page_bytes):
+            raise UserError(f"{where}: page_bytes is {descriptor.page_bytes}; name a power of two from 4096 to {LARGEST_PAGE}")
         descriptor.check_contention(where)
         return descriptor
 
@@ -227,6 +273,8 @@ class DeviceDescriptor:
         every GPU has local memory for, and work-items that share the keys of few queries.
         """
         tile = self.tile
+        if family == "reduce_rows":
+            return (Variant("tile", (family,), 1, tile.vector, tile.vector, split=tile.lanes),)
         if family != "attention":
             return (Variant("tile", (family,), tile.rows, tile.columns, tile.vector, tile.local_size),)
         if self.kind == "cpu":

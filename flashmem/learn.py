@@ -1,4 +1,5 @@
-"""Profile-guided plans: what runs measured takes the place of what was predicted (FlashMem section 3.2; `run --learn`).
+"""Profile-guided plans: what runs measured takes the place of what was predicted (FlashMem section 3.2; `run --learn`); and
+plans for another budget (`flashmem replan`). Neither needs a solver, nor anything but numpy.
 
 Per layer, the seconds that the device took, and C_l in proportion: the slowdown that a class of operators may take is a share
 of its latency. For loads, the rate at which they came in. What was learned stays in the bundle, so that later runs add to it.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import floor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -72,10 +74,32 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
     learned = observed(bundle, mode, reports).joined_to(earlier)
     problem = learned.applied_to(planning_problem(bundle.program, bundle.descriptor, mode, limits))
     plan = plan_problem(replace(problem, w_may_grow=True), bundle.program, mode, limits)
-    layouts = lay_out_pools(bundle.program.slices, plan, bundle.descriptor.modes[bundle.program.memory_path])
+    program = bundle.program
+    modes = bundle.descriptor.modes[program.memory_path]
+    layouts = lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)
     note = f"learned from {learned.runs} runs in mode {mode}; loads came in at {learned.load_bandwidth / 1e6:.0f} MB/s"
     plan = replace(plan, layouts=dict(layouts), notes=(*plan.notes, note))
     return replace_plan(bundle, plan, {**bundle.meta, "mode": mode, KEY: asdict(learned)})
+
+
+def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
+    """Plan `bundle`'s program again for a budget of `budget` bytes, with what runs taught, and put the plan in place, or into
+    another bundle at `path`. Slices stay as they are, so a model that is compiled for the budget may run in less.
+
+    Raises:
+        BudgetError: nothing fits.
+        UserError: the bundle does not say what it was planned for, or cannot be written.
+    """
+    program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
+    limits = replace(limits_of(bundle), budget=budget, m_peak=None)
+    mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
+    problem, learned = planning_problem(program, bundle.descriptor, mode, limits), _learned_from(bundle)
+    if learned is not None and learned.mode == mode:
+        problem = learned.applied_to(problem)
+    plan = plan_problem(replace(problem, w_may_grow=True), program, mode, limits)
+    plan = replace(plan, layouts=dict(lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)))
+    meta = {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": asdict(limits)}
+    return replace_plan(bundle, plan, meta, path)
 
 
 def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:

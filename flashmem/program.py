@@ -44,8 +44,11 @@ TENSOR_ALIGNMENT = 512
 SLACK = 128
 """Bytes after each tensor and constant: a vector load at the last element may run this far."""
 
-SLICE_ALIGNMENT = 4096
-"""Slices start on pages of the weight file, so that each can be mapped, populated and dropped on its own."""
+POOL_ALIGNMENT = 4096
+"""Where slices start in pools and in staging: suits sub-buffers and textures over buffers of every known device."""
+
+DEFAULT_PAGE = 4096
+"""Bytes of the pages that a weight file is laid out for where a descriptor does not say otherwise (`Program.page_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Tensor:
 class Slice:
     """The part of one weight that is one texture (or one buffer): the unit the plan streams.
 
-    `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of `SLICE_ALIGNMENT`. For the memory path `texture`
+    `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of the program's
+    `page_bytes`. For the memory path `texture`
     it is an image of `height` rows of `width` RGBA texels of `channel` type, each row padded in the file to `row_pitch`
     bytes; `width == 0` marks a plain buffer on either path. `raw` of its bytes are the weight's own elements, the rest is
     padding.
@@ -223,6 +227,7 @@ class Program:
     build_options: tuple[str, ...] = ()
     order: LaunchOrder | None = None
     live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
+    page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped on its own
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""

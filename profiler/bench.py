@@ -23,7 +23,7 @@ import numpy as np
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError
-from flashmem.program import TEXEL_BYTES, Arg, Launch, Slice
+from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Slice
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
@@ -33,8 +33,8 @@ from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CompiledKernels
 from flashmem.runtime.schedule import WORD
 
-from .cases import Target, elementwise_target, matmul_target
 from .loads import CHUNK, PARTS, Loads
+from .target import Supply, Target
 
 _BURST_SECONDS = 5e-3
 _MOST_LAUNCHES = 400
@@ -45,7 +45,7 @@ _LANE_WIDTH = 2048  # texels a row of the texture that lanes write
 _REPEATS = 5
 _ALONE = 8  # bursts
 _DELAYS = 21
-_REFERENCE_GEMM, _REFERENCE_SUM = (128, 768, 768), 1 << 20
+REFERENCE_GEMM, REFERENCE_SUM = (128, 768, 768), 1 << 20
 _PACE_BURSTS, _PACE_SECONDS = 4, 2e-3
 _SLOW_SECONDS = 20e-3
 _TOO_SLOW_SECONDS = 150e-3
@@ -72,10 +72,11 @@ class Pace:
 class Bench:
     """One device on one memory path. Close it, or use it as a context manager."""
 
-    def __init__(self, device: Device, descriptor: DeviceDescriptor, folder: Path) -> None:
-        """`folder`: where a file to stream from is made (and removed again)."""
+    def __init__(self, device: Device, descriptor: DeviceDescriptor, folder: Path, supply: Supply | None = None) -> None:
+        """`folder`: where a file to stream from is made (and removed again). `supply`: of launches; None to compile them."""
         self.device, self.descriptor = device, descriptor
         self.path = descriptor.memory_paths[0]
+        self.supply = supply or _compiled(descriptor)
         self.context = Context(device)
         self.queue = self.context.queue()
         self._ledger = Ledger(self.context, None)
@@ -139,10 +140,7 @@ class Bench:
     def pace(self) -> Pace:
         """How fast the machine is at this moment."""
         if self._references is None:
-            product, total = (
-                matmul_target(*_REFERENCE_GEMM, self.descriptor),
-                elementwise_target(_REFERENCE_SUM, self.descriptor),
-            )
+            product, total = self.supply.matmul(*REFERENCE_GEMM), self.supply.elementwise(REFERENCE_SUM)
             self._references = self.prepare(product), self.prepare(total)
         gemm, traffic = (lower_quartile(launch.burst_seconds(_PACE_BURSTS, _PACE_SECONDS)) for launch in self._references)
         return Pace(gemm, traffic)
@@ -177,7 +175,7 @@ class Prepared:
         if target.constants.nbytes:
             constants = bench.context.buffer(target.constants.nbytes)
             bench.queue.write(constants, target.constants)
-        arena = bench._arena_for(max(program.arena_bytes, 4096))
+        arena = bench._arena_for(max(program.arena_bytes, POOL_ALIGNMENT))
         self._weights, self._turns = self._place(read)
         self._resources = Resources(bench.context, arena, constants, self._weights, {})
         self._steps = self._make(bench.program(target.source.plain, program.build_options), None, {})
@@ -205,7 +203,7 @@ class Prepared:
         parts = [self._slices[name] for name in read]
         images = [part for part in parts if part.is_image and bench.path == "texture"]
         image_bytes = sum(part.width * part.height * TEXEL_BYTES[part.channel] for part in images)
-        plain = sum(-(-part.nbytes // 4096) * 4096 for part in parts if part not in images)
+        plain = sum(-(-part.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for part in parts if part not in images)
         turns = 16
         if image_bytes:
             turns = min(turns, max(1, _IMAGE_POOL_BYTES // image_bytes))
@@ -215,7 +213,7 @@ class Prepared:
             turns = 1
         weights: dict[str, Memory] = {}
         at = 0
-        step = bench._pool_bytes // turns // 4096 * 4096
+        step = bench._pool_bytes // turns // POOL_ALIGNMENT * POOL_ALIGNMENT
         for turn in range(turns):
             at = turn * step
             for part in parts:
@@ -227,7 +225,7 @@ class Prepared:
                 if at + size > bench._pool_bytes:
                     raise RunError(f"slice {part.name} of {part.nbytes} bytes is larger than the profiler's pool")
                 weights[name] = bench.context.sub_buffer(bench._pool, at, size)
-                at += -(-size // 4096) * 4096
+                at += -(-size // POOL_ALIGNMENT) * POOL_ALIGNMENT
         return weights, turns
 
     def _settle_integers(self, arena: Memory) -> None:
@@ -345,6 +343,12 @@ class Prepared:
         middle = ratios[len(ratios) // 4 : len(ratios) - len(ratios) // 4]
         slowdown = lower_quartile(with_load) / lower_quartile(alone)
         return Measured(mode, streamed, slowdown, (middle[-1] - middle[0]) / 2 / slowdown)
+
+
+def _compiled(descriptor: DeviceDescriptor) -> Supply:
+    from .cases import Made  # it has the compiler, which a phone lacks
+
+    return Made(descriptor)
 
 
 def _renamed(launch: Launch, turn: int) -> Launch:

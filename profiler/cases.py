@@ -7,57 +7,29 @@ The sequence depends on a seed and on nothing else, so a profile that was interr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import Slicing
-from flashmem.device import DeviceDescriptor, Tile
+from flashmem.device import DeviceDescriptor, Tile, TransferMode
 from flashmem.graph.builder import constant
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Value
 from flashmem.graph.passes import prepare
-from flashmem.program import Launch, Program, Source
 
 from .dataset import SAMPLE
 from .shapes import Attention
 from .sketch import Sketch as Sketch
+from .target import Draw as Draw
+from .target import Openings
+from .target import Target as Target
 
 Precision = Literal["fp32", "fp16"]
-T = TypeVar("T")
-
-
-class Draw:
-    """One point of a low-discrepancy sequence, a coordinate at a time.
-
-    The additive recurrence of M. Roberts ("The unreasonable effectiveness of quasirandom sequences", 2018): powers of the
-    generalised golden ratio of 8 dimensions; later coordinates, of which few cases need one, repeat with other offsets.
-    """
-
-    _DIMENSIONS = 8
-    _PHI = 1.0850702465535  # the positive root of x**9 = x + 1
-
-    def __init__(self, index: int, seed: int) -> None:
-        self._index, self._seed, self._next = index, seed, 0
-
-    def unit(self) -> float:
-        """A number in [0, 1)."""
-        power = self._next % self._DIMENSIONS + 1
-        offset = 0.5 + 0.6180339887 * (self._seed + self._next // self._DIMENSIONS * 7)
-        self._next += 1
-        return (offset + self._index * self._PHI**-power) % 1.0
-
-    def pick(self, options: Sequence[T]) -> T:
-        """One of `options`."""
-        return options[int(self.unit() * len(options))]
-
-    def size(self, low: int, high: int, multiple: int = 1) -> int:
-        """A number between two others, evenly in its logarithm, rounded to a multiple."""
-        return max(multiple, round(low * math.pow(high / low, self.unit()) / multiple) * multiple)
 
 
 Maker = Callable[[Draw], Graph]
@@ -269,19 +241,6 @@ TILES: tuple[dict[str, Any], ...] = (
 LOCAL_SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (16, 4), (16, 8))
 
 
-@dataclass(frozen=True)
-class Target:
-    """One launch to measure. `operator` is the ONNX type of its main node."""
-
-    origin: str  # `SAMPLE`, or the model's name
-    case: str
-    operator: str
-    launch: Launch
-    program: Program
-    source: Source
-    constants: NDArray[Any] = field(repr=False, compare=False)
-
-
 def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
     """Every launch of `graph`, made as `flashmem compile` makes it."""
     graph = prepare(graph)
@@ -347,3 +306,29 @@ def elementwise_target(size: int, descriptor: DeviceDescriptor) -> Target:
     g = Sketch()
     total = g.node("Add", [g.input(1, size), g.input(1, size)], (1, size))
     return targets_of(g.finish(total), descriptor, "fp32", "rates", f"add-{size}")[0]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Targets compiled when they are asked for, on the descriptor's default path: the `target.Supply` of a desk."""
+
+    descriptor: DeviceDescriptor
+    count: int | None = None
+
+    def matmul(self, rows: int, depth: int, columns: int) -> Target:
+        """See `matmul_target`."""
+        return matmul_target(rows, depth, columns, self.descriptor)
+
+    def elementwise(self, size: int) -> Target:
+        """See `elementwise_target`."""
+        return elementwise_target(size, self.descriptor)
+
+    def sampled(self, index: int, seed: int) -> Target | None:
+        """See `sampled`."""
+        return sampled(index, seed, self.descriptor)
+
+    def openings(self, folder: Path, mode: TransferMode) -> Openings:
+        """See `openings.make_openings`."""
+        from .openings import make_openings
+
+        return make_openings(folder, self.descriptor, mode)

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_type_hints
 
+from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import LaunchFeatures
-from flashmem.capacity.predictor import Basis
 from flashmem.errors import MissingFileError, UserError
 from flashmem.files import written_whole
 

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from flashmem.capacity.model import SECONDS, SLOWDOWN
 from flashmem.codegen.tuned import SUFFIX
 from flashmem.device import DeviceDescriptor, Rates
 from flashmem.files import written_whole
@@ -45,8 +46,6 @@ def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
         if _TUNED.search(text):
             return _write(path, _TUNED.sub(line, text, count=1))
         return _write(path, _NAME.sub(lambda found: f"{found[0]}\n{line}", text, count=1))
-    from flashmem.capacity.predictor import SECONDS, SLOWDOWN  # it needs xgboost, and tuning beside a descriptor does not
-
     model = _beside(folder, descriptor.capacity_model, (SECONDS, SLOWDOWN))
     head = "# Written by flashmem tune; everything but its table is that of the descriptor of the same name."
     return _write(path, _toml(replace(descriptor, capacity_model=model, tuned=name), head))

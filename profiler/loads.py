@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.device import TransferMode
+from flashmem.pages import page_size
 from flashmem.planning.plan import LOADER_THREADS, PoolLayout, TextureSlot
 from flashmem.program import MemoryPath, Slice
 from flashmem.runtime.ledger import Ledger
@@ -29,7 +30,6 @@ CHUNK = 1 << 20
 PARTS = 64
 """Slices in each of the two sets that are loaded in turn."""
 
-_PAGE = 4096
 _WIDTH = 256  # texels of a slice's rows
 
 
@@ -112,8 +112,8 @@ class Loads:
 
     def slice_seconds(self, mode: TransferMode) -> float:
         """What a slice costs beside its bytes: the time of loads of one page each."""
-        parts = [self._slice(i, _PAGE) for i in range(2 * PARTS)]
-        layout = self._layout(mode, parts, _PAGE, places=len(parts), slots=1)
+        parts = [self._slice(i, page_size()) for i in range(2 * PARTS)]
+        layout = self._layout(mode, parts, page_size(), places=len(parts), slots=1)
         ledger = Ledger(self._context, None)
         transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout, LOADER_THREADS)
         try:

@@ -12,16 +12,15 @@ from typing import Any
 from flashmem.device import Rates, TransferMode
 
 from .bench import LANE_BYTES, Bench
-from .cases import elementwise_target, matmul_target
 from .dataset import Row
 from .loads import CHUNK, PARTS
 from .sessions import measure_opening
 
-_CPU_GEMMS = ((128, 1024, 1024), (256, 768, 3072), (512, 1024, 1024))
-_GPU_GEMMS = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 2048, 2048))
-_TRAFFIC_BYTES = 48 << 20
+CPU_GEMMS = ((128, 1024, 1024), (256, 768, 3072), (512, 1024, 1024))
+GPU_GEMMS = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 2048, 2048))
+TRAFFIC_ELEMENTS, ONE_GROUP = (48 << 20) // 12, 64
 _COPY_BYTES = 32 << 20
-_DELAYED_GEMM = (197, 768, 3072)
+DELAYED_GEMM = (197, 768, 3072)
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     bench = benches[0]
     mode = bench.descriptor.modes[bench.path][0]
     progress("arithmetic")
-    shapes = _CPU_GEMMS if bench.descriptor.kind == "cpu" else _GPU_GEMMS
+    shapes = CPU_GEMMS if bench.descriptor.kind == "cpu" else GPU_GEMMS
     flops = max(_gemm(bench, *shape) for shape in shapes)
     progress("memory")
-    traffic = elementwise_target(_TRAFFIC_BYTES // 12, bench.descriptor)
+    traffic = bench.supply.elementwise(TRAFFIC_ELEMENTS)
     bandwidth = traffic.launch.bytes / bench.prepare(traffic).seconds
-    launch = bench.prepare(elementwise_target(64, bench.descriptor)).seconds
+    launch = bench.prepare(bench.supply.elementwise(ONE_GROUP)).seconds
     progress("transfers")
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
@@ -67,7 +66,7 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     disk = bench.loads.cold_rate(mode)
     load = bench.loads.slice_seconds(mode)
     progress("sessions")
-    opening = measure_opening(bench.descriptor, device, mode)
+    opening = measure_opening(bench.supply, device, mode)
     return MachineRates(
         Rates(
             gemm_flops=flops,
@@ -106,7 +105,7 @@ def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection
     """By mode that is not `measured`, the share of a transfer's time by which it delays products: loader threads those that go
     on for three times as long, a lane its own, by as much as is moved in a third of that one's time.
     """
-    product = bench.prepare(matmul_target(*_DELAYED_GEMM, bench.descriptor))
+    product = bench.prepare(bench.supply.matmul(*DELAYED_GEMM))
     found: dict[TransferMode, float] = {}
     for mode in bench.descriptor.modes[bench.path]:
         if mode in measured:
@@ -123,7 +122,7 @@ def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection
 
 
 def _gemm(bench: Bench, rows: int, depth: int, columns: int) -> float:
-    target = matmul_target(rows, depth, columns, bench.descriptor)
+    target = bench.supply.matmul(rows, depth, columns)
     return 2 * target.launch.macs / bench.prepare(target).seconds
 
 

@@ -1,57 +1,28 @@
 """`flashmem profile`: measure a device, train on what was measured, and write the device's files.
 
-Four stages, each of which a later call takes up where an earlier one was killed: the machine's rates, the launches of models
-that were named, kernels drawn one after the other until the time is spent, and training.
+A later call takes up where an earlier one was killed (`measure.py`). Measuring and training may be done on two machines: a
+phone writes the dataset, which says enough of the device to train and to write its descriptor elsewhere.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields, replace
-from datetime import date
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from flashmem.capacity.features import MAX_RATIO, launch_features
-from flashmem.capacity.predictor import Basis
-from flashmem.device import Rates, TransferMode
-from flashmem.errors import RunError, UserError
-from flashmem.files import written_whole
+from flashmem.capacity.basis import Basis
+from flashmem.device import DeviceDescriptor
+from flashmem.errors import UserError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
 
-from .bench import Bench, Measured, Pace
-from .cases import Draw, Target, sampled
-from .dataset import SAMPLE, SUFFIX, Growing, Row, at_usual_pace, read_dataset, write_dataset
+from .dataset import SAMPLE, SUFFIX, at_usual_pace, read_dataset
 from .descriptor import write_descriptor
+from .measure import Progress, measure
+from .measure import Request as Request
 from .models import read_models
-from .rates import MachineRates, lane_contention, measure_rates
 from .train import save, train
-
-Progress = Callable[[str, float], None]
-
-_MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
-_SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
-_MODELS_SHARE = 0.45
-_OTHER_PATH = 4  # every so many sampled kernels one is measured on a path that is not the default
-_MOST_REFUSED = 20  # sampled kernels on end: then it is the device, not the kernels
-_LOADED = 5  # and one with load: that takes ten times as long as alone, and latency alone needs the most launches
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to measure. `minutes` counts rates and launches over all calls; `seed` decides the sampled kernels."""
-
-    device: str
-    output: Path
-    minutes: float = 15.0
-    name: str = ""  # of the files; "": the descriptor's
-    models: tuple[Path, ...] = ()
-    resume: bool = True
-    seed: int = 0
 
 
 def profile(request: Request, progress: Progress) -> Path:
@@ -71,51 +42,42 @@ def profile(request: Request, progress: Progress) -> Path:
     if request.models:
         progress("models", 0.0)
     models = read_models(request.models, descriptor.on_path(descriptor.memory_paths[0]))
-    request.output.mkdir(parents=True, exist_ok=True)
-    about = {"device": device.key, "seed": request.seed}
-    growing = Growing(request.output / f".{name}.profile.partial.csv", about, resume=request.resume)
-    rates_file = growing.path.with_suffix(".rates.json")
-    if not request.resume:
-        rates_file.unlink(missing_ok=True)
-    with ExitStack() as stack:
-        paths = descriptor.memory_paths
-        benches = [stack.enter_context(Bench(device, descriptor.on_path(path), request.output)) for path in paths]
-        machine, spent = _kept_rates(rates_file) or _measured_rates(rates_file, benches, request.device, progress)
-        _measure(request, growing, benches, models, spent, progress)
+    found = measure(request, device, descriptor, models, progress)
     progress("train", 1.0)
-    contention = dict(machine.rates.contention)
-    laned = next((path for path in descriptor.memory_paths if "interleave" in descriptor.modes[path]), None)
-    if laned is not None:
-        in_lanes = lane_contention(growing.rows, machine.mode_rates, laned)
-        if in_lanes is not None:
-            contention["interleave"] = in_lanes
-    rates = replace(machine.rates, contention=contention)
-    today = date.today().isoformat()
-    source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
-    basis = Basis(rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds, machine.mode_rates, source)
-    predictor = train(at_usual_pace(growing.rows, basis), basis)
-    about = {"source": source, "rates": replace(machine, rates=rates).to_dict(), "basis": vars(basis), "seed": request.seed}
-    write_dataset(request.output / f"{name}{SUFFIX}", about, growing.rows)
+    predictor = train(at_usual_pace(found.growing.rows, found.basis), found.basis)
+    found.write(request.output, name)
     save(predictor, request.output / name)
-    path = write_descriptor(
-        request.output, replace(descriptor, name=name, rates=rates, capacity_model=name, measured=True), source, device.kind
-    )
-    growing.path.unlink()
-    rates_file.unlink()
+    measured = replace(found.descriptor, name=name, capacity_model=name)
+    path = write_descriptor(request.output, measured, found.source, device.kind)
+    found.done()
     return path
 
 
-def retrain(dataset: Path) -> Path:
-    """Train anew on a finished dataset and write the models beside it; no device is needed. Returns the models' stem.
+def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
+    """Train anew on a finished dataset and write the models beside it, and the descriptor where the dataset has it and there is
+    none; no device is needed.
+
+    Returns the models' stem, or the path of the descriptor that was written.
+
+    `without`: models whose launches training is not to see, so that `flashmem profile --report` can judge by them.
 
     Raises:
-        UserError: not a dataset.
+        UserError: not a dataset, or it has no launches of such a model.
     """
     about, rows = read_dataset(dataset)
+    if unknown := sorted(set(without) - ({row.origin for row in rows} - {SAMPLE})):
+        known = ", ".join(sorted({row.origin for row in rows} - {SAMPLE})) or "none"
+        raise UserError(f"{dataset} has no launches of a model {unknown[0]!r}; the models in it: {known}")
     basis = basis_of(about)
     stem = dataset.with_name(dataset.name.removesuffix(SUFFIX))
-    save(train(at_usual_pace(rows, basis), basis), stem)
-    return stem
+    paced = at_usual_pace(rows, basis)
+    held = {row.features for row in paced if row.origin in without}
+    save(train([row for row in paced if row.features not in held], basis), stem)
+    if "descriptor" not in about or stem.with_name(f"{stem.name}.toml").exists():
+        return stem
+    descriptor = DeviceDescriptor.from_dict(about["descriptor"], where=str(dataset))
+    measured = replace(descriptor, name=stem.name, capacity_model=stem.name)
+    return write_descriptor(dataset.parent, measured, str(about["source"]), descriptor.kind)
 
 
 def basis_of(about: dict[str, Any]) -> Basis:
@@ -128,117 +90,3 @@ def basis_of(about: dict[str, Any]) -> Basis:
         return Basis(**about["basis"])
     except (KeyError, TypeError) as error:
         raise UserError(f"the dataset is not of this version ({error!r}); profile the device again") from error
-
-
-def _kept_rates(file: Path) -> tuple[MachineRates, float] | None:
-    """The rates that an earlier call kept and the seconds they took; None where there are none, or not of this version."""
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["rates"].keys() != {field.name for field in fields(Rates)}:
-            return None
-        return MachineRates.from_dict(kept), float(kept["spent"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _measured_rates(file: Path, benches: Sequence[Bench], device: str, progress: Progress) -> tuple[MachineRates, float]:
-    """The rates and the seconds they took, kept in `file` for a later call."""
-    begun = perf_counter()
-    machine = measure_rates(benches, device, lambda what: progress(f"rates ({what})", 0.0))
-    spent = perf_counter() - begun
-    with written_whole(file) as kept:
-        kept.write(json.dumps({"spent": spent, **machine.to_dict()}).encode())
-    return machine, spent
-
-
-def _measure(
-    request: Request,
-    growing: Growing,
-    benches: Sequence[Bench],
-    models: Sequence[Sequence[Target]],
-    spent: float,
-    progress: Progress,
-) -> None:
-    """Launches until the time is spent: those of the models first, then sampled ones.
-
-    Raises:
-        RunError: the device refuses one sampled kernel after the other.
-    """
-    budget = 60 * request.minutes
-    spent += sum(row.spent for row in growing.rows)
-    done = growing.cases
-    refused = 0
-    begun = perf_counter()
-    for bench, target, ratios, limit in _plan(request, benches, models):
-        if spent >= budget:
-            break
-        if target is None or target.case in done or spent >= limit * budget:
-            continue
-        progress(f"{target.origin}: {target.operator}, {bench.path}", min(1.0, spent / budget))
-        try:
-            rows = _measure_launch(bench, target, ratios, len(done), benches[0].pace)
-            refused = 0
-        except RunError as error:  # of its size or its kernel: other launches say what the device can do
-            rows = []
-            refused += target.origin == SAMPLE
-            if refused == _MOST_REFUSED:
-                raise RunError(f"the device refuses one launch after the other, the last because {error}") from error
-        took = perf_counter() - begun  # drawing and compiling it among the rest
-        begun += took
-        spent += took
-        done.add(target.case)
-        if rows:
-            growing.append([replace(row, spent=took if i == len(rows) - 1 else 0.0) for i, row in enumerate(rows)])
-
-
-def _plan(
-    request: Request, benches: Sequence[Bench], models: Sequence[Sequence[Target]]
-) -> Iterator[tuple[Bench, Target | None, tuple[float, ...], float]]:
-    """(bench, launch, ratios, share of the time up to which it may begin), without an end."""
-    for i, launches in enumerate(models, start=1):
-        for target in launches:
-            yield benches[0], target, _MODEL_RATIOS, _MODELS_SHARE * i / len(models)
-    index = 0
-    while True:
-        other = len(benches) > 1 and index % _OTHER_PATH == _OTHER_PATH - 1
-        bench = benches[1] if other else benches[0]
-        draw = Draw(index, request.seed + 1000)
-        ratios = tuple(ratio * (0.6 + 0.4 * draw.unit()) for ratio in _SAMPLE_RATIOS) if index % _LOADED == 0 else ()
-        yield bench, sampled(index, request.seed, bench.descriptor), ratios, 1.0
-        index += 1
-
-
-def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int, pace: Callable[[], Pace]) -> list[Row]:
-    """The rows of one launch: alone, and with load at `ratios` in the path's default mode and one of the others, in turn.
-
-    A mode that fails beside this launch ends where it fails.
-
-    Raises:
-        RunError: the device refuses the launch itself.
-    """
-    prepared = bench.prepare(target)
-    features = launch_features(target.launch, prepared.weight_bytes, bench.path)
-    before = pace()
-    prepared.measure_alone()
-    loaded: list[tuple[TransferMode, Measured]] = []
-    if not prepared.too_slow:
-        default, *others = bench.descriptor.modes[bench.path]
-        modes: list[TransferMode] = [default, *others[number % len(others) :][:1]] if others else [default]
-        for mode in modes:
-            with suppress(RunError):
-                for ratio in ratios:
-                    found = prepared.measure(mode, ratio * features.own_bytes)
-                    if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * features.own_bytes:
-                        loaded.append((mode, found))
-    after = pace()
-    alone = Row(
-        target.origin, target.case, target.operator, features, "none", 0.0, prepared.alone_seconds(), 1.0, 0.0, 0.0,
-        (before.gemm + after.gemm) / 2, (before.traffic + after.traffic) / 2,
-    )  # fmt: skip
-    return [
-        alone,
-        *(
-            replace(alone, mode=mode, streamed_bytes=found.streamed_bytes, slowdown=found.slowdown, spread=found.spread)
-            for mode, found in loaded
-        ),
-    ]

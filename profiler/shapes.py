@@ -176,7 +176,38 @@ class Attention:
         return g.finish(g.node("MatMul", [weights, v], q.shape))
 
 
-Shape = Matmul | Convolution | Batched | Attention
+@dataclass(frozen=True)
+class Rows:
+    """Softmax of each of `rows` rows, for all that is computed of a row as a whole."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.columns}"
+
+    @property
+    def flops(self) -> int:
+        """Those of a maximum, differences, exponentials, a sum and quotients, each counted once."""
+        return 5 * self.rows * self.columns
+
+    @property
+    def elements(self) -> int:
+        """Of the operand and the result."""
+        return 2 * self.rows * self.columns
+
+    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        return Product("reduce_rows", "buffer", self.rows, self.columns, 1, storage=storage)
+
+    def graph(self) -> Graph:
+        """The operator alone."""
+        g = Sketch()
+        x = g.input(1, self.rows, self.columns)
+        return g.finish(g.node("Softmax", [x], x.shape, axis=-1))
+
+
+Shape = Matmul | Convolution | Batched | Attention | Rows
 
 
 def zoo_shapes(name: str) -> Counter[Shape]:

@@ -22,7 +22,7 @@ from flashmem.errors import RunError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
-from flashmem.program import TEXEL_BYTES, Slice
+from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Slice
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Command, Resources, make_steps
 from flashmem.runtime.ledger import Ledger
@@ -86,8 +86,8 @@ class Stand:
     def works(self) -> bool:
         """Whether the device still does what it is asked: after some failures it refuses everything in this context."""
         try:
-            self._buffer(("probe",), 4096)
-            self.queue.write(self._held["buffer", "probe", 4096, "float"], self._random[:1024])
+            self._buffer(("probe",), POOL_ALIGNMENT)
+            self.queue.write(self._held["buffer", "probe", POOL_ALIGNMENT, "float"], self._random[:1024])
         except RunError:
             return False
         return True
@@ -203,7 +203,7 @@ class Stand:
 def _rounded(nbytes: int) -> int:
     """Up to a power of two below a MiB, whole MiB above: so that memory is found again."""
     if nbytes <= 1 << 20:
-        return max(4096, 1 << (nbytes - 1).bit_length())
+        return max(POOL_ALIGNMENT, 1 << (nbytes - 1).bit_length())
     return -(-nbytes // (1 << 20)) * (1 << 20)
 
 

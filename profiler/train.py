@@ -10,20 +10,21 @@ import numpy as np
 import xgboost
 from numpy.typing import NDArray
 
+from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import GROWING, KERNEL_FEATURES, LOAD_FEATURES, LaunchFeatures, kernel_features, load_features
-from flashmem.capacity.predictor import SECONDS, SLOWDOWN, Basis, Predictor, describe
+from flashmem.capacity.model import SECONDS, SLOWDOWN
+from flashmem.capacity.predictor import Predictor, describe
 from flashmem.errors import UserError
 from flashmem.files import written_whole
 
 from .dataset import Row
+from .measure import LEAST_LAUNCHES
 
 _COMMON: dict[str, Any] = {"objective": "reg:squarederror", "seed": 0, "nthread": 2, "tree_method": "hist", "subsample": 0.8}
 _SECONDS_PARAMETERS = {**_COMMON, "max_depth": 5, "eta": 0.06, "colsample_bytree": 0.7, "min_child_weight": 2}
 _SLOWDOWN_PARAMETERS = {**_COMMON, "max_depth": 6, "eta": 0.08, "colsample_bytree": 0.8, "min_child_weight": 3}
 _SECONDS_ROUNDS, _SLOWDOWN_ROUNDS = 250, 200
 _FOLDS = 5
-LEAST_LAUNCHES = 20
-"""Fewer launches than this teach nothing."""
 
 
 def train(rows: Sequence[Row], basis: Basis) -> Predictor:
@@ -41,8 +42,9 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
         raise UserError("no launch was measured with bytes streamed beside it; profile for more minutes")
     seconds = _train_seconds(alone, basis)
     slowdown = _train_slowdown(rows, alone, basis)
-    describe(seconds, basis, KERNEL_FEATURES)
-    describe(slowdown, basis, LOAD_FEATURES)
+    origins = sorted({row.origin for row in rows})
+    describe(seconds, basis, KERNEL_FEATURES, origins)
+    describe(slowdown, basis, LOAD_FEATURES, origins)
     return Predictor(seconds, slowdown, basis, alone[0].features.memory_path)
 
 

@@ -18,7 +18,7 @@ from flashmem.device import DeviceDescriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.program import (
-    SLICE_ALIGNMENT,
+    DEFAULT_PAGE,
     Arg,
     LaneKind,
     Launch,
@@ -198,7 +198,7 @@ def write_mini_bundle(
         constants = np.zeros((LAYERS, stride), np.uint8)
         for row, bias in zip(constants, biases, strict=True):
             row[: bias.nbytes] = bias.view(np.uint8)
-        constants_offset = writer.append(constants, SLICE_ALIGNMENT)
+        constants_offset = writer.append(constants, DEFAULT_PAGE)
         tensors = (
             Tensor("rows", (TOKENS, WIDTH), "float32", 0, 4096),
             Tensor("x", (WIDTH,), "float32", 4096, 1024),
@@ -238,7 +238,7 @@ def _append_table(writer: BundleWriter, table: NDArray[Any]) -> RowGather:
     packed = np.zeros((panels * PANEL, WIDTH), table.dtype)
     packed[:VOCABULARY] = table
     packed = packed.reshape(panels, PANEL, WIDTH).transpose(0, 2, 1)
-    offset = writer.append(packed, SLICE_ALIGNMENT)
+    offset = writer.append(packed, DEFAULT_PAGE)
     pitch = PANEL * table.itemsize
     name: Literal["float32", "float16"] = "float16" if table.itemsize == 2 else "float32"
     return RowGather("tokens", "rows", offset, VOCABULARY, WIDTH, pitch * WIDTH, pitch, name, PANEL)
@@ -257,10 +257,10 @@ def _append_weights(
                 pitch = -(-part[0].nbytes // PITCH_ALIGNMENT) * PITCH_ALIGNMENT
                 padded = np.zeros((len(rows), pitch), np.uint8)
                 padded[:, : part[0].nbytes] = part.view(np.uint8)
-                offset = writer.append(padded, SLICE_ALIGNMENT)
+                offset = writer.append(padded, DEFAULT_PAGE)
                 slices.append(Slice(name, f"w{layer}", offset, padded.nbytes, WIDTH // 4, len(rows), pitch, channel))
             else:
-                offset = writer.append(part, SLICE_ALIGNMENT)
+                offset = writer.append(part, DEFAULT_PAGE)
                 slices.append(Slice(name, f"w{layer}", offset, part.nbytes))
             places.append((layer, int(rows[0]), len(rows)))
     return slices, places

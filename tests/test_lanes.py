@@ -22,7 +22,7 @@ from onnx import TensorProto, helper
 from flashmem.codegen.program import Generated
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.compile import plan_graph, read_graph
-from flashmem.device import load_descriptor
+from flashmem.device import Variant, load_descriptor
 from flashmem.errors import BundleError
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.limits import Limits
@@ -271,10 +271,14 @@ class Runner:
 @pytest.mark.parametrize(("path", "tiles", "variant"), [("texture", "nvidia", "64x64"), ("buffer", "generic-cpu", "")])
 def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, variant: str, device: Device, tmp_path: Path) -> None:
     descriptor = replace(load_descriptor(tiles).on_path(path), only=variant, capacity_model="", tuned="")
+    if descriptor.kind == "gpu":  # rows are then joined by shuffles, where the device here has them
+        shuffled = Variant("rows", ("reduce_rows",), 1, 4, 4, split=64, subgroups=True)
+        descriptor = replace(descriptor, variants=(*descriptor.variants, shuffled))
     options = Options(descriptor, "interleave", Limits())
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     families = {launch.shape.family for launch in generated.program.launches}
     assert {"matmul", "conv", "pool", "movement", "reduce_rows", "reduce_columns", "attention", "elementwise"} <= families
+    assert ("FM_SHUFFLE(" in generated.source.lane) == (descriptor.kind == "gpu")
     if variant:
         assert any(launch.shape.stage for launch in generated.program.launches)
     kind = lane_kind(generated.program)

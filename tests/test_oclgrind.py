@@ -5,6 +5,7 @@ With the tiles of a GPU (work-groups, local memory) and the stream lane, which n
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import numpy as np, onnxruntime
 import flashmem
 model, path, mode, folder, device, precision = sys.argv[1:]
 bundle = flashmem.compile(
-    model, folder + "/m.flashmem", device=f"devices/{device}.toml", memory_path=path, mode=mode, chunk="4KiB",
+    model, folder + "/m.flashmem", device=device, memory_path=path, mode=mode, chunk="4KiB",
     precision=precision,
 )
 generator = np.random.default_rng(0)
@@ -101,7 +102,7 @@ def test_what_is_written_over_an_operand_is_no_race(path: str, tmp_path: Path) -
     bundle = flashmem.compile(model, tmp_path / "seen", device="nvidia", memory_path=path, build=False)  # type: ignore[arg-type]
     over = {kernel.partition("_")[0] for kernel, text in kernel_texts(bundle.source.plain).items() if "//@ over" in text}
     assert over == {"elementwise", "matmul", "reduce"}, over
-    done = _run(SCRIPT, tmp_path, str(model), path, "interleave", str(tmp_path), "nvidia", "fp32")
+    done = _run(SCRIPT, tmp_path, str(model), path, "interleave", str(tmp_path), "devices/nvidia.toml", "fp32")
     assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
     assert not _complains(done), done.stderr
 
@@ -134,7 +135,14 @@ def _overwriting() -> onnx.ModelProto:
 )
 def test_no_race_and_nothing_out_of_bounds(model: str, path: str, precision: str, tmp_path: Path) -> None:
     done = _run(
-        SCRIPT, tmp_path, str(ROOT / f"tests/data/{model}.onnx"), path, "interleave", str(tmp_path), "nvidia", precision
+        SCRIPT,
+        tmp_path,
+        str(ROOT / f"tests/data/{model}.onnx"),
+        path,
+        "interleave",
+        str(tmp_path),
+        "devices/nvidia.toml",
+        precision,
     )
     assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
     assert not _complains(done), done.stderr
@@ -150,6 +158,42 @@ def test_attention_of_few_and_of_many_queries(device: str, precision: str, tmp_p
         form(model)
     onnx.save(model.proto(), tmp_path / "attention.onnx")
     path = "buffer" if device == "generic-cpu" else "texture"
-    done = _run(SCRIPT, tmp_path, str(tmp_path / "attention.onnx"), path, "interleave", str(tmp_path), device, precision)
+    there = f"devices/{device}.toml"
+    done = _run(SCRIPT, tmp_path, str(tmp_path / "attention.onnx"), path, "interleave", str(tmp_path), there, precision)
+    assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
+    assert not _complains(done), done.stderr
+
+
+@needs_oclgrind
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_convolutions_by_winograd(path: str, tmp_path: Path) -> None:
+    """Two of them, one for the other: of odd sizes, channels that fill no vector, tiles that fill no work-item or group."""
+    random = np.random.default_rng(0)
+    weights = {f"w{i}": random.standard_normal(shape) for i, shape in enumerate([(10, 5, 3, 3), (7, 10, 3, 3)])}
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Conv", ["x", "w0"], ["a"], pads=[1, 0, 2, 1]),
+            onnx.helper.make_node("Relu", ["a"], ["b"]),
+            onnx.helper.make_node("Conv", ["b", "w1"], ["y"]),
+        ],
+        "winograd",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, (2, 5, 7, 6))],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
+        [onnx.numpy_helper.from_array(data.astype(np.float32), name) for name, data in weights.items()],
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx"
+    )
+    variant = {"name": "it", "families": ["conv"], "rows": 3, "columns": 8, "vector": 4, "winograd": 4}
+    if path == "texture":
+        variant |= {"rows": 4, "local_size": [2, 1], "stage": 4, "split": 16}
+    there = tmp_path / "device.toml"
+    there.write_text(
+        'only = "it"\n' + (ROOT / "devices/generic-cpu.toml").read_text() + "\n[[variants]]\n"
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in variant.items())
+    )  # fmt: skip
+    seen = flashmem.compile(tmp_path / "m.onnx", tmp_path / "seen", device=str(there), memory_path=path, build=False)  # type: ignore[arg-type]
+    assert [launch.kernel.partition("_")[0] for launch in seen.program.launches].count("winograd") == 2
+    done = _run(SCRIPT, tmp_path, str(tmp_path / "m.onnx"), path, "interleave", str(tmp_path), str(there), "fp32")
     assert done.stdout.strip() == "answered", f"exit {done.returncode}: {done.stderr}"
     assert not _complains(done), done.stderr

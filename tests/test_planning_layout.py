@@ -15,7 +15,7 @@ from flashmem.planning.memory_layout import Interval, lay_out, lay_out_pools, ma
 from flashmem.planning.plan import PlanViolation
 from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.planning.texture_slots import TextureSlotAllocator, colour_slots
-from flashmem.program import SLICE_ALIGNMENT, Slice
+from flashmem.program import POOL_ALIGNMENT, Slice
 
 
 @st.composite
@@ -132,13 +132,13 @@ def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, pa
     replace(plan, layouts=layouts).check(replace(problem, m_peak=plan.m_peak), slices)
 
     def held(layer: int) -> int:
-        pages = [-(-w.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for w in plan.weights if w.read_layer <= layer
+        pages = [-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights if w.read_layer <= layer
                  and (w.preload or layer <= w.last_use)]  # fmt: skip
         return sum(pages)
 
     assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(problem.layers) + 1))
     assert layouts["alias"].total_bytes == layouts["alias"].pool_bytes >= layouts["map"].mapped_peak_bytes
-    largest = max((-(-w.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for w in plan.weights), default=0)
+    largest = max((-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights), default=0)
     assert layouts["dma"].staging_bytes == 3 * largest
     assert set(layouts["interleave"].staging) == {w.name for w in plan.weights}
     in_slots = {s.name for s in slices if s.is_image}

@@ -25,9 +25,9 @@ from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family
 from flashmem.profiler.dataset import Growing, Row, at_usual_pace, read_dataset, write_dataset
 from flashmem.profiler.descriptor import write_descriptor
+from flashmem.profiler.measure import _measure_launch
 from flashmem.profiler.rates import lane_contention
-from flashmem.profiler.report import agreement, repeats
-from flashmem.profiler.run import _measure_launch
+from flashmem.profiler.report import agreement, held_out, repeats
 from flashmem.profiler.train import save, train
 from flashmem.program import KernelShape, Launch
 from flashmem.runtime.devices import Device, descriptor_for
@@ -222,10 +222,33 @@ def test_two_profiles_of_one_device_are_compared(tmp_path: Path) -> None:
     found = repeats(first, second)
     assert len(found.differences) == 60 and len(found.capacities) == 60
     assert [difference for difference in found.differences if difference > 1e-4] == pytest.approx([0.1] * 15, rel=1e-3)
-    assert agreement(found.capacities, None) == agreement(found.capacities, 1 << 20) == 1.0
+    assert agreement(found.capacities, None) == 1.0
     write_dataset(second, about, law(60, seed=1))
     with pytest.raises(UserError, match="no launch in common"):
         repeats(first, second)
+
+
+def test_nothing_found_where_nothing_is_is_no_hit() -> None:
+    chunk = 1 << 20
+    pairs = [(0.0, 0.0), (0.9 * chunk, 0.5 * chunk), (8.0 * chunk, 7.5 * chunk), (0.0, 3.0 * chunk)]
+    assert agreement(pairs, None) == pytest.approx(1 / 3)  # the first has nothing to hit, the second and the last are missed
+    assert agreement(pairs, chunk) == 0.5
+    assert np.isnan(agreement(pairs[:2], chunk))
+
+
+def test_what_is_held_out_was_not_seen_and_is_judged_as_measured(tmp_path: Path) -> None:
+    """A model's launches that were also drawn are no test of what was learned from the others."""
+    dataset = tmp_path / "x.profile.csv.gz"
+    rows = law(100)
+    first = [row for row in rows if row.case in {f"case0-{i}" for i in range(30)}]
+    model = [replace(row, origin="net", case=f"net-{row.case}", seconds=row.seconds * 1.5, gemm_pace=2.0) for row in first]
+    about = {"source": "s", "basis": vars(BASIS), "rates": {"rates": vars(POCL.rates), "mode_rates": BASIS.mode_rates}}
+    write_dataset(dataset, about, [*rows, *model])
+    part = held_out(dataset)[-1]
+    assert part.what == "net" and part.alike == 30 and len(part.predictions) == len(model)
+    for found, row in zip(part.predictions, model, strict=True):
+        assert found.raw == pytest.approx(row.seconds * row.slowdown, rel=1e-4)
+        assert found.measured <= found.raw * (1 + 1e-9)  # the machine was slower than usual, where that matters
 
 
 def test_too_little_teaches_nothing() -> None:

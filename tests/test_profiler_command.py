@@ -10,9 +10,11 @@ import pytest
 from command_line import Command, command_line
 
 from flashmem.capacity.model import default_model
+from flashmem.capacity.predictor import Predictor
 from flashmem.device import load_descriptor
-from flashmem.profiler import bench, run, sessions, train
+from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
+from flashmem.profiler.report import judged_by_shipped
 from flashmem.runtime.opencl import list_devices
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
@@ -30,8 +32,8 @@ def test_a_profile_killed_and_resumed_to_its_figures(
     flashmem: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Good medians and models take long; whether it works, few and small ones tell.
-    few = ((sessions, "_ROUNDS", 1), (sessions, "_KERNELS", 4), (sessions, "_LAYERS", 16), (bench, "_DELAYS", 3))
-    ratios = ((run, "_MODEL_RATIOS", (0.5, 2.0)), (run, "_SAMPLE_RATIOS", (0.4, 2.0)))
+    few = ((sessions, "_ROUNDS", 1), (openings, "_KERNELS", 4), (openings, "_LAYERS", 16), (bench, "_DELAYS", 3))
+    ratios = ((measure, "_MODEL_RATIOS", (0.5, 2.0)), (measure, "_SAMPLE_RATIOS", (0.4, 2.0)))
     for module, name, value in (*few, *ratios, (train, "_SECONDS_ROUNDS", 20), (train, "_SLOWDOWN_ROUNDS", 20)):
         monkeypatch.setattr(module, name, value)
     folder = tmp_path / "mine"
@@ -76,8 +78,14 @@ def test_a_profile_killed_and_resumed_to_its_figures(
     figures = tmp_path / "figures"
     report = flashmem("profile", "--dataset", dataset, "--report", "--again", dataset, "--figures", figures)
     assert report.code == 0, report.err
-    for heading in ("XGBoost MAPE", "C_l within 25 % of measured", "operator classes from the response to", "measured again"):
+    for heading in ("raw seconds: MAPE", "C_l within 25 %", "operator classes from the response to", "measured again"):
         assert heading in report.out
+    assert "trained on all of it: resnet-tiny, sample" in report.out
+    assert flashmem("profile", "--dataset", dataset, "--without", "vit").code == 2
+    assert flashmem("profile", "--dataset", dataset, "--without", "resnet-tiny").code == 0
+    assert Predictor.load(str(folder / "mine"), "buffer").trained_on == ("sample",)
+    [judged] = judged_by_shipped(dataset)[1]
+    assert judged.what == "resnet-tiny" and {p.row.origin for p in judged.predictions} == {"resnet-tiny"}
     assert {path.name: path.read_bytes()[: len(PNG)] for path in figures.iterdir()} == {
         "mine-response.png": PNG, "mine-prediction.png": PNG,
     }  # fmt: skip
@@ -85,13 +93,13 @@ def test_a_profile_killed_and_resumed_to_its_figures(
 
 def killed_at(number: int, flashmem: Command, *words: str | Path) -> Any:
     """The command, interrupted as by Ctrl-C when `number` launches are measured."""
-    measure, calls = run._measure_launch, iter(range(number))
+    real, calls = measure._measure_launch, iter(range(number))
 
     def interrupted(*arguments: Any) -> Any:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return measure(*arguments)
+        return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_measure_launch", interrupted)
+        patch.setattr(measure, "_measure_launch", interrupted)
         return flashmem(*words)

@@ -21,9 +21,9 @@ from flashmem.capacity.features import launch_features
 from flashmem.cli import app
 from flashmem.device import load_descriptor
 from flashmem.errors import RunError, UserError
-from flashmem.profiler import run, sessions
+from flashmem.profiler import measure, run, sessions
 from flashmem.profiler.bench import Bench
-from flashmem.profiler.cases import elementwise_target
+from flashmem.profiler.cases import Made, elementwise_target
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.models import read_models
 from flashmem.profiler.rates import MachineRates
@@ -47,7 +47,7 @@ def test_a_load_that_fails_costs_a_launch_that_mode_only(monkeypatch: pytest.Mon
     with Bench(device, descriptor.on_path(path), tmp_path) as bench:
 
         def modes() -> set[str]:
-            return {row.mode for row in run._measure_launch(bench, target, (0.5, 2.0), 0, bench.pace)}
+            return {row.mode for row in measure._measure_launch(bench, target, (0.5, 2.0), 0, bench.pace)}
 
         with monkeypatch.context() as patch:
             patch.setattr(bench.loads.transfer(default), "load", refuse)
@@ -67,7 +67,7 @@ def test_a_lane_that_does_not_build_costs_a_launch_that_mode_only(monkeypatch: p
         monkeypatch.setattr(
             bench, "program", lambda text, options: (refuse if text == target.source.lane else build)(text, options)
         )
-        rows = run._measure_launch(bench, target, (0.5,), number, bench.pace)
+        rows = measure._measure_launch(bench, target, (0.5,), number, bench.pace)
     assert {row.mode for row in rows} == {"none", descriptor.modes[path][0]}
 
 
@@ -86,10 +86,10 @@ def test_a_launch_that_needs_too_much_memory_leaves_the_bench_to_others(tmp_path
 
 
 def test_a_device_that_refuses_every_launch_is_given_up(tmp_path: Path) -> None:
-    bench: Any = SimpleNamespace(descriptor=POCL.on_path("buffer"), path="buffer", prepare=refuse, pace=refuse)
+    bench: Any = SimpleNamespace(supply=Made(POCL.on_path("buffer")), path="buffer", prepare=refuse, pace=refuse)
     growing = Growing(tmp_path / "x.csv", {}, resume=True)
     with pytest.raises(RunError, match="one launch after the other, the last because there is no memory left"):
-        run._measure(run.Request("any", tmp_path), growing, [bench], [], 0.0, lambda what, done: None)
+        measure._measure(measure.Request("any", tmp_path), growing, [bench], [], 0.0, lambda what, done: None)
     assert growing.rows == []
 
 
@@ -115,12 +115,12 @@ def test_rates_are_kept_only_if_all_of_them_are_there(tmp_path: Path) -> None:
     file, machine = tmp_path / "rates.json", MachineRates(POCL.rates, {"buffer map": 5e9})
     whole = {"spent": 12.5, **machine.to_dict()}
     older = {**whole, "rates": {key: value for key, value in whole["rates"].items() if key != "layer_seconds"}}
-    assert run._kept_rates(file) is None
+    assert measure._kept_rates(file) is None
     for text in ("", json.dumps(whole)[:100], "[]", "7", json.dumps({"spent": 1}), json.dumps(older)):
         file.write_text(text)
-        assert run._kept_rates(file) is None, text
+        assert measure._kept_rates(file) is None, text
     file.write_text(json.dumps(whole))
-    assert run._kept_rates(file) == (machine, 12.5)
+    assert measure._kept_rates(file) == (machine, 12.5)
 
 
 def test_a_session_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_launches_that_differ_in_their_weights_alone_count_once() -> None:
 def test_a_model_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(run, "Bench", refuse)
+    monkeypatch.setattr(measure, "Bench", refuse)
     operators = {"NonZero.onnx": "NonZero", "RandomNormalLike.onnx": "RandomNormalLike"}
     models = [a_model(tmp_path / name, operators.get(name, "Relu")) for name in names if name != "dynamic"]
     models += [DATA / "gptneo-tiny-dynamic.onnx"] * ("dynamic" in names)

@@ -8,7 +8,8 @@ import pytest
 
 from flashmem.commands.devices import show_devices
 from flashmem.device import descriptor_names, load_descriptor
-from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor
+from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor, no_device
+from flashmem.runtime.opencl import list_devices
 
 ADRENO, ARM, MESA = "QUALCOMM Snapdragon(TM)", "ARM Platform", "rusticl"
 
@@ -20,12 +21,16 @@ ADRENO, ARM, MESA = "QUALCOMM Snapdragon(TM)", "ARM Platform", "rusticl"
         (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 740", "adreno740"),
         (ADRENO, "QUALCOMM Adreno(TM) 750", "OpenCL 3.0 Adreno(TM) 750", "adreno750"),
         ("clvk", "Adreno (TM) 750", "OpenCL 3.0 CLVK on Vulkan v1.3.128 driver 2150604830", "adreno750"),
-        (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 730", "generic-gpu"),
+        (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 730", "adreno730"),
+        (ADRENO, "QUALCOMM Adreno(TM) 830", "OpenCL 3.0 Adreno(TM) 830", "adreno830"),
+        (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 725", "generic-gpu"),
         (ADRENO, "QUALCOMM Adreno(TM)", "OpenCL 3.0 Adreno(TM) 7401", "generic-gpu"),
         (ADRENO, "Qualcomm(R) Adreno(TM) X1-85 GPU", "OpenCL 3.0 Qualcomm(R) Adreno(TM) X1-85 GPU", "generic-gpu"),
         (ARM, "Mali-G710 r0p0", "OpenCL 3.0 v1.r51p0-00eac0.5491dbbe6a8ad90707c5bca9eec07875", "mali-g710"),
         (ARM, "Mali-G715 r0p0", "OpenCL 3.0 v1.r50p0-00eac0.9d9ad95a795d1f11bf29f66a99b2792a", "mali-g715"),
         (ARM, "Mali-G715-Immortalis MC11 r1p2", "OpenCL 3.0 v1.r38p1-01eac0", "mali-g715"),
+        (ARM, "Mali-G720-Immortalis r0p0", "OpenCL 3.0 v1.r53p0", "mali-g720"),
+        (ARM, "Mali-G720-Immortalis MC12 r0p0", "OpenCL 3.0 v1.r44p1-01eac0", "mali-g720"),
         (ARM, "Mali-G610 MC6 r0p0", "OpenCL 3.0 v1.g13p0-01eac0.9113fb3d6cbac82527a272992153edf9", "generic-gpu"),
         (ARM, "Mali-G71", "OpenCL 2.0 v1.r9p0-01rel0.37c12a13c46b4c2d9d736e0d5ace2e5e", "generic-gpu"),
         (ARM, "Mali-T880", "OpenCL 1.2 v1.r22p0-01rel0", "generic-gpu"),
@@ -90,8 +95,46 @@ def test_what_the_driver_lacks_is_not_taken_from_the_descriptor() -> None:
     assert without_images.memory_paths == ("buffer",) == tuple(without_images.modes)
 
 
+def test_the_order_of_modes_is_the_descriptors() -> None:
+    listed = load_descriptor("adreno740").modes["texture"]
+    assert descriptor_for(phone()).modes["texture"][: len(listed)] == listed
+    without_view = descriptor_for(phone(extensions=frozenset(), image_pitch_alignment=0))
+    assert without_view.modes["texture"] == ("interleave", "dma"), "what is not listed comes last"
+    assert descriptor_for(phone(unified_memory=False)).modes["buffer"] == ("interleave", "dma")
+    for device in list_devices():
+        found, shipped = descriptor_for(device), load_descriptor(device.descriptor_name)
+        for path, modes in found.modes.items():
+            kept = [mode for mode in shipped.modes.get(path, ()) if mode in modes]
+            assert list(modes[: len(kept)]) == kept
+            assert set(modes) <= set(found.rates.contention), "the cost of every mode is known"
+
+
+def test_arithmetic_follows_the_number_of_cores() -> None:
+    shipped = load_descriptor("mali-g720")
+    ten = descriptor_for(phone(platform=ARM, name="Mali-G720-Immortalis r0p0", version="OpenCL 3.0 v1.r53p0", compute_units=10))
+    assert ten.rates.gemm_flops == pytest.approx(shipped.rates.gemm_flops * 10 / 12)
+    assert (ten.cores, ten.parallelism) == (10, 10240)
+    assert ten.rates.memory_bandwidth == shipped.rates.memory_bandwidth
+    assert descriptor_for(phone(compute_units=99)).rates == load_descriptor("adreno740").rates, "it states no number of cores"
+
+
+@pytest.mark.parametrize(
+    ("machine", "android", "advice"),
+    [
+        ("x86_64", False, "pip install intel-opencl-rt"),
+        ("AMD64", False, "pip install intel-opencl-rt"),
+        ("aarch64", False, "apt-get install pocl-opencl-icd"),
+        ("aarch64", True, "flashmem doctor"),
+        ("x86_64", True, "flashmem doctor"),
+    ],
+)
+def test_where_there_is_no_device_the_advice_is_for_this_machine(machine: str, android: bool, advice: str) -> None:
+    said = str(no_device(machine, android=android))
+    assert said.startswith("no OpenCL device is here; ") and said.endswith(advice)
+
+
 def test_a_phone_is_chosen_by_the_name_of_its_descriptor() -> None:
-    devices = [phone(version="OpenCL 3.0 Adreno(TM) 730"), phone()]
+    devices = [phone(version="OpenCL 3.0 Adreno(TM) 725"), phone()]
     assert choose(devices, "adreno740") is devices[1]
     assert choose(devices, "auto", prefer="adreno740") is devices[1]
     assert choose(devices, "auto") is devices[0]
@@ -100,7 +143,7 @@ def test_a_phone_is_chosen_by_the_name_of_its_descriptor() -> None:
 def test_devices_says_which_descriptor_and_whether_it_is_the_devices_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flashmem.commands.devices.list_devices", lambda: (phone(version="OpenCL 3.0 Adreno(TM) 730"), phone()))
+    monkeypatch.setattr("flashmem.commands.devices.list_devices", lambda: (phone(version="OpenCL 3.0 Adreno(TM) 725"), phone()))
     show_devices(as_json=False)
     generic, own = (line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "descriptor" in line)
     assert generic == "generic-gpu (none of this device's own; rates published or assumed)"

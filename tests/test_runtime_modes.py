@@ -159,8 +159,6 @@ def test_streaming_stays_below_the_weights_and_reports_what_it_held(models: dict
         assert starts == sorted(starts)
         assert report.memory.process_peak_rss_bytes is not None
         assert report.memory.process_peak_rss_bytes > report.memory.peak_bytes
-        cached = session.page_cache_bytes()
-        assert cached is not None and 0 <= cached <= session.bundle.program.weights_bytes + 4096
         # Every load ended before the layer that needs it began, as the device saw it.
         began = {span.name: span.start for span in report.layers}
         assert all(span.end <= began[span.name] + 1e-3 for span in report.loads)

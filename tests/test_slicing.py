@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import mmap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from flashmem.errors import BudgetError, RunError
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
+from flashmem.pages import page_size
 from flashmem.planning.latency import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
@@ -161,7 +161,7 @@ def test_bands_are_the_slice_in_order(nbytes: int, width: int, mode: TransferMod
     found = bands(part, mode)
     assert [band.first for band in found] == [sum(b.nbytes for b in found[:i]) for i in range(len(found))]
     assert sum(band.nbytes for band in found) == part.file_bytes
-    unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
+    unit = part.row_pitch if part.is_image and mode != "map" else page_size()
     assert all(band.nbytes > 0 and band.first % unit == 0 for band in found)
     assert max(band.nbytes for band in found) <= passing_bytes(part)  # one copy each
 

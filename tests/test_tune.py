@@ -254,7 +254,7 @@ def test_the_command_says_what_it_did(pocl_table: tuple[Path, Result], monkeypat
 def test_the_compiler_asks_for_the_product_that_is_measured(shape: Shape, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Product] = []
 
-    def variant(self: Choices, product: Product, ending: object = (), widest: int | None = None) -> Variant:
+    def variant(self: Choices, product: Product, ending: object = (), widest: int | None = None, *given: bool) -> Variant:
         asked.append(product)
         return POCL.variants_of(product.family)[0]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from flashmem.device import DeviceDescriptor
-from flashmem.graph.operators import REGISTRY
 from flashmem.program import Launch, OperatorClass
 
 THRESHOLDS: Final[dict[OperatorClass, float]] = {"hierarchical": 0.0, "reusable": 0.20, "elemental": 3.0}
@@ -21,6 +20,8 @@ def classify(op: str) -> OperatorClass:
 
     A type that is not declared is hierarchical: nothing is streamed beside an operator of which nothing is known.
     """
+    from flashmem.graph.operators import REGISTRY  # planning a program again needs no operator's declaration
+
     return REGISTRY[op].operator_class if op in REGISTRY else "hierarchical"
 
 
@@ -30,6 +31,6 @@ def predict_seconds(launch: Launch, descriptor: DeviceDescriptor, weight_bytes: 
     `weight_bytes`: bytes of weights it reads, beside the activations that the launch declares.
     """
     rates = descriptor.rates
-    arithmetic = 2 * launch.macs / rates.gemm_flops
+    arithmetic = 2 * launch.macs / rates.flops_of(launch.shape.family)
     traffic = (launch.bytes + weight_bytes) / rates.memory_bandwidth
     return max(arithmetic, traffic) + rates.launch_seconds

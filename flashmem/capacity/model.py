@@ -6,11 +6,16 @@ Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor`
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from flashmem.capacity.classes import THRESHOLDS, predict_seconds
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.program import Launch, MemoryPath
+from flashmem.resources import names
+
+SECONDS, SLOWDOWN = ".seconds.ubj", ".slowdown.ubj"
+"""How the two files of a trained model end."""
 
 
 class CapacityModel(Protocol):
@@ -79,10 +84,13 @@ def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> Capa
     Raises:
         UserError: the descriptor names a model that is not there or not one of ours.
     """
-    if not descriptor.capacity_model:
+    name = descriptor.capacity_model
+    if not name:
         return Roofline(descriptor)
+    if not Path(name).is_absolute() and name not in names("devices", SECONDS):  # of a bundle from another machine
+        return Roofline(descriptor, f"the trained model {name} is not here")
     try:
         from flashmem.capacity.predictor import Predictor
     except ImportError:
         return Roofline(descriptor, "xgboost is not installed; it comes with flashmem[compile]")
-    return Predictor.load(descriptor.capacity_model, memory_path)
+    return Predictor.load(name, memory_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import xgboost
 from numpy.typing import NDArray
 
+from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import (
     KERNEL_FEATURES,
     LOAD_FEATURES,
@@ -25,48 +26,17 @@ from flashmem.capacity.features import (
     kernel_features,
     launch_features,
     load_features,
-    roofline_seconds,
 )
+from flashmem.capacity.model import SECONDS, SLOWDOWN
 from flashmem.device import TransferMode
 from flashmem.errors import UserError
 from flashmem.program import Launch, MemoryPath
 from flashmem.resources import read_bytes
 
 FORMAT_VERSION = 1
-SECONDS, SLOWDOWN = ".seconds.ubj", ".slowdown.ubj"
 _ATTRIBUTE = "flashmem"
 _GRID = MAX_RATIO * np.linspace(0, 1, 49)
 """Ratios at which the slowdown of a kernel is predicted; between them it is a line."""
-
-
-@dataclass(frozen=True)
-class Basis:
-    """What the two models were trained with. Rates in FLOP and bytes per second; `mode_rates` of transfers that run alone."""
-
-    gemm_flops: float
-    memory_bandwidth: float
-    launch_seconds: float
-    mode_rates: dict[str, float]  # "path mode", see `rate`
-    source: str  # device, driver and date of the measurement
-
-    def roofline(self, features: LaunchFeatures) -> float:
-        """The latency the predictor starts from, seconds."""
-        return roofline_seconds(features, self.gemm_flops, self.memory_bandwidth, self.launch_seconds)
-
-    def limited_by_arithmetic(self, features: LaunchFeatures) -> bool:
-        """Whether the roofline is that of arithmetic, not of traffic."""
-        return 2 * features.macs / self.gemm_flops > (features.bytes + features.weight_bytes) / self.memory_bandwidth
-
-    def rate(self, path: MemoryPath, mode: TransferMode) -> float:
-        """Bytes per second of a transfer that runs alone.
-
-        Raises:
-            UserError: this mode was not profiled on this path.
-        """
-        key = f"{path} {mode}"
-        if key not in self.mode_rates:
-            raise UserError(f"the trained model knows no transfer mode {mode!r} on the {path} path; run flashmem profile again")
-        return self.mode_rates[key]
 
 
 class Predictor:
@@ -85,6 +55,12 @@ class Predictor:
     def boosters(self) -> tuple[xgboost.Booster, xgboost.Booster]:
         """The models of latency and of slowdown."""
         return self._seconds, self._slowdown
+
+    @property
+    def trained_on(self) -> tuple[str, ...]:
+        """The origins of the launches it was trained on (`profiler.dataset.Row`); empty where the models do not say."""
+        about = json.loads(self._seconds.attr(_ATTRIBUTE) or "{}")
+        return tuple(about.get("origins", ()))
 
     @property
     def note(self) -> str:
@@ -183,7 +159,7 @@ def _columns(booster: xgboost.Booster, features: Sequence[str]) -> list[int]:
     return [features.index(name) for name in trained]
 
 
-def describe(booster: Any, basis: Basis, features: tuple[str, ...]) -> None:
-    """Write into `booster` what `Predictor.load` asks for."""
-    about = {"version": FORMAT_VERSION, "features": features, "basis": asdict(basis)}
+def describe(booster: Any, basis: Basis, features: tuple[str, ...], origins: Sequence[str] = ()) -> None:
+    """Write into `booster` what `Predictor.load` asks for, and what it was trained on."""
+    about = {"version": FORMAT_VERSION, "features": features, "basis": asdict(basis), "origins": list(origins)}
     booster.set_attr(**{_ATTRIBUTE: json.dumps(about, sort_keys=True)})

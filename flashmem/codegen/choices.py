@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.codegen.variants import Product, cut, panel, seconds
+from flashmem.codegen.variants import Product, cut, panel, seconds, transformed
 from flashmem.device import DeviceDescriptor, Variant
 from flashmem.program import Optimize
 
@@ -28,11 +28,13 @@ class Use:
     """A contraction as one layer has it: `ending` is what else tells kernels of one variant apart, its fused operators.
 
     `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
+    `winograd`: a convolution of floats by 3x3 taps, one apart in both directions.
     """
 
     product: Product
     ending: tuple[str, ...] = ()
     widest: int | None = None
+    winograd: bool = False
 
     @property
     def kernel(self) -> tuple[object, ...]:
@@ -43,22 +45,24 @@ class Use:
 
 
 class Choices:
-    """The choices for one model on one device."""
+    """The choices for one model on one device. `limited`: its memory is; weights then take no more bytes than they must."""
 
-    def __init__(self, descriptor: DeviceDescriptor, optimize: Optimize = "steady") -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: DeviceDescriptor, optimize: Optimize = "steady", *, limited: bool = False) -> None:
+        self._descriptor, self._limited = descriptor, limited
         self._optimize = optimize
         self._uses: Counter[Use] = Counter()
         self._answers: dict[Use, Variant] = {}
         self._settled = optimize == "steady"
 
-    def variant(self, product: Product, ending: Sequence[str] = (), widest: int | None = None) -> Variant:
+    def variant(
+        self, product: Product, ending: Sequence[str] = (), widest: int | None = None, winograd: bool = False
+    ) -> Variant:
         """The variant for a layer's contraction, always one of the device's list; see `Use`.
 
         Raises:
             UserError: the tuned table that the descriptor names is missing or damaged.
         """
-        use = Use(product, tuple(ending), widest)
+        use = Use(product, tuple(ending), widest, winograd)
         self._uses[use] += 1
         if use not in self._answers:
             self._answers[use] = self._soonest(use)
@@ -84,16 +88,30 @@ class Choices:
         return self._descriptor.rates.kernel_seconds + BUILD_SECONDS / RUNS
 
     def _costs(self, use: Use) -> dict[Variant, float]:
-        """Seconds of one layer by variant: running it and, where a first answer counts, loading what it reads."""
-        times = seconds(self._descriptor, use.product)
-        if use.widest is not None:
-            [plain] = self._descriptor.plain(use.product.family)
-            narrow = {v: time for v, time in times.items() if v == plain or v.block[1] <= use.widest}
-            times = narrow or {plain: 0.0}
-        if self._optimize == "steady":
-            return times
-        rate = self._descriptor.rates.disk_bandwidth
-        return {variant: time + packed_bytes(use.product, variant) / rate for variant, time in times.items()}
+        """Seconds of one layer by variant: running it, and getting what it reads."""
+        product = use.product
+        [plain, *_] = self._descriptor.plain(product.family)
+        times = {v: time for v, time in seconds(self._descriptor, product).items() if self._allowed(v, use, plain)}
+        rate = self._weights_rate
+        return {variant: time + packed_bytes(product, variant) / rate for variant, time in (times or {plain: 0.0}).items()}
+
+    @property
+    def _weights_rate(self) -> float:
+        """Bytes of weights per second: from the disk for a first answer; from memory for later ones, as a weight is in no cache
+        any more when all others have been read. A CPU's `memory_bandwidth` may be that of its caches; a copy reads and writes.
+        """
+        rates, cpu = self._descriptor.rates, self._descriptor.kind == "cpu"
+        if self._optimize == "cold":
+            return rates.disk_bandwidth
+        return min(rates.memory_bandwidth, 2 * rates.copy_bandwidth) if cpu else rates.memory_bandwidth
+
+    def _allowed(self, variant: Variant, use: Use, plain: Variant) -> bool:
+        """Whether `variant` computes such a layer and its weights take no more memory than they may."""
+        if variant.winograd and (self._limited or not use.winograd):
+            return False
+        if variant.steady and self._optimize != "steady":
+            return False
+        return use.widest is None or variant == plain or variant.block[1] <= use.widest
 
     def _soonest(self, use: Use) -> Variant:
         """The best for one use; a kernel that the model has already costs nothing to build."""
@@ -137,5 +155,6 @@ def packed_bytes(product: Product, variant: Variant) -> float:
     if product.family not in ("matmul", "conv"):
         return 0.0
     width = panel(cut(variant, product))
+    product = transformed(product) if variant.winograd else product
     columns = -(-product.columns // width) * width
     return product.batches * product.depth * columns * _ITEMSIZE.get(product.storage, 1.0)

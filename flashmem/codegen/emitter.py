@@ -61,13 +61,13 @@ class Emitter:
     kernels: KernelLibrary
     choices: Choices
     places: Places
-    weights: PackingList = field(default_factory=PackingList)
+    weights: PackingList
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     tensors: dict[str, Held] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
-    variants: dict[tuple[Value, Product], Variant] = field(default_factory=dict)
+    variants: dict[tuple[Value, Product, bool], Variant] = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
     _asked: set[Value] = field(default_factory=set)
@@ -182,7 +182,7 @@ class Emitter:
                 operators=tuple(node.name for node in layer.nodes),
                 macs=macs,
                 bytes=nbytes or sum(self.nbytes(v) for v in (*layer.main.inputs, layer.output) if v is not None),
-                shape=replace(shape, family=family, simple_ops=len(finishing) - special, special_ops=special),
+                shape=replace(shape, family=shape.family or family, simple_ops=len(finishing) - special, special_ops=special),
             )
         )
 

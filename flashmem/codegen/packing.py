@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flashmem.codegen.folding import ImageLimits, Panels, cut
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.ir import Node
-from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Channel, MemoryPath
+from flashmem.program import TEXEL_BYTES, Channel, MemoryPath
 
 Columns = Callable[[int, int], NDArray[Any]]
 """(first, end) -> that range of output columns as [depth, end - first]."""
@@ -149,7 +149,7 @@ class Packing:
         if self.path == "texture":
             images = self._images(slice_bytes)
             wasted = sum(part.nbytes for part in images) - self.panels * self.panel_bytes
-            if images and wasted <= max(WASTED * self.panels * self.panel_bytes, SLICE_ALIGNMENT):
+            if images and wasted <= max(WASTED * self.panels * self.panel_bytes, self.descriptor.page_bytes):
                 return images
         count = -(-self.panels // max(1, min(slice_bytes // self.panel_bytes, self.panels)))
         bounds = [self.panels * i // count for i in range(count + 1)]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from flashmem.program import SLICE_ALIGNMENT
+from flashmem.program import DEFAULT_PAGE
 
 Pieces = Callable[[], Iterable[NDArray[Any]]]
 """Makes the arrays of one weight, one after the other; none need be kept while the next is made."""
@@ -35,8 +35,9 @@ class _Entry:
 
 @dataclass
 class PackingList:
-    """Weights in the order of the file, each of one or more pieces that start on multiples of `SLICE_ALIGNMENT`."""
+    """Weights in the order of the file, each of one or more pieces that start on multiples of `page_bytes`."""
 
+    page_bytes: int = DEFAULT_PAGE
     size: int = 0
     _entries: list[_Entry] = field(default_factory=list)
 
@@ -44,7 +45,7 @@ class PackingList:
         """Reserve room for pieces of `sizes` bytes, which `pieces()` will make in this order; returns their offsets."""
         offsets = []
         for nbytes in sizes:
-            offset = -(-self.size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+            offset = -(-self.size // self.page_bytes) * self.page_bytes
             offsets.append(offset)
             self.size = offset + nbytes
         self._entries.append(_Entry(name, tuple(zip(offsets, sizes, strict=True)), pieces))
@@ -54,6 +55,6 @@ class PackingList:
         """Make every piece and append it to `sink`, which must be empty; `on_piece(weight, bytes)` is called, for progress."""
         for entry in self._entries:
             for (offset, nbytes), piece in zip(entry.places, entry.pieces(), strict=True):
-                written = sink.append(piece, SLICE_ALIGNMENT)
+                written = sink.append(piece, self.page_bytes)
                 assert (written, piece.nbytes) == (offset, nbytes), f"{entry.name} is not what was laid out"
                 on_piece(entry.name, nbytes)

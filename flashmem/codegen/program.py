@@ -80,7 +80,8 @@ def generate(
             launched.append(layer)
     early = [*(port.value for port in graph.inputs), *gathered]
     places = find_places(launched, early, [port.value for port in results if port.value.size], ranges, storage)
-    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places)
+    weights = PackingList(descriptor.page_bytes)
+    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights)
     for value in gathered:
         emitter.tensor(value)
     for layer in launched:
@@ -111,6 +112,7 @@ def generate(
         row_gathers=tuple(gathers),
         arena_bytes=arena_bytes,
         live_bytes=live_bytes,
+        page_bytes=descriptor.page_bytes,
         hands_over=hands_over,
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,

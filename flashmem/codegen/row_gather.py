@@ -5,6 +5,7 @@ A table that also feeds a matmul (a tied head) is read from that matmul's panels
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,15 +59,17 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
     read, kind = table.constant.array, _kind(emitter, table)
     dtype = np.dtype(kind.replace("int4", "int8"))
     row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
-    starts = range(0, rows, ROWS_AT_ONCE)
+    page = emitter.weights.page_bytes  # pieces start on pages, and rows may not be torn apart
+    step = max(ROWS_AT_ONCE, page // math.gcd(page, row_bytes))
+    starts = range(0, rows, step)
 
     def pieces() -> Iterator[NDArray[Any]]:
         array = read()
         for first in starts:
-            part = np.ascontiguousarray(array[first : first + ROWS_AT_ONCE], dtype)
+            part = np.ascontiguousarray(array[first : first + step], dtype)
             yield pack_nibbles(part) if kind.endswith("int4") else part
 
-    sizes = [min(ROWS_AT_ONCE, rows - first) * row_bytes for first in starts]
+    sizes = [min(step, rows - first) * row_bytes for first in starts]
     offsets = emitter.weights.place(table.name, sizes, pieces)
     stride = 0 if kind.endswith("int4") else dtype.itemsize
     return RowGather(indices, tensor, offsets[0], rows, columns, row_bytes, stride, kind)

@@ -24,10 +24,19 @@ def candidates(descriptor: DeviceDescriptor, product: Product) -> tuple[Variant,
 
 
 def _fits(variant: Variant, product: Product) -> bool:
-    """Sums in half are of operands that are stored so; who shares the keys of few queries has no others."""
+    """Sums in half are of operands that are stored so; who shares the keys of few queries has no others; Winograd's are of 3x3
+    taps one apart (how the 9 taps lie is known to who asks, see `choices.Use`), of floats and of one group.
+    """
+    if variant.winograd:
+        return (product.taps, product.stride, product.batches, product.storage) == (9, 1, 1, "float32")
     if product.family == "attention":
         return bool(variant.stage) or variant.split == 1 or product.rows <= variant.rows
     return not variant.half or product.storage == "float16"
+
+
+def transformed(product: Product, tiles: int | None = None) -> Product:
+    """What Winograd's F(2x2, 3x3) multiplies: tiles of 4 outputs, at least, and 16 matrices of weights for 9 taps."""
+    return replace(product, rows=tiles or -(-product.rows // 4), depth=product.depth // product.taps * 16)
 
 
 def cut(variant: Variant, product: Product) -> Variant:
@@ -50,7 +59,8 @@ def panel(variant: Variant) -> int:
 def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, float]:
     """What the device's variants take for `product`: as measured on the nearest product of the tuned table, else estimated.
 
-    Where something near was measured, variants that were not, or failed, are left out.
+    Where something near was measured, variants that were not, or failed, are left out. What Winograd's gain depends on caches
+    that no estimate knows: they are taken where they were measured.
 
     Raises:
         UserError: the tuned table that the descriptor names is missing or damaged.
@@ -61,12 +71,15 @@ def seconds(descriptor: DeviceDescriptor, product: Product) -> dict[Variant, flo
         measured = table.seconds(product, variants) if table else {}
         if measured:
             return measured
-    step = descriptor.parallelism * 2 / descriptor.rates.gemm_flops  # of all work-items at once
+        variants = tuple(each for each in variants if not each.winograd) or variants
+    step = descriptor.parallelism * 2 / descriptor.rates.flops_of(product.family)  # of all work-items at once
     return {variant: step * estimate(descriptor, product, variant) for variant in variants}
 
 
 def estimate(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
     """What `variant` costs where nothing was measured, in multiplications of a full device."""
+    if product.family == "reduce_rows":
+        return _rows(descriptor, product, variant)
     return (_attention if product.family == "attention" else _contraction)(descriptor, product, variant)
 
 
@@ -75,8 +88,9 @@ def _contraction(descriptor: DeviceDescriptor, product: Product, variant: Varian
 
     Work-groups run in waves of as many as the device holds. A work-item with many sums hides latency by itself, so fewer fill
     the device: by the square root of its outputs, it is assumed. A step of depth costs the multiplications and what is read
-    for them: each operand once a block where the group shares it, once an item where it does not.
+    for them: each operand once a block where the group shares it, once an item where it does not. Transforms cost nothing here.
     """
+    product = transformed(product) if variant.winograd else product
     down, across = variant.block
     outputs = variant.rows * variant.columns
     groups = product.batches * math.ceil(product.rows / down) * math.ceil(product.columns / across)
@@ -112,6 +126,19 @@ def _attention(descriptor: DeviceDescriptor, product: Product, variant: Variant)
     at_once = max(1, descriptor.parallelism / (math.sqrt(outputs) * items))
     return math.ceil(groups / at_once) * steps / math.sqrt(outputs)
 
+
+def _rows(descriptor: DeviceDescriptor, product: Product, variant: Variant) -> float:
+    """See `estimate`. A row is read three times, as a normalization does, and twice its parts are joined two by two: in local
+    memory, where the group waits each time, or by shuffles.
+    """
+    reads = 3 * math.ceil(product.depth / (variant.split * variant.vector))
+    joins = 2 * math.log2(variant.split)
+    at_once = max(1, descriptor.parallelism / variant.split)
+    return math.ceil(product.rows / at_once) * (_READ * reads + joins * (_SHUFFLE if variant.subgroups else _WAIT))
+
+
+_SHUFFLE = 4.0
+"""A work-item's number read by another one of its subgroup, in multiplications: assumed."""
 
 _WAIT = 64.0
 """A group that waits for local memory to be filled, and to be read, in multiplications: assumed."""

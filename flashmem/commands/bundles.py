@@ -11,7 +11,7 @@ from flashmem.bundle import Bundle
 from flashmem.bundle_cache import Entry
 from flashmem.console import emit_json, print_table, say
 from flashmem.errors import BundleError
-from flashmem.units import format_size
+from flashmem.units import format_size, parse_size
 
 
 def check_bundle(path: Path, *, as_json: bool) -> None:
@@ -36,6 +36,17 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
         emit_json({"ok": True, "slices": len(bundle.program.slices), "weights_bytes": nbytes, "seconds": seconds})
     else:
         print(f"{path} is what was written: {len(bundle.program.slices)} slices, {format_size(nbytes)} of weights")
+
+
+def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
+    """Plans a bundle again for another budget; returns the path of the bundle that has the plan.
+
+    Raises:
+        UserError: no bundle, or nothing fits the budget; it names the smallest that does.
+    """
+    from flashmem.learn import replan
+
+    return replan(Bundle.open(path), parse_size(budget, what="budget"), output).path
 
 
 def list_cache(*, as_json: bool) -> None:

@@ -6,6 +6,7 @@ the memory of running.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -173,6 +174,12 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
         UserError: an option that was fixed when the bundle was compiled.
     """
     if not model.is_dir():
+        if (
+            model.is_file() and importlib.util.find_spec("flashmem.compile") is None
+        ):  # flashmem-runtime has the online half only
+            raise UserError(
+                f"{model} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
+            )
         return compile_apart(model, options, build=build)
     fixed = [flag for flag in options.given() if flag not in still_open]
     if fixed:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashmem.console import emit_json, out
-from flashmem.errors import NoDeviceError
-from flashmem.runtime.devices import Device, choose, descriptor_for, why_not
+from flashmem.runtime.devices import Device, choose, descriptor_for, no_device, why_not
 from flashmem.runtime.opencl import list_devices
 from flashmem.units import format_size
 
@@ -19,7 +18,7 @@ def show_devices(*, as_json: bool) -> None:
     """
     found = list_devices()
     if not found:
-        raise NoDeviceError("no OpenCL device is here; install a driver, for example: pip install intel-opencl-rt")
+        raise no_device()
     chosen = choose(found, "auto")
     described = [_describe(index, device, device is chosen) for index, device in enumerate(found)]
     if as_json:

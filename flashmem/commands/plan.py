@@ -113,6 +113,7 @@ def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
         "gap": plan.gap,
         "tier": plan.tier,
         "preload_ratio": plan.preload_ratio,
+        "distance_ratio": plan.distance_ratio,
         "expected_slowdown": plan.expected_slowdown,
         "solve_seconds": plan.solve_seconds,
         "checked": plan_holds(program, plan),
@@ -262,7 +263,9 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         "plan": f"{plan.status}, {quality}",
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
-        "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded",
+        "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded "
+        f"({plan.preload_ratio:.1%} of the bytes)",
+        "distance": f"moves begin {plan.distance_ratio:.2%} of the {len(rows)} layers before use, on average over all slices",
         "weight file": _file(shown.program),
         **_order(shown.program),
         **_launches(shown.program),

@@ -8,7 +8,6 @@ from pathlib import Path
 from flashmem.commands.extras import offline_half
 from flashmem.console import progress, say
 from flashmem.errors import MissingFileError, UserError
-from flashmem.plots.figure import require_matplotlib
 
 
 def profile_device(
@@ -22,13 +21,10 @@ def profile_device(
     _need_extra()
     from flashmem.profiler.run import Request, profile
 
-    if name and not name.replace("-", "").replace("_", "").isalnum():
-        raise UserError(f"--name {name!r} cannot be a file's name; use letters, digits, '-' and '_'")
+    _check_output(output, name)
     for model in models:
         if not model.is_file():
             raise MissingFileError(f"model {model} does not exist; name an ONNX file")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is not a folder; name one")
     request = Request(device, output, minutes, name, models, resume, seed)
     with progress("profiling") as report:
         path: Path = profile(request, report)
@@ -36,12 +32,70 @@ def profile_device(
     return path
 
 
-def retrain_model(dataset: Path) -> Path:
-    """Trains anew on a dataset, without a device; returns the path of the models without their suffixes."""
+def _check_output(output: Path, name: str) -> None:
+    if name and not name.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"--name {name!r} cannot be a file's name; use letters, digits, '-' and '_'")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is not a folder; name one")
+
+
+def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name: str, resume: bool) -> Path:
+    """Measures a device with the launches of a kit, which needs no compiler; returns the dataset's path.
+
+    Raises:
+        UserError: not a kit for this device, too short a time, or an interrupted profile of something else is in the way.
+        RunError: the device fails.
+    """
+    from flashmem.profiler.kit import Kit
+    from flashmem.profiler.measure import LEAST_LAUNCHES, Request, measure
+    from flashmem.runtime.devices import descriptor_for
+    from flashmem.runtime.opencl import find_device
+
+    _check_output(output, name)
+    held = Kit(kit)
+    here = find_device(device)
+    descriptor = descriptor_for(here)
+    if descriptor.name != held.descriptor.name:
+        what = f"{kit} is for {held.descriptor.name}, and {here.name} is {descriptor.name}"
+        raise UserError(f"{what}; make one with: flashmem profile --kit {descriptor.name}.kit --device {descriptor.name}")
+    request = Request(device, output, minutes, name, (), resume, held.seed)
+    with progress("measuring") as report:
+        found = measure(request, here, descriptor, held.models(), report, held.supply)
+    count = sum(row.mode == "none" for row in found.growing.rows)
+    if count < LEAST_LAUNCHES:
+        raise UserError(f"{count} launches are too few to learn from, {LEAST_LAUNCHES} are the least; measure for more minutes")
+    path = found.write(output, name or descriptor.name)
+    found.done()
+    say(f"train on it where the compiler is: flashmem profile --dataset {path.name}")
+    return path
+
+
+def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> Path:
+    """Writes what a device that need not be here is measured with; returns the kit's path.
+
+    Raises:
+        UserError: no such device or descriptor, or a model cannot be run.
+    """
+    _need_extra()
+    from flashmem.files import check_target
+    from flashmem.profiler.packing import write_kit as write
+    from flashmem.request import find_descriptor
+
+    check_target(path, "--kit")
+    descriptor = find_descriptor(device)
+    with progress("packing") as report:
+        made: Path = write(path, descriptor, models, seed, report)
+    return made
+
+
+def retrain_model(dataset: Path, without: tuple[str, ...]) -> Path:
+    """Trains anew on a dataset, without a device and `without` the launches of some models; returns the path of what was
+    trained, without its suffixes.
+    """
     _need_extra()
     from flashmem.profiler.run import retrain
 
-    path: Path = retrain(dataset)
+    path: Path = retrain(dataset, without)
     return path
 
 
@@ -55,6 +109,8 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
     """
     _need_extra()
     if figures is not None:
+        from flashmem.plots.figure import require_matplotlib
+
         if figures.exists() and not figures.is_dir():
             raise UserError(f"--figures {figures} is not a folder; name one")
         require_matplotlib()

@@ -8,7 +8,7 @@ from flashmem.commands.extras import offline_half
 from flashmem.console import progress, say
 from flashmem.errors import UserError
 
-FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention")
+FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention", "reduce_rows")
 
 
 def tune_device(device: str, output: Path | None, *, minutes: float, families: tuple[str, ...], resume: bool) -> Path:

@@ -64,11 +64,11 @@ def smallest_budget(program: Program, problem: Problem, mode: TransferMode, prel
 
 def _measure(program: Program, mode: TransferMode) -> Measure:
     fixed = fixed_bytes(program)
-    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes
+    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
 
 
 def _sealed(program: Program, problem: Problem, mode: TransferMode, plan: OverlapPlan) -> OverlapPlan:
-    layouts = lay_out_pools(program.slices, plan, [mode])
+    layouts = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)
     plan = replace(plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes))
     plan.check(replace(problem, m_peak=plan.m_peak), program.slices)
     return plan

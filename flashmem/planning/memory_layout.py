@@ -17,7 +17,7 @@ import numpy as np
 from flashmem.device import TransferMode
 from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.planning.texture_slots import colour_slots
-from flashmem.program import SLICE_ALIGNMENT, Slice
+from flashmem.program import DEFAULT_PAGE, POOL_ALIGNMENT, Slice
 
 _RING_WIDENING = 128
 """A ring that is too small is made wider by this part of the least size, then by twice that, and so on."""
@@ -173,9 +173,14 @@ def _next_fit(alive: Sequence[tuple[int, int]], nbytes: int, start: int, size: i
 
 
 def lay_out_pools(
-    slices: Sequence[Slice], plan: OverlapPlan, modes: Sequence[TransferMode], *, loader_threads: int = LOADER_THREADS
+    slices: Sequence[Slice],
+    plan: OverlapPlan,
+    modes: Sequence[TransferMode],
+    *,
+    page_bytes: int = DEFAULT_PAGE,
+    loader_threads: int = LOADER_THREADS,
 ) -> dict[str, PoolLayout]:
-    """The layout of each of `modes` for the planned slices, by mode.
+    """The layout of each of `modes` for the planned slices, by mode. `page_bytes`: the program's, which slices start on.
 
     Raises:
         ValueError: the plan has a weight that is not among `slices`.
@@ -184,7 +189,8 @@ def lay_out_pools(
     missing = [w.name for w in plan.weights if w.name not in by_name]
     if missing:
         raise ValueError(f"the program has no slice {missing[0]!r}, which the plan streams")
-    pools = _Pools([(by_name[w.name], w) for w in plan.weights], len(plan.capacities), _piece_bytes(slices, plan.piece_bytes))
+    planned = [(by_name[w.name], w) for w in plan.weights]
+    pools = _Pools(planned, len(plan.capacities), _piece_bytes(slices, plan.piece_bytes), page_bytes)
     lay: dict[TransferMode, Callable[[], PoolLayout]] = {
         "map": pools.mapped,
         "alias": pools.alias,
@@ -195,27 +201,29 @@ def lay_out_pools(
 
 
 class _Pools:
-    """The planned slices, and how each mode holds them. `piece`: bytes that pass through staging at a time."""
+    """The planned slices, and how each mode holds them. `piece`: bytes that pass through staging at a time; `page`: bytes of a
+    page of the weight file.
+    """
 
-    def __init__(self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int, piece: int) -> None:
+    def __init__(self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int, piece: int, page: int) -> None:
         self.planned = planned
         self.layers = layers
         self.piece = piece
-        self.pages = sum(_round_up(s.file_bytes, SLICE_ALIGNMENT) for s, w in planned if w.preload)
+        self.page = page
 
     def mapped(self) -> PoolLayout:
         """Nothing is allocated; pages of the file are resident from g_w to the last use."""
-        peak = max_concurrent(self._whole(part for part in self.planned), SLICE_ALIGNMENT)
-        return PoolLayout(mapped_peak_bytes=peak, resident_bytes=self.pages)
+        peak = max_concurrent(self._whole(part for part in self.planned), self.page)
+        return PoolLayout(mapped_peak_bytes=peak, resident_bytes=self._resident(self.page))
 
     def alias(self) -> PoolLayout:
         """Every slice in one buffer; textures are views of it."""
-        offsets, total = lay_out(self._whole(self.planned), SLICE_ALIGNMENT)
-        return PoolLayout(pool_bytes=total, offsets=offsets, resident_bytes=self.pages)
+        offsets, total = lay_out(self._whole(self.planned), POOL_ALIGNMENT)
+        return PoolLayout(pool_bytes=total, offsets=offsets, resident_bytes=self._resident(POOL_ALIGNMENT))
 
     def dma(self, loader_threads: int) -> PoolLayout:
         """Slices are written from g_w on, through a ring of one part for each loader thread, in pieces if they are large."""
-        largest = max((_round_up(passing_bytes(s, self.piece), SLICE_ALIGNMENT) for s, _ in self.planned), default=0)
+        largest = max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, _ in self.planned), default=0)
         return self._targets(lambda w: w.read_layer, loader_threads * largest, {})
 
     def interleave(self, loader_threads: int) -> PoolLayout:
@@ -225,15 +233,19 @@ class _Pools:
         largest of them.
         """
         streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
-        preloaded = [_round_up(passing_bytes(s, self.piece), SLICE_ALIGNMENT) for s, w in self.planned if w.preload]
+        preloaded = [_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, w in self.planned if w.preload]
         entrance = [Interval("", loader_threads * max(preloaded), 0, self.layers)] if preloaded else []
-        staging, total = lay_out([*entrance, *streamed], SLICE_ALIGNMENT)
+        staging, total = lay_out([*entrance, *streamed], POOL_ALIGNMENT)
         at = staging.pop("", 0)
         staging.update({w.name: at for _, w in self.planned if w.preload})
         return replace(self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=max(preloaded, default=0))
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
         return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.read_layer)) for s, w in planned]
+
+    def _resident(self, unit: int) -> int:
+        """Bytes of W, each slice in whole units."""
+        return sum(_round_up(s.file_bytes, unit) for s, w in self.planned if w.preload)
 
     def _lifetime(self, w: PlannedWeight, first: int) -> tuple[int, int]:
         return w.home_life(first, self.layers)
@@ -242,10 +254,10 @@ class _Pools:
         """Plain buffers in the pool, images in texture slots, each from `begins` (streamed slices) to its last use."""
         lives = [(s, self._lifetime(w, 0 if w.preload else begins(w))) for s, w in self.planned]
         buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
-        offsets, total = lay_out(buffers, SLICE_ALIGNMENT)
+        offsets, total = lay_out(buffers, POOL_ALIGNMENT)
         slots, slot_of = colour_slots([(s, *life) for s, life in lives if s.is_image])
         resident = sum(
-            slots[slot_of[s.name]].nbytes if s.is_image else _round_up(s.file_bytes, SLICE_ALIGNMENT)
+            slots[slot_of[s.name]].nbytes if s.is_image else _round_up(s.file_bytes, POOL_ALIGNMENT)
             for s, w in self.planned
             if w.preload
         )
@@ -256,9 +268,9 @@ class _Pools:
 
 
 def _piece_bytes(slices: Sequence[Slice], wished: int) -> int:
-    """Bytes that pass through staging at a time: whole pages, and a row of an image at least."""
+    """Bytes that pass through staging at a time: whole places of a pool, and a row of an image at least."""
     rows = max((part.row_pitch for part in slices), default=0)
-    return _round_up(max(wished, rows, 1), SLICE_ALIGNMENT)
+    return _round_up(max(wished, rows, 1), POOL_ALIGNMENT)
 
 
 def _round_up(value: int, alignment: int) -> int:

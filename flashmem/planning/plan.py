@@ -205,6 +205,12 @@ class OverlapPlan:
         total = sum(w.nbytes for w in self.weights)
         return sum(w.nbytes for w in self.weights if w.preload) / total if total else 0.0
 
+    @property
+    def distance_ratio(self) -> float:
+        """What the paper's objective counts as distance, the layers between z_w and i_w, as a share of N for every weight."""
+        layers = sum(w.first_use - w.moves[0][0] for w in self.weights if w.moves and not w.preload)
+        return layers / max(1, len(self.weights) * len(self.capacities))
+
     def later(self) -> OverlapPlan:
         """The plan of later runs: what is to keep is resident, as W is."""
         if not any(w.keep for w in self.weights):

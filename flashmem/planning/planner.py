@@ -87,12 +87,12 @@ def _sealed(problem: Problem, plan: OverlapPlan, program: Program, mode: Transfe
 def _in_all(program: Program, mode: TransferMode) -> Measure:
     """All bytes that a session holds."""
     fixed = fixed_bytes(program)
-    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes
+    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
 
 
 def _in_flight(program: Program, mode: TransferMode) -> Measure:
     """Those that M_peak limits."""
-    return lambda plan: lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes
+    return lambda plan: lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].in_flight_bytes
 
 
 def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -249,7 +249,7 @@ def _reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, in_fli
     staging = problem.mode == "interleave"
     most = problem.m_peak
     if staging:  # what reads ahead waits in staging, and takes nothing else
-        layout = lay_out_pools(program.slices, tight, [problem.mode])[problem.mode]
+        layout = lay_out_pools(program.slices, tight, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
         most -= needed - layout.staging_bytes + LOADER_THREADS * layout.entrance_bytes
     for share in _READ_AHEAD:
         roomy = with_room(problem, plan, int(most * share), staging=staging)

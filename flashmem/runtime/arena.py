@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.pages import page_size, whole_pages
+
 Bytes = NDArray[np.uint8]
 Place = tuple[int, int]
 """Offset and bytes."""
@@ -29,11 +31,6 @@ def new_pages(nbytes: int) -> Bytes:
     """Zeros on pages of their own, which the system gives as they are touched and takes back with the last array on them."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return np.frombuffer(mmap.mmap(-1, whole_pages(nbytes), **private), np.uint8)
-
-
-def whole_pages(nbytes: int) -> int:
-    """`nbytes` rounded up to pages."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def move_out(arena: Bytes, places: Sequence[Place]) -> list[Bytes]:
@@ -54,7 +51,7 @@ def _blocks(places: Sequence[Place]) -> list[Place]:
     """The pages of `places`, those that share one together."""
     blocks: list[Place] = []
     for offset, nbytes in sorted(places):
-        first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        first = offset // page_size() * page_size()
         end = whole_pages(offset + nbytes)
         if blocks and first < sum(blocks[-1]):
             start, length = blocks.pop()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 from flashmem.runtime.accounts import Budget
 from flashmem.runtime.devices import Device
+from flashmem.runtime.launching import Recorder
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Program, Queue
 from flashmem.runtime.report import process_rss
@@ -32,6 +34,11 @@ class DeviceInUse:
     def ledger(self) -> Ledger:
         """A new account on the budget."""
         return Ledger(self.context, self.budget)
+
+    @cached_property
+    def recorder(self) -> Recorder | None:
+        """What records launches on the queue, where the device has that."""
+        return self.context.recorder(self.queue)
 
     @property
     def beside(self) -> Queue:

@@ -5,13 +5,17 @@ Plain data and plain rules; `opencl.py` does the asking.
 
 from __future__ import annotations
 
+import platform
 import re
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
+from flashmem.device import SHUFFLES, TRANSFER_MODES, DeviceDescriptor, TransferMode, Variant, descriptor_names, load_descriptor
 from flashmem.errors import NoDeviceError
+from flashmem.pages import page_size
 from flashmem.program import MemoryPath
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
@@ -60,6 +64,12 @@ class Device:
         return "portable computing language" in self.platform.lower()
 
     @property
+    def shuffles(self) -> bool:
+        """Whether kernels can shuffle in subgroups: by an extension, in OpenCL C 3.0, which has functions for subgroups."""
+        version = re.match(r"OpenCL (\d+)", self.version)
+        return version is not None and int(version[1]) >= 3 and not self.extensions.isdisjoint(SHUFFLES)
+
+    @property
     def descriptor_name(self) -> str:
         """The shipped descriptor that fits best."""
         return fitting_descriptor(self.kind, self.platform, self.name, self.version, descriptor_names())
@@ -92,6 +102,26 @@ def fitting_descriptor(kind: str, platform: str, name: str, version: str, shippe
 _GPU_MODEL = re.compile(r"\badreno ?\(tm\) ?(?P<adreno>\d+)\b|\bmali-(?P<mali>g\d+)\b")
 
 
+def no_device(machine: str | None = None, *, android: bool | None = None) -> NoDeviceError:
+    """What is said where there is no OpenCL device: which driver there is for such a machine.
+
+    `machine` is what `platform.machine` calls it, and `android` whether its system is Android; by default this one's.
+    """
+    machine, android = machine or platform.machine(), is_android() if android is None else android
+    if android:
+        advice = "find out what to type with: flashmem doctor"
+    elif machine.lower() in ("x86_64", "amd64"):
+        advice = "install a driver, for example: pip install intel-opencl-rt"
+    else:
+        advice = "install a driver, for example: apt-get install pocl-opencl-icd"
+    return NoDeviceError(f"no OpenCL device is here; {advice}")
+
+
+def is_android() -> bool:
+    """Whether this system is Android, Termux's Python included."""
+    return sys.platform == "android" or hasattr(sys, "getandroidapilevel") or Path("/system/build.prop").exists()
+
+
 def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> Device:
     """The device called `name`: a number in the list, a descriptor's name, or part of a platform's or device's name.
 
@@ -101,7 +131,7 @@ def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> D
         NoDeviceError: there is none, or none of that name.
     """
     if not devices:
-        raise NoDeviceError("no OpenCL device is here; install a driver, for example: pip install intel-opencl-rt")
+        raise no_device()
     if name == "auto":
         order = {"gpu": 0, "cpu": 1, "other": 2}
         return min(devices, key=lambda d: (d.descriptor_name != prefer, order[d.kind], d.descriptor_name != "pocl"))
@@ -119,29 +149,40 @@ def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> D
 
 
 def descriptor_for(device: Device) -> DeviceDescriptor:
-    """The shipped descriptor that fits `device`, its limits and transfer modes replaced by what the driver reports.
+    """The shipped descriptor that fits `device`, its limits replaced by what the driver reports.
 
-    Raises:
-        UserError: the driver has a transfer mode whose contention the descriptor does not state.
+    Of the transfer modes those remain that the driver offers, in the descriptor's order.
     """
     base = load_descriptor(device.descriptor_name)
     reasons = why_not(device)
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
-    modes: dict[str, tuple[TransferMode, ...]] = {
-        path: tuple(mode for mode in TRANSFER_MODES if mode not in reasons[path]) for path in paths
-    }
-    found = replace(
-        base,
+    modes: dict[str, tuple[TransferMode, ...]] = {path: _offered(base, path, reasons[path]) for path in paths}
+    return replace(
+        base.with_cores(device.compute_units),
         memory_paths=paths,
         modes=modes,
         image_max_width=device.image_max_width or base.image_max_width,
         image_max_height=device.image_max_height or base.image_max_height,
         image_pitch_alignment=device.image_pitch_alignment,
         max_alloc_bytes=device.max_alloc_bytes,
-        variants=tuple(each for each in base.variants if not each.half or HALF_ARITHMETIC in device.extensions),
+        page_bytes=max(base.page_bytes, page_size()),
+        variants=tuple(each for each in base.variants if _can(device, each)),
     )
-    found.check_contention(f"devices/{base.name}.toml, for {device.name}")
-    return found
+
+
+def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[TransferMode]) -> tuple[TransferMode, ...]:
+    """The modes that the descriptor lists for `path`, in its order, then others whose cost it states; without those that the
+    driver lacks for `reasons`.
+    """
+    listed = base.modes.get(path, ())
+    others = (mode for mode in TRANSFER_MODES if mode not in listed and mode in base.rates.contention)
+    return tuple(mode for mode in (*listed, *others) if mode not in reasons)
+
+
+def _can(device: Device, variant: Variant) -> bool:
+    """Whether the driver has the extensions that `variant` takes."""
+    half = not variant.half or HALF_ARITHMETIC in device.extensions
+    return half and (not variant.subgroups or device.shuffles)
 
 
 def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:

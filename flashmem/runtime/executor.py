@@ -2,13 +2,15 @@
 
 Everything is set up when the session is made: one kernel object a launch with its arguments set, one prepared call. A run only
 waits and launches. Layers have events only where something waits for them: gates of loads, slices to be freed, a trace, and a
-few so that a run can be stopped before it has enqueued all that it has.
+few so that a run can be stopped before it has enqueued all that it has. With a recorder, layers between two such events are
+recorded once the same run is made again, and enqueued with one call from then on.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
@@ -16,21 +18,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashmem.errors import RunError
+from flashmem.errors import FlashmemWarning, RunError
 from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
+from flashmem.runtime.launching import Launch, Recorder, Recording, not_recorded
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, wait
 from flashmem.runtime.schedule import Span
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
-not known to be done: enough to keep the device busy."""
+not known to be done (three times before a recording): enough to keep the device busy."""
 
 SECONDS_APART = 0.01
 """How long the layers between two such events take, about: an interrupted run ends once what is enqueued is done."""
 
+FEWEST = 4
+"""Launches that are worth a recording."""
 
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
 
@@ -149,11 +154,15 @@ class _Binder:
 
 
 class Executor:
-    """Plays the steps. `queue` is in order; with profiling, `trace` gets each layer's span."""
+    """Plays the steps. `queue` is in order; with profiling, `trace` gets each layer's span. `recorder` is one of the queue."""
 
-    def __init__(self, queue: Queue, steps: Sequence[Step]) -> None:
+    def __init__(self, queue: Queue, steps: Sequence[Step], recorder: Recorder | None = None) -> None:
         self._queue = queue
         self._steps = steps
+        self._recorder = recorder
+        self._recordings: dict[int, tuple[int, Recording]] | None = None  # by first layer: the last one, and what plays them
+        self._stops: frozenset[int] | None = None  # where they end, as the last run had it
+        self._longest = 0  # layers that one of them may have
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
         self._apart = LAYERS_APART[0]
 
@@ -177,8 +186,10 @@ class Executor:
         waking = loader.wakes if loader is not None else frozenset()
         flying: deque[tuple[int, Event]] = deque()  # layers with events, not known to be done
         traced: list[tuple[str, Event, Event]] = []
+        recordings = self._recorded(loader, {*waking, *after}) if self._recorder is not None and trace is None else {}
         first, since = done + 1, perf_counter()  # `done`: the last layer known to be done, `since` when
         launched, last = done, len(self._steps)  # the last layer with an event; the last of all
+        layer = done  # the last one that is enqueued, or is about to be
 
         def retire() -> None:
             nonlocal done, since
@@ -190,13 +201,14 @@ class Executor:
             if loader is not None:
                 loader.layer_done(layer)
 
-        for layer in range(first, last + 1):
+        while layer < last:
             if halted():
-                if launched < layer - 1:
+                if launched < layer:
                     queue.finish()
-                last = layer - 1
+                last = layer
                 break
-            step, launches = self._steps[layer - 1], self._launches[layer - 1]
+            step, launches = self._steps[layer], self._launches[layer]
+            layer += 1
             if check is not None:
                 check()
             if loader is not None and step.needs:
@@ -212,6 +224,11 @@ class Executor:
                 events = [queue.launch(each) for each in launches]
                 traced.append((step.name, events[0], events[-1]))
                 flying.append((layer, events[-1]))
+            elif layer in recordings:
+                layer, recording = recordings[layer]
+                flying.append((layer, queue.play(recording)))
+                queue.flush()
+                launched = layer
             elif layer in waking or layer >= launched + self._apart or layer == last:
                 queue.launch_all(launches[:-1])
                 flying.append((layer, queue.launch(launches[-1])))
@@ -230,6 +247,40 @@ class Executor:
         if trace is not None:
             trace.extend(self._spans(traced))
         return last
+
+    def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
+        """The recordings for this run; none for the first of its kind. They end at `stops` and before layers that wait."""
+        waiting = loader.loaded if loader is not None else {}
+        gates = [n for n, step in enumerate(self._steps) if any(name in waiting for name in step.needs)]
+        here = frozenset((*stops, *gates))
+        unfit = self._recordings is not None and not self._longest <= 4 * self._apart <= 16 * self._longest
+        if here != self._stops or unfit:  # another run, or events have to be much nearer, or much further apart
+            self._stops, self._recordings = here, None
+            return {}
+        if self._recordings is None:
+            try:
+                self._recordings = self._record(here)
+            except RunError as error:
+                warnings.warn(not_recorded(error), FlashmemWarning, stacklevel=2)
+                self._recorder = None
+                return {}
+        return self._recordings
+
+    def _record(self, stops: frozenset[int]) -> dict[int, tuple[int, Recording]]:
+        """Layers as far as `stops`, or as events are apart. Raises RunError."""
+        assert self._recorder is not None
+        found: dict[int, tuple[int, Recording]] = {}
+        begun, last, self._longest = 0, len(self._steps), self._apart
+        launches: list[Launch] = []
+        for layer, each in enumerate(self._launches, start=1):
+            launches += each
+            following = len(self._launches[layer]) if layer < last else 0
+            full = layer - begun == self._apart or len(launches) + following > self._recorder.most
+            if full or layer in stops or layer == last:
+                if FEWEST <= len(launches) <= self._recorder.most:
+                    found[begun + 1] = (layer, self._recorder.record(launches))
+                begun, launches = layer, []
+        return found
 
     def _space(self, layers: int, seconds: float) -> None:
         """Set the events of later layers apart as `layers` that took `seconds` ask for."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashmem.errors import RunError
-from flashmem.program import Arg, Launch, Program, Source, kernel_texts
+from flashmem.program import Arg, Program, Source, kernel_texts
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 
 SMALL_GRID = 65535
@@ -66,14 +66,6 @@ def wanted_kernels(
             for ride in (*moving.leading, *moving.separate) if moving else ():
                 laned.setdefault(ride.copier, []).append(Use(((ride.copy_items,), (COPY_GROUP,)), (), ride))
     return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
-
-
-def all_kernels(launches: Iterable[Launch], text: str) -> tuple[Wanted, ...]:
-    """The kernels of `launches`, as they are without lanes. Raises RunError where `text` lacks one."""
-    uses: dict[str, list[Use]] = {}
-    for launch in launches:
-        uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args))
-    return _with_texts(uses, text)
 
 
 def _with_texts(uses: Mapping[str, list[Use]], text: str) -> tuple[Wanted, ...]:

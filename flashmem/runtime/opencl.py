@@ -1,4 +1,4 @@
-"""OpenCL, as flashmem uses it. The only file that calls pyopencl, so that the binding can be changed in one place.
+"""OpenCL, as flashmem uses it. Only this file, `binding.py` and `launching.py` call it, so that the binding can be changed.
 
 Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.ledger`), which counts them.
 Every OpenCL error becomes a `RunError` with the error's name and a hint.
@@ -8,33 +8,38 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import os
-import sqlite3
-import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.errors import NoDeviceError, RunError
+from flashmem.errors import FlashmemWarning, RunError
 from flashmem.program import Channel
+from flashmem.runtime.binding import QUIET as _QUIET
+from flashmem.runtime.binding import cl as cl
+from flashmem.runtime.binding import explained as _explained
+from flashmem.runtime.binding import run_error as _run_error
+from flashmem.runtime.binding import without_invokers as _without_invokers
 from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose
 from flashmem.runtime.devices import descriptor_for as descriptor_for
 from flashmem.runtime.devices import why_not as why_not
 from flashmem.runtime.icd import vendors_folder
+from flashmem.runtime.launching import (
+    COMMAND_BUFFERS,
+    RECORDABLE_QUEUES,
+    CommandBuffers,
+    Launch,
+    RecordableQueues,
+    Recorder,
+    Recording,
+    enqueue_function,
+    functions_of,
+    not_recorded,
+)
 from flashmem.runtime.pocl import one_thread_a_core, writable_pocl_cache
-
-try:
-    import pyopencl
-except ImportError as error:
-    raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
-
-cl: Any = pyopencl  # its type stubs lack what is needed here (enumerations that can be called, numpy scalar types)
 
 Bytes = NDArray[np.uint8]
 Memory = Any  # cl.Buffer | cl.Image: handles that the rest of the runtime only passes on
@@ -42,35 +47,6 @@ Kernel = Any
 Event = Any
 
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # pyopencl's wheels lack these two
-_HINTS = {
-    "MEM_OBJECT_ALLOCATION_FAILURE": "the device is out of memory; free some or lower the budget",
-    "OUT_OF_HOST_MEMORY": "the host is out of memory; free some",
-    "OUT_OF_RESOURCES": "the device ran out of resources or was lost; try again, with fewer programs on it",
-    "DEVICE_NOT_AVAILABLE": "the device was lost; try again",
-    "BUILD_PROGRAM_FAILURE": "the driver refuses the kernels; please report this with the message above",
-    "INVALID_BUFFER_SIZE": "the buffer is larger than the device allows; compile for this device",
-    "INVALID_IMAGE_SIZE": "the texture is larger than the device allows; compile for this device",
-    "IMAGE_FORMAT_NOT_SUPPORTED": "the device lacks this texture format; compile with --memory-path buffer",
-    "MISALIGNED_SUB_BUFFER_OFFSET": "the bundle was laid out for another device; compile for this one",
-    "INVALID_KERNEL_NAME": "the bundle's program and its kernels do not belong together; compile again",
-    "INVALID_WORK_GROUP_SIZE": "the device does not take this work-group; compile for this device",
-}
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn an OpenCL error inside into a RunError that says what failed, its OpenCL name, and what to do."""
-    try:
-        yield
-    except (cl.Error, MemoryError) as error:
-        raise _run_error(what, error) from error
-
-
-def _run_error(what: str, error: Exception) -> RunError:
-    code = getattr(error, "code", None)
-    name = cl.status_code.to_string(code, "code %d") if isinstance(code, int) else type(error).__name__
-    return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
-
 
 _started_in: int | None = None
 """The process that started the drivers: this one, or the one that it was forked from."""
@@ -149,36 +125,6 @@ def _raw_info(device: Any, parameter: int) -> int:
     return 0 if failed else value.value
 
 
-_NO_EVENTS = ctypes.c_uint(0)
-
-
-@functools.lru_cache(4096)
-def _sizes(numbers: tuple[int, ...]) -> Any:
-    """As C takes them; launches of equal sizes share them."""
-    return (ctypes.c_size_t * len(numbers))(*numbers)
-
-
-class Launch:
-    """One launch of a kernel on a queue: its sizes, and the call that makes it as C takes it, converted once."""
-
-    __slots__ = ("arguments", "global_size", "kernel", "local_size")
-
-    def __init__(self, queue: Any, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> None:
-        self.kernel, self.global_size, self.local_size = kernel, global_size, local_size
-        self.arguments = (
-            ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(len(global_size)), None,
-            _sizes(global_size), _sizes(local_size) if local_size else None, _NO_EVENTS, None, None,
-        )  # fmt: skip
-
-
-@functools.cache
-def _enqueue() -> Callable[..., int]:
-    """clEnqueueNDRangeKernel, called with the interpreter's lock held: it is over before a thread could be woken for it."""
-    library = ctypes.PyDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
-    enqueue: Callable[..., int] = library.clEnqueueNDRangeKernel
-    return enqueue
-
-
 class Queue:
     """An in-order command queue."""
 
@@ -199,10 +145,14 @@ class Queue:
 
     def launch_all(self, launches: Iterable[Launch]) -> None:
         """Enqueue kernels that nobody waits for: without events, which cost a driver more than the launch."""
-        enqueue = _enqueue()
+        enqueue = enqueue_function()
         for launch in launches:
             if enqueue(*launch.arguments):
                 self.launch(launch)  # pyopencl frees what nobody holds any more and tries again, or says what is wrong
+
+    def play(self, recording: Recording) -> Event:
+        """Enqueue recorded launches of this queue; the event completes when the last of them has. Raises RunError."""
+        return cl.Event.from_int_ptr(recording.play(), retain=False)
 
     def flush(self) -> None:
         """Have the device start what was enqueued, without waiting for it."""
@@ -270,35 +220,6 @@ def event_seconds(event: Event) -> tuple[float, float]:
         return event.profile.start * 1e-9, event.profile.end * 1e-9
 
 
-class _Quiet:
-    """While any thread is inside, pyopencl does not warn that a compiler said something.
-
-    Filters of warnings are the process's: with each thread restoring what it found, one would end what another began.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._before = warnings.catch_warnings()
-                self._before.__enter__()
-                warnings.simplefilter("ignore", cl.CompilerWarning)
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._before.__exit__(None, None, None)
-
-
-_QUIET = _Quiet()
-
-
 class Context:
     """A device in use: what makes queues, memory objects, programs."""
 
@@ -316,6 +237,18 @@ class Context:
         """A new in-order queue."""
         with _explained("create a queue"):
             return Queue(self.handle, self.device.handle, profiling=profiling)
+
+    def recorder(self, queue: Queue) -> Recorder | None:
+        """What records launches of `queue`; None where the driver has no extension for it, or, with a warning, refuses."""
+        find, own = functions_of(self.device.handle.platform), queue.handle.int_ptr
+        try:
+            if COMMAND_BUFFERS in self.device.extensions:
+                return CommandBuffers(find, own)
+            if RECORDABLE_QUEUES in self.device.extensions:
+                return RecordableQueues(find, own, self.handle.int_ptr, self.device.handle.int_ptr)
+        except RunError as error:
+            warnings.warn(not_recorded(error), FlashmemWarning, stacklevel=2)
+        return None
 
     def buffer(self, nbytes: int, *, host_visible: bool = False) -> Memory:
         """A buffer; `host_visible` places it where the host can map it without a copy."""
@@ -350,7 +283,9 @@ class Context:
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 
     def build(self, source: str, options: Sequence[str]) -> Program:
-        """Compile OpenCL C."""
+        """Compile OpenCL C: of version 3 what shuffles in subgroups, where the driver can."""
+        if "FM_SHUFFLE" in source and self.device.shuffles:
+            options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
             return Program(cl.Program(self.handle, source).build(list(options), cache_dir=False))
 
@@ -388,41 +323,6 @@ class Program:
         with _explained("fetch compiled kernels"):
             binaries: list[bytes] = self._handle.get_info(cl.program_info.BINARIES)
             return binaries[0]
-
-
-_INVOKERS = threading.RLock()
-
-
-@contextmanager
-def _without_invokers() -> Iterator[None]:
-    """Kernels made inside cannot be called as Python functions, which flashmem never does.
-
-    pyopencl writes and compiles Python code for that, 0.2 ms a kernel object: for a model of 500 layers, a tenth of a second.
-    """
-    invoker = _invokers()
-    with _INVOKERS:  # two threads inside would each put back what the other had set
-        generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
-
-        def skip_here(*args: Any, **kwargs: Any) -> Any:
-            return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
-
-        invoker.generate_enqueue_and_set_args = skip_here
-        try:
-            yield
-        finally:
-            invoker.generate_enqueue_and_set_args = generate
-
-
-def _invokers() -> Any:
-    """The module of pyopencl that writes those functions. It opens a database in the user's cache folder as it is imported."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # a database that was not opened cannot close
-    try:
-        return importlib.import_module("pyopencl.invoker")
-    except (OSError, sqlite3.Error):
-        cl._PYOPENCL_NO_CACHE = True
-    finally:
-        sys.unraisablehook = hook
-    return importlib.import_module("pyopencl.invoker")
 
 
 def _image2d(width: int, height: int, row_pitch: int = 0, buffer: Memory | None = None) -> Any:

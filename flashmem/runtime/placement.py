@@ -109,7 +109,8 @@ class Placement:
         moves = self.opened.moves(plan)
         needs = needed_slices(plan, moves)
         steps = make_steps(self.opened.program, needs, moves, self._resources, self._kernels.plain, self._kernels.lane)
-        self._executor: Executor | None = Executor(self._device.queue, steps)
+        recorder = self._device.recorder if self.opened.bundle.descriptor.command_buffers else None
+        self._executor: Executor | None = Executor(self._device.queue, steps, recorder)
         if not moves or plan.later() is plan:
             self._resources = None  # every run has these steps
 

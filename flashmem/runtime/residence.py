@@ -9,7 +9,7 @@ from flashmem.device import TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.planning.plan import Strategy as PlannedStrategy
-from flashmem.program import SLICE_ALIGNMENT, TEXEL_BYTES, Program
+from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Program
 
 Strategy = PlannedStrategy | Literal["preload"]
 
@@ -34,7 +34,8 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
     """A place of its own for every slice."""
-    sizes = {part.name: -(-part.file_bytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for part in program.slices}
+    unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
+    sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":
         return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()))
     offsets: dict[str, int] = {}
@@ -52,7 +53,7 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
     resident = end + sum(slot.nbytes for slot in slots)
     layout = PoolLayout(pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident)
     largest = max((passing_bytes(part) for part in program.slices), default=0)
-    piece = -(-largest // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+    piece = -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT
     if mode == "dma":
         return replace(layout, staging_bytes=threads * piece)
     if mode == "interleave":  # one entrance that slices pass through

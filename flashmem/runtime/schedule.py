@@ -6,15 +6,14 @@ the same ones.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 
 from flashmem.device import Rates, TransferMode
+from flashmem.pages import page_size, whole_pages
 from flashmem.planning.plan import OverlapPlan, passing_bytes
 from flashmem.program import Program, Slice
-from flashmem.runtime.arena import whole_pages
 
 WORD = 16
 """Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
@@ -38,7 +37,7 @@ def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
     whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
     more than their bytes do.
     """
-    unit = part.row_pitch if part.is_image and mode != "map" else mmap.PAGESIZE
+    unit = part.row_pitch if part.is_image and mode != "map" else page_size()
     units = -(-part.file_bytes // unit)
     passing = passing_bytes(part)
     count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))

@@ -20,7 +20,6 @@ from flashmem.planning.plan import LOADER_THREADS
 from flashmem.program import fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opened import Kernels, OpenedBundle, program_on
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs, described
@@ -28,6 +27,7 @@ from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
 from flashmem.runtime.schedule import planned_loads, read_while_opening
+from flashmem.runtime.target import playable
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ class Session:
         program, plan = program_on(self.bundle.program, self.device), self.bundle.plan
         self.strategy: Strategy = choose_strategy(plan, strategy)
         self.mode = choose_mode(
-            descriptor_for(self.device),
+            playable(self.bundle, self.device, mode),
             mode,
             path=program.memory_path,
             planned=self.bundle.meta.get("mode"),
@@ -207,13 +207,6 @@ class Session:
             played.layers,
         )
         self._runs += 1
-
-    def page_cache_bytes(self) -> int | None:
-        """Bytes of the weight file in the page cache, whoever read them; None where the system does not say.
-
-        They are the system's, not the session's: it takes them back when memory is short.
-        """
-        return None if self._closed else self._opened.file.cached_bytes()
 
     def close(self) -> None:
         """Give everything back. Closing again does nothing; nor does a forked child, where all is still its parent's.

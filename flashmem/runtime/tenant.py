@@ -10,13 +10,12 @@ from math import inf
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, RunError
+from flashmem.pages import whole_pages
 from flashmem.planning.carried import carried_problem
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import fixed_bytes
 from flashmem.request import choose_mode
-from flashmem.runtime.arena import whole_pages
 from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.placement import Placement
@@ -24,6 +23,7 @@ from flashmem.runtime.residence import streamed_layout
 from flashmem.runtime.run import Run
 from flashmem.runtime.schedule import Load, kept_within, pages
 from flashmem.runtime.sharing import Need
+from flashmem.runtime.target import playable
 from flashmem.units import format_size
 
 _PLANS = 16
@@ -41,7 +41,7 @@ class Tenant:
             RunError: the driver refuses the kernels.
         """
         planned = bundle.meta.get("mode")
-        chosen = choose_mode(descriptor_for(device.device), mode, path=bundle.program.memory_path, planned=planned)
+        chosen = choose_mode(playable(bundle, device.device, mode), mode, path=bundle.program.memory_path, planned=planned)
         self.device = device
         self.opened = OpenedBundle(bundle, device.device, chosen, verify_weights=False)
         self.placement: Placement | None = None

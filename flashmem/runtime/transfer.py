@@ -6,7 +6,6 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -16,12 +15,12 @@ import numpy as np
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
+from flashmem.pages import whole_pages
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
-from flashmem.runtime.arena import whole_pages
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
-from flashmem.runtime.schedule import Band, whole_words
+from flashmem.runtime.schedule import WORD, Band, whole_words
 from flashmem.runtime.weight_file import WeightFile
 
 _HOST_PIECE_BYTES = 1 << 20
@@ -204,7 +203,7 @@ class DmaTransfer(Transfer):
         self._homes = _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._queues = [context.queue() for _ in range(threads)]
-        self._part_bytes = layout.staging_bytes // threads // mmap.PAGESIZE * mmap.PAGESIZE
+        self._part_bytes = layout.staging_bytes // threads // WORD * WORD
         self._staging: Bytes | None = None
         if layout.staging_bytes:
             staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=True)

@@ -31,12 +31,12 @@ from flashmem.bundle_cache import forget
 from flashmem.digests import Digest, Piece, digest
 from flashmem.errors import BundleError, RunError
 from flashmem.generations import hold_shared
+from flashmem.pages import SYSTEM_PAGE
 
 Bytes = NDArray[np.uint8]
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
-_TOUCH_STRIDE = mmap.PAGESIZE
 _F_SETLEASE, _F_GETLEASE = (getattr(fcntl, name, None) for name in ("F_SETLEASE", "F_GETLEASE"))
 _F_SETSIG = 10  # Linux; the module has no name for it
 
@@ -142,7 +142,7 @@ class WeightFile:
                 raise RunError(f"reading {nbytes} bytes at {offset} of {self.path} failed: {os.strerror(code)}")
             self._can_populate = False  # a kernel older than 5.14: read ahead, then touch every page
         self.expect(offset, nbytes)
-        mapped[offset : offset + nbytes : _TOUCH_STRIDE].max()
+        mapped[offset : offset + nbytes : SYSTEM_PAGE].max()
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Let pages of the mapping go; the page cache may keep them, but they are no longer this process's memory."""
@@ -201,15 +201,6 @@ class WeightFile:
         if value != expected:
             forget(self.path.parent)
             raise RunError(f"{self.path} is damaged: {what} is not what was written; compile the model again")
-
-    def cached_bytes(self) -> int | None:
-        """Bytes of the file in the page cache, whoever put them there; None where the system does not say."""
-        pages = -(-self.nbytes // mmap.PAGESIZE)
-        resident = np.zeros(pages, np.uint8)
-        self._libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        if not pages or self._libc.mincore(self.mapped.ctypes.data, self.nbytes, resident.ctypes.data) != 0:
-            return None
-        return int((resident & 1).sum()) * mmap.PAGESIZE
 
     def close(self) -> None:
         """Close the file; the mapping goes with the last object that uses it."""

@@ -18,7 +18,7 @@ from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
 from flashmem.program import (
     ITEMSIZE,
-    SLICE_ALIGNMENT,
+    POOL_ALIGNMENT,
     Port,
     Program,
     Slice,
@@ -147,7 +147,11 @@ def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy
     """Where the runtime would put slices: the plan's layout for `mode`, made now if the plan has none for it."""
     if strategy == "preload":
         return preloaded_layout(program, mode, LOADER_THREADS)
-    return plan.layouts[mode] if mode in plan.layouts else lay_out_pools(program.slices, plan, [mode])[mode]
+    return (
+        plan.layouts[mode]
+        if mode in plan.layouts
+        else lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode]
+    )
 
 
 def describe(
@@ -158,10 +162,12 @@ def describe(
     *,
     disk: Disk = "cached",
     strategy: Strategy = "stream",
+    lanes: bool = True,
 ) -> Scenario:
     """The first run of a session that plays `plan` on a device, `mode` being how weights travel.
 
-    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `planning.problem`.
+    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `planning.problem`. `lanes`: as
+    `flashmem.Session` has it.
     """
     rates = descriptor.rates
     slices = {part.name: part for part in program.slices}
@@ -169,7 +175,7 @@ def describe(
     if strategy == "preload":
         plan = preloaded(plan)
     problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
-    moves = layer_moves(plan, slices, lane_kind(program)) if mode == "interleave" else {}
+    moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
     kept = {w.name for w in plan.weights if w.keep}
 
     def layers(played: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
@@ -181,7 +187,7 @@ def describe(
         )
 
     loads = planned_loads(plan, slices, preload=True, mode=mode)
-    travel = _Travel(descriptor, mode, layout)
+    travel = _Travel(descriptor, mode, layout, program.page_bytes)
     return Scenario(
         Machine(
             read_bandwidth=rates.cached_bandwidth,
@@ -215,7 +221,9 @@ def describe(
         input_bytes=_port_bytes(program, program.inputs),
         output_bytes=_port_bytes(program, copied_outputs(program)),
         resident_first=strategy == "preload",
-        later_layers=layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program))) if kept and moves else (),
+        later_layers=(
+            layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program), lanes=lanes)) if kept and moves else ()
+        ),
     )
 
 
@@ -232,6 +240,7 @@ class _Travel:
     descriptor: DeviceDescriptor
     mode: TransferMode
     layout: PoolLayout
+    page: int  # bytes
 
     def pieces(self, load: Load) -> tuple[Piece, ...]:
         part, total = load.part, load.band.nbytes
@@ -242,14 +251,14 @@ class _Travel:
         if self.mode == "interleave":
             copy: Piece = ("copy", total)
             return (("read", total), *[copy] * (load.preload + (not self._shares_memory)))
-        ring = self.layout.staging_bytes // LOADER_THREADS // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+        ring = self.layout.staging_bytes // LOADER_THREADS // POOL_ALIGNMENT * POOL_ALIGNMENT
         step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
         ends = [*range(0, total, step), total]
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
 
     def held(self, band: Band) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
-        return -(-band.nbytes // SLICE_ALIGNMENT) * SLICE_ALIGNMENT if self.mode == "map" else 0
+        return -(-band.nbytes // self.page) * self.page if self.mode == "map" else 0
 
     @property
     def _shares_memory(self) -> bool:
@@ -262,7 +271,8 @@ def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
     rates = descriptor.rates
     riding = _moved_bytes(moving.riding) if moving.riding else 0
     delay = rates.contention_of("interleave") * riding / rates.copy_bandwidth
-    return delay + sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in moving.separate)
+    own = (*moving.leading, *moving.separate)
+    return delay + sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in own)
 
 
 def _moved_bytes(ride: Ride) -> int:
@@ -276,7 +286,7 @@ def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
     for layer, launch in enumerate(program.launches, start=1):
         moving = moves.get(layer)
         (lane if moving is not None and moving.riding is not None else plain).add(launch.kernel)
-        lane.update(ride.copier for ride in (moving.separate if moving else ()))
+        lane.update(ride.copier for ride in ((*moving.leading, *moving.separate) if moving else ()))
     return len(plain) + len(lane)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.attention import emit_attention
-from flashmem.codegen.emitters.contraction import emit_convolution, emit_deform_convolution, emit_matmul
+from flashmem.codegen.emitters.contraction import emit_deform_convolution, emit_matmul
+from flashmem.codegen.emitters.convolution import emit_convolution
 from flashmem.codegen.emitters.elementwise import emit_elementwise
 from flashmem.codegen.emitters.indexing import emit_gather_at, emit_place, emit_scatter
 from flashmem.codegen.emitters.movement import (

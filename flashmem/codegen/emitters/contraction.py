@@ -16,6 +16,7 @@ from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weigh
 from flashmem.codegen.scaling import Kept, read_both, read_weights
 from flashmem.codegen.tile import Tile
 from flashmem.codegen.variants import Product, cut
+from flashmem.device import Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, scalar_literal
@@ -26,25 +27,26 @@ DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
 
 
-FEW_CHANNELS = 16
-"""A CPU copies taps of fewer channels before it multiplies them."""
-
-
-def _tile(emitter: Emitter, layer: Layer, product: Product, run: int, *, packed: bool = True, plain: bool = False) -> Tile:
-    """The variant for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek."""
+def _tile(
+    emitter: Emitter,
+    layer: Layer,
+    product: Product,
+    run: int,
+    *,
+    packed: bool = True,
+    plain: bool = False,
+    winograd: bool = False,
+) -> Tile:
+    """The variant for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
+    `winograd`: as in `codegen.choices.Use`.
+    """
     node, weights = layer.main, product.storage
     scalar, activation = REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
         [variant] = emitter.descriptor.plain(product.family)
     else:
-        widest = emitter.slicing.widest(product.depth * (2 if weights == "float16" else 4)) if packed else None
-        key = (node.input(1), replace(product, rows=0))
-        if not packed or key not in emitter.variants:
-            variant = emitter.choices.variant(product, [node.op for node in layer.tail], widest)
-            emitter.variants[key] = variant
-        else:
-            variant = emitter.variants[key]  # so that a weight is packed once, however many rows a band of a layer has
+        variant = choice(emitter, layer, product, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
         variant = replace(variant, half=0)
     variant = cut(variant, product)
@@ -54,6 +56,15 @@ def _tile(emitter: Emitter, layer: Layer, product: Product, run: int, *, packed:
         whole=bool(variant.stage) and run % variant.stage == 0,
         looped=emitter.descriptor.kind == "cpu" and not variant.stage and variant.rows * variant.columns > variant.vector,
     )  # fmt: skip
+
+
+def choice(emitter: Emitter, layer: Layer, product: Product, *, packed: bool = True, winograd: bool = False) -> Variant:
+    """The variant for `product`, asked for once: a weight is packed once, however many rows a band of a layer has."""
+    key = (layer.main.input(1), replace(product, rows=0), winograd)
+    if not packed or key not in emitter.variants:
+        widest = emitter.slicing.widest(product.depth * (2 if product.storage == "float16" else 4)) if packed else None
+        emitter.variants[key] = emitter.choices.variant(product, [node.op for node in layer.tail], widest, winograd)
+    return emitter.variants[key]
 
 
 def _with(tile: Tile, kept: Kept) -> Tile:
@@ -78,38 +89,7 @@ def emit_matmul(emitter: Emitter, layer: Layer) -> None:
     shape = layer.main.outputs[0].shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
     depth = layer.main.input(0).shape[-1]
-    _emit_packed(emitter, layer, "matmul", rows, 1, depth, [rows, depth, columns])
-
-
-def emit_convolution(emitter: Emitter, layer: Layer) -> None:
-    """Conv and ConvTranspose as implicit products; a 1x1 convolution is a MatMul, a depthwise one has its own kernel."""
-    node = layer.main
-    x, weight, y = node.input(0), node.input(1), node.outputs[0]
-    *_, height, width, channels = x.shape
-    *_, out_height, out_width, columns = y.shape
-    group, volume = int(node.attributes["group"]), len(x.shape) == 5
-    *front, kernel_h, kernel_w = zip(
-        weight.shape[2:], node.attributes["strides"], node.attributes["dilations"], node.attributes["pads"], strict=False
-    )
-    rows = y.size // columns
-    transposed = node.op == "ConvTranspose"
-    if group == channels == columns and not transposed and not volume and group > 1:
-        _emit_depthwise(emitter, layer)
-        return
-    pointwise = group == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
-    if pointwise and not transposed:
-        _emit_packed(emitter, layer, "matmul", rows, 1, channels, [rows, channels, columns])
-        return
-    dims = [
-        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
-        *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
-    ]  # fmt: skip
-    dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
-    _emit_packed(
-        emitter, layer, "conv", rows, group, channels // group, dims, stageable=not volume and not transposed,
-        volume=volume, quads=channels // group % 4 == 0,
-        row=weight.shape[-1] * channels if group == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
-    )  # fmt: skip
+    emit_packed(emitter, layer, "matmul", rows, 1, depth, [rows, depth, columns])
 
 
 def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
@@ -125,12 +105,12 @@ def emit_deform_convolution(emitter: Emitter, layer: Layer) -> None:
         offset_group, channels // offset_group,
     ]  # fmt: skip
     sampled = [emitter.operand(node.input(i)) for i in range(2, len(node.inputs))]
-    _emit_packed(
+    emit_packed(
         emitter, layer, "deform_conv", dims[0], group, channels // group, dims, sampled=sampled, stageable=False, masked=masked
     )
 
 
-def _emit_packed(
+def emit_packed(
     emitter: Emitter,
     layer: Layer,
     template: str,
@@ -141,14 +121,15 @@ def _emit_packed(
     *,
     sampled: Sequence[Arg] = (),
     stageable: bool = True,
+    winograd: bool = False,
     row: int = 0,
     **context: Any,
 ) -> None:
     """Pack the weights and launch `template` once for each slice.
 
     `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether variants that
-    share what they read can compute it. `row`: elements of a row of taps, where they lie side by side in the image and taps are
-    short; 0 elsewhere. `context`: what else the template takes.
+    share what they read can compute it. `winograd`: see `codegen.choices.Use`; another variant was chosen. `row`: elements of a
+    row of taps, where they lie side by side in the image and taps are short; 0 elsewhere. `context`: what else it takes.
     """
     node = layer.main
     depth, columns = weight_matrix(node)
@@ -158,7 +139,7 @@ def _emit_packed(
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
     only_plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
-    tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain), kept)
+    tile = _with(_tile(emitter, layer, product, run, packed=kept.codes is not None, plain=only_plain, winograd=winograd), kept)
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
     packing = Packing(
@@ -193,10 +174,10 @@ def _emit_packed(
     if kept.codes is None:
         sliced = [_packed_at_run_time(emitter, layer, groups, tile.panel)]
     else:
-        sliced = [Arg("slice", name) for name in _placed(emitter, node, packing, parts, kept.codes)]
+        sliced = [Arg("slice", name) for name in placed(emitter, node, packing, parts, kept.codes)]
     blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
     scaling = [
-        _placed(emitter, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
+        placed(emitter, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
         for by_block in kept.by_block
         for each in (replace(blocks, storage=by_block.storage),)
     ]
@@ -262,7 +243,7 @@ def _packed_at_run_time(emitter: Emitter, layer: Layer, groups: int, panel: int)
     return emitter.tensor(made)
 
 
-def _placed(
+def placed(
     emitter: Emitter, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
 ) -> list[str]:
     """The slices of a weight, or of its scales or zero points: what `read` gives, placed once however many layers use it."""
@@ -284,7 +265,8 @@ def _placed(
     return [name for name, _ in emitter.packed[key]]
 
 
-def _emit_depthwise(emitter: Emitter, layer: Layer) -> None:
+def emit_depthwise(emitter: Emitter, layer: Layer) -> None:
+    """A convolution of each channel by itself."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     batch, height, width, columns = x.shape

@@ -7,6 +7,8 @@ from typing import Any
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
+from flashmem.codegen.variants import Product
+from flashmem.device import Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.reduction import whole_rows
@@ -92,15 +94,21 @@ def emit_reduction(emitter: Emitter, layer: Layer) -> None:
         _emit_columns(emitter, layer, context, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
+def _variant(emitter: Emitter, layer: Layer, rows: int, depth: int) -> Variant:
+    """How work-items share a row, or a group."""
+    return emitter.choices.variant(Product("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
+
+
 def _emit_rows(emitter: Emitter, layer: Layer, context: dict[str, Any], pointers: list[Arg], outer: int, depth: int) -> None:
-    lanes = emitter.descriptor.tile.lanes
-    vector = emitter.vector_for(depth)
+    variant = _variant(emitter, layer, outer, depth)
+    lanes, vector = variant.split, min(variant.vector, 1 << (depth.bit_length() - 1))
     tail = emitter.tail(layer, vector)
     local = (lanes, 1)
     kernel = emitter.kernels.kernel(
         "reduce_rows",
         attributes=emitter.attributes(local),
         lanes=lanes,
+        subgroups=variant.subgroups and context["kind"] == "float",
         **_typed(context, layer.main.input(0).dtype, vector),
         **_over(emitter, layer, tail),
     )
@@ -137,13 +145,15 @@ def emit_group_normalization(emitter: Emitter, layer: Layer) -> None:
     """NormalizeGroups: a group is a run of columns in each of `depth` rows."""
     x = layer.main.input(0)
     outer, depth, groups, columns = x.shape
-    lanes, even = emitter.descriptor.tile.lanes, columns & -columns
-    vector = min(even, emitter.descriptor.tile.vector) if even >= _LEAST_EVEN else emitter.vector_for(columns)
+    variant = _variant(emitter, layer, outer * groups, depth * columns)
+    lanes, even = variant.split, columns & -columns
+    vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), variant.vector)
     tail, kinds = emitter.tail(layer, vector), Vector(vector)
     kernel = emitter.kernels.kernel(
         "normalize_groups",
         attributes=emitter.attributes((lanes, 1)),
         lanes=lanes,
+        subgroups=variant.subgroups,
         vector=vector,
         vec=kinds.named("float"),
         mask=kinds.named("int"),

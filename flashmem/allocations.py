@@ -1,0 +1,52 @@
+"""What a bundle has in one buffer or texture, held against what its device allocates at a time (CL_DEVICE_MAX_MEM_ALLOC_SIZE).
+
+Weights are cut into slices below that limit (codegen/packing.py). What holds many of them, or all activations, is one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.errors import UserError
+from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.program import Program
+
+
+def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, mode: TransferMode) -> OverlapPlan:
+    """`plan` without the layouts of modes in which the device could not allocate them; `mode` is the one it was made for.
+
+    Raises:
+        UserError: that is one of them, or the program itself asks for too much at a time.
+    """
+    most = descriptor.max_alloc_bytes
+    fixed = (("activations take", program.arena_bytes), ("constants take", program.constants_bytes))
+    for what, nbytes in fixed:
+        if nbytes > most:
+            advice = "name a budget below that with --budget, so that layers are computed in bands, or make the input smaller"
+            raise _refused(what, nbytes, descriptor, advice)
+    for part in program.slices:
+        if part.file_bytes > most:
+            advice = "no part of it can be loaded alone; compile for a device that allocates more"
+            raise _refused(f"weight {part.weight!r} takes", part.file_bytes, descriptor, advice)
+    layouts = {}
+    for each, layout in plan.layouts.items():
+        too_large = next((found for found in _allocations(layout) if found[1] > most), None)
+        if too_large is None:
+            layouts[each] = layout
+        elif each == mode:
+            raise _refused(f"in mode {mode} {too_large[0]}", too_large[1], descriptor, f"name a budget of {most} bytes or less")
+    return replace(plan, layouts=layouts)
+
+
+def _allocations(layout: PoolLayout) -> Iterator[tuple[str, int]]:
+    yield "resident and streamed weights take", layout.pool_bytes
+    yield "staged weights take", layout.staging_bytes
+    for slot in layout.slots:
+        yield "a texture takes", slot.nbytes
+
+
+def _refused(what: str, nbytes: int, descriptor: DeviceDescriptor, advice: str) -> UserError:
+    most = descriptor.max_alloc_bytes
+    return UserError(f"{what} {nbytes} bytes in one buffer, and {descriptor.name} allocates at most {most} at a time; {advice}")

@@ -1,0 +1,142 @@
+"""What a phone needs of the command line, where typer is not installed: `flashmem doctor | devices | run | check | replan ...`.
+
+The same words as in `flashmem.cli`, read by argparse; what they do is in `flashmem.commands`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from flashmem import __version__
+from flashmem.commands.compiling import CompileOptions
+from flashmem.console import exit_codes, prepare_streams
+from flashmem.interrupts import unwinding
+
+Command = Callable[[argparse.Namespace], int | None]
+
+
+def main() -> None:
+    """The command line, as `sys.argv` has it; always ends with SystemExit."""
+    prepare_streams()
+    arguments = _parser().parse_args()
+    with exit_codes(), unwinding():
+        code = arguments.command(arguments)
+        sys.exit(code or 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("flashmem", description="Run neural networks larger than memory on OpenCL devices.")
+    parser.add_argument("--version", action="version", version=f"flashmem {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Command, what: str, *, json: bool = True) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=what, description=what)
+        made.set_defaults(command=command)
+        if json:
+            made.add_argument("--json", action="store_true", help="print one JSON object on stdout instead of a report")
+        return made
+
+    def bundle(made: argparse.ArgumentParser) -> None:
+        made.add_argument("bundle", type=Path, metavar="model.flashmem", help="a bundle")
+
+    add("doctor", _doctor, "Look for OpenCL from the linker up, say what to type, and test each device.")
+    add("devices", _devices, "Show which devices are here, and how each would be used.")
+    run = add("run", _run, "Run a bundle and report latency and memory.")
+    bundle(run)
+    run.add_argument("--input", type=Path, metavar="x.npz", help="inputs by name; the rest is drawn from --seed")
+    run.add_argument("--output", type=Path, metavar="y.npz", help="where to write the outputs")
+    run.add_argument("--repeat", type=int, default=1, help="runs in one session; the first one is reported")
+    run.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
+    run.add_argument("--mode", metavar="NAME", help="how weights reach the kernels")
+    run.add_argument("--budget", metavar="SIZE", help="limit on all memory, for instance 256MB")
+    run.add_argument("--strategy", metavar="NAME", help="when weights are loaded")
+    run.add_argument("--learn", action="store_true", help="plan again with the times of these runs, and keep the plan")
+    run.add_argument("--seed", type=int, default=0, help="seed of the inputs not given")
+    run.add_argument("--trace", type=Path, metavar="trace.json", help="where to write layers and loads over time")
+    run.add_argument("--check-weights", action="store_true", help="compare weights with their digests as they come in")
+    bundle(add("check", _check, "Read all of a bundle, weights too, and say whether it is what was written."))
+    replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
+    bundle(replan)
+    replan.add_argument("--budget", required=True, metavar="SIZE", help="the new limit on all memory")
+    replan.add_argument("-o", "--output", type=Path, metavar="other.flashmem", help="another bundle, that shares its weights")
+    cache = add("cache", _cache, "List the bundles in the user's cache, or clear it.")
+    cache.add_argument("action", nargs="?", choices=["clear"], help="remove those that no session has open")
+    profile = add("profile", _profile, "Measure a device with a kit, and print the path of the dataset.", json=False)
+    profile.add_argument(
+        "--measure", type=Path, required=True, metavar="x.kit", help="what flashmem profile --kit made on a desk"
+    )
+    profile.add_argument("-o", "--output", type=Path, default=Path(), metavar="DIR", help="where the dataset goes")
+    profile.add_argument("--minutes", type=float, default=15.0, help="time to measure, over all calls that resume")
+    profile.add_argument("--device", default="auto", metavar="NAME", help="a device, or 'auto'")
+    profile.add_argument("--name", default="", help="name of the files")
+    profile.add_argument("--fresh", action="store_true", help="begin anew instead of going on with an interrupted profile")
+    return parser
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from flashmem.commands.doctor import examine
+
+    return 0 if examine(as_json=arguments.json) else 1
+
+
+def _devices(arguments: argparse.Namespace) -> None:
+    from flashmem.commands.devices import show_devices
+
+    show_devices(as_json=arguments.json)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from flashmem.commands.run import RunOptions, run_model
+
+    compiling = CompileOptions(device=arguments.device, budget=arguments.budget, mode=arguments.mode)
+    options = RunOptions(
+        input=arguments.input,
+        output=arguments.output,
+        repeat=max(1, arguments.repeat),
+        json=arguments.json,
+        strategy=arguments.strategy,
+        seed=arguments.seed,
+        trace=arguments.trace,
+        learn=arguments.learn,
+        check_weights=arguments.check_weights,
+    )
+    run_model(arguments.bundle, compiling, options)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    from flashmem.commands.bundles import check_bundle
+
+    check_bundle(arguments.bundle, as_json=arguments.json)
+
+
+def _replan(arguments: argparse.Namespace) -> None:
+    from flashmem.commands.bundles import replan_bundle
+
+    print(replan_bundle(arguments.bundle, arguments.budget, arguments.output))
+
+
+def _cache(arguments: argparse.Namespace) -> None:
+    from flashmem.commands.bundles import clear_cache, list_cache
+
+    if arguments.action == "clear":
+        clear_cache()
+    else:
+        list_cache(as_json=arguments.json)
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    from flashmem.commands.profile import measure_device
+
+    print(
+        measure_device(
+            arguments.measure,
+            arguments.device,
+            arguments.output,
+            minutes=arguments.minutes,
+            name=arguments.name,
+            resume=not arguments.fresh,
+        )
+    )

@@ -1,0 +1,136 @@
+"""Convolutions: as implicit products, or by Winograd's F(2x2, 3x3), whichever of the device's variants is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitters.contraction import choice, emit_depthwise, emit_packed, placed
+from flashmem.codegen.packing import Packing
+from flashmem.codegen.tile import Tile
+from flashmem.codegen.variants import Product, cut, transformed
+from flashmem.device import Variant
+from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Node, Value
+from flashmem.graph.quantized import QuantizedConstant
+from flashmem.program import ITEMSIZE, Arg, KernelShape
+
+FEW_CHANNELS = 16
+"""A CPU copies taps of fewer channels before it multiplies them."""
+
+_WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
+"""G of F(2, 3): a filter of three taps as the four numbers that four inputs, transformed, are multiplied by."""
+
+
+def emit_convolution(emitter: Emitter, layer: Layer) -> None:
+    """Conv and ConvTranspose as implicit products, by Winograd's where that is chosen; a 1x1 convolution is a MatMul, a
+    depthwise one has its own kernel.
+    """
+    node = layer.main
+    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    *_, height, width, channels = x.shape
+    *_, out_height, out_width, columns = y.shape
+    group, volume = int(node.attributes["group"]), len(x.shape) == 5
+    *front, kernel_h, kernel_w = zip(
+        weight.shape[2:], node.attributes["strides"], node.attributes["dilations"], node.attributes["pads"], strict=False
+    )
+    rows = y.size // columns
+    transposed = node.op == "ConvTranspose"
+    if group == channels == columns and not transposed and not volume and group > 1:
+        emit_depthwise(emitter, layer)
+        return
+    pointwise = group == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
+    if pointwise and not transposed:
+        emit_packed(emitter, layer, "matmul", rows, 1, channels, [rows, channels, columns])
+        return
+    tiled = can_be_winograd(emitter, node)
+    if tiled:
+        product = Product("conv", emitter.memory_path, rows, 9 * channels, columns, taps=9)
+        variant = choice(emitter, layer, product, winograd=True)
+        if variant.winograd:
+            _emit_winograd(emitter, layer, cut(variant, transformed(product, _tiles(y))))
+            return
+    dims = [
+        rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
+        *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
+    ]  # fmt: skip
+    dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
+    emit_packed(
+        emitter, layer, "conv", rows, group, channels // group, dims, stageable=not volume and not transposed,
+        volume=volume, quads=channels // group % 4 == 0,
+        winograd=tiled, row=weight.shape[-1] * channels if group == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
+    )  # fmt: skip
+
+
+def can_be_winograd(emitter: Emitter, node: Node) -> bool:
+    """Whether F(2x2, 3x3) computes `node`: floats with constant weights, 3x3 taps one apart, in steps of one, one group."""
+    x, weight, attributes = node.input(0), node.input(1), node.attributes
+    return (
+        node.op == "Conv"
+        and weight.shape[2:] == (3, 3)
+        and {int(attributes["group"]), *attributes["strides"], *attributes["dilations"]} == {1}
+        and weight.constant is not None
+        and not isinstance(weight.constant, QuantizedConstant)
+        and not emitter.half
+        and (weight.dtype, emitter.storage(x)) == ("float32", "float32")
+    )
+
+
+def _tiles(y: Value) -> int:
+    """Tiles of 2 x 2 pixels of an output [images, height, width, channels]."""
+    images, height, width, _ = y.shape
+    return images * -(-height // 2) * -(-width // 2)
+
+
+def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
+    """[columns, channels, 3, 3] as [columns, channels, 4, 4]: G g G' for each, computed in double."""
+    made = np.empty((*weight.shape[:2], 4, 4), np.float32)
+    for i, filters in enumerate(weight):  # one by one: weights are large
+        made[i] = _WEIGHTS @ filters.astype(np.float64) @ _WEIGHTS.T
+    return made
+
+
+def _emit_winograd(emitter: Emitter, layer: Layer, variant: Variant) -> None:
+    """One launch for each slice of the transformed weights. `variant` is cut to the tiles."""
+    node = layer.main
+    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    images, height, width, channels = x.shape
+    _, out_height, out_width, columns = y.shape
+    tiles, depth = _tiles(y), 16 * channels
+    assert weight.constant is not None
+    read = weight.constant.array
+    tile = Tile.of(
+        variant, texture=emitter.memory_path == "texture", stored=emitter.stored(layer.output),
+        whole=True, aligned_columns=columns % 4 == 0,
+    )  # fmt: skip
+    packing = Packing(depth, columns, 1, tile.panel, "float32", emitter.memory_path, 1, emitter.descriptor)
+    parts = emitter.parts(weight, packing, tile.launched(tiles, 1)[0])
+    names = placed(emitter, node, packing, parts, lambda: transformed_weights(read()))
+    texture = parts[0].width > 0
+    tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=layer.moved is not None)
+    tail = emitter.tail(layer, tile.vector)
+    kernel = emitter.kernels.kernel("winograd", t=tile, attributes=emitter.attributes(tile.group), **emitter.tail_context(tail))
+    dims = [images, height, width, channels, out_height, out_width, columns, *node.attributes["pads"][:2]]
+    operands = emitter.operand_args(tail)
+    for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+        folds = [part.height, part.panels * packing.panel_texels] if texture else []
+        places = [layer.places] if layer.moved is not None else []
+        made = min(part.panels * tile.panel, columns)
+        emitter.launch(
+            layer,
+            kernel,
+            [
+                emitter.operand(x), Arg("slice", name), emitter.tensor(layer.output), emitter.zeros(channels), *operands,
+                *dims, part.first_panel, part.panels, *folds, *places,
+            ],
+            tile.launched(tiles, part.panels),
+            tile.group,
+            tile.described(KernelShape("conv", rows=y.size // columns, columns=made, depth=9 * channels, run=channels)),
+            macs=tiles * depth * made,
+            nbytes=emitter.nbytes(x) + ITEMSIZE[emitter.storage(layer.output)] * y.size // columns * part.panels * tile.panel,
+            part=f"[{i}]" if len(names) > 1 else "",
+        )  # fmt: skip

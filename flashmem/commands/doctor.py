@@ -1,0 +1,134 @@
+"""`flashmem doctor`: from the dynamic linker to a kernel's answer, what works here, and what to type next."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from flashmem import __version__
+from flashmem.console import emit_json
+from flashmem.doctor.advice import Step, next_lines, steps
+from flashmem.doctor.selftest import Result, disk, run_apart
+from flashmem.doctor.surroundings import Surroundings, look
+from flashmem.errors import UserError
+from flashmem.pages import page_size
+from flashmem.paths import cache_folder
+from flashmem.units import format_size
+
+if TYPE_CHECKING:
+    from flashmem.runtime.devices import Device
+
+
+def examine(*, as_json: bool) -> bool:
+    """Prints what there is to say; whether there is a device on which every test went well."""
+    around = look()
+    devices, failure = _devices()
+    found = steps(around, [f"{device.platform}: {device.name}" for device in devices])
+    folder = cache_folder("bundles")
+    tested = {number: run_apart(number, folder) for number in range(len(devices))}
+    read = disk(folder)
+    if as_json:
+        emit_json(_report(around, found, devices, tested, read, failure))
+    else:
+        _print_surroundings(around, found)
+        for number, device in enumerate(devices):
+            _print_device(number, device, tested[number])
+        print(f"\n{_mark(read.ok)} {read.test:<22} {read.said}")
+        _print_next(found, failure)
+    return any(all(result.ok is not False for result in each) for each in tested.values())
+
+
+def _devices() -> tuple[tuple[Device, ...], str]:
+    """The devices, and why they cannot be listed, or ""."""
+    try:
+        from flashmem.runtime.opencl import list_devices
+
+        return list_devices(), ""
+    except UserError as error:  # pyopencl is missing, or finds no loader
+        return (), str(error)
+
+
+def _report(
+    around: Surroundings,
+    found: Iterable[Step],
+    devices: Iterable[Device],
+    tested: dict[int, list[Result]],
+    read: Result,
+    failure: str,
+) -> dict[str, Any]:
+    found = list(found)
+    return {
+        "flashmem": __version__,
+        "python": sys.version.split()[0],
+        "surroundings": {**asdict(around), "page_bytes": page_size()},
+        "steps": [asdict(step) for step in found],
+        "next": list(next_lines(found)),
+        "failure": failure,
+        "devices": [{**_facts(device), "tests": [asdict(each) for each in tested[i]]} for i, device in enumerate(devices)],
+        "disk": asdict(read),
+    }
+
+
+def _facts(device: Device) -> dict[str, Any]:
+    """A device's limits, and the transfer modes that it has or has not."""
+    from flashmem.runtime.devices import descriptor_for, why_not
+
+    values = {name: value for name, value in vars(device).items() if name != "handle"}
+    descriptor = descriptor_for(device)
+    return {
+        **values,
+        "extensions": sorted(device.extensions),
+        "descriptor": descriptor.name,
+        "modes": {path: list(modes) for path, modes in descriptor.modes.items()},
+        "not_possible": {path: dict(reasons) for path, reasons in why_not(device).items()},
+    }
+
+
+def _mark(ok: bool | None) -> str:
+    return {True: "ok  ", False: "FAIL", None: "  - "}[ok]
+
+
+def _print_surroundings(around: Surroundings, found: Iterable[Step]) -> None:
+    place = f", Termux in {around.prefix}" if around.prefix else ""
+    pages = f"pages of {around.page_bytes // 1024} KiB"
+    print(f"flashmem {__version__}, Python {around.python}, {around.system} on {around.machine}, {pages}{place}\n")
+    for step in found:
+        print(f"{_mark(step.ok)} {step.what:<22} {step.said}")
+
+
+def _print_device(number: int, device: Device, results: Iterable[Result]) -> None:
+    from flashmem.runtime.devices import descriptor_for, why_not
+
+    descriptor = descriptor_for(device)
+    print(f"\n{number}  {device.platform}: {device.name}, driver {device.driver_version}")
+    shared = "shared with the host" if device.unified_memory else "of its own"
+    whole, most = format_size(device.global_memory_bytes), format_size(device.max_alloc_bytes)
+    print(f"     {'memory':<22} {whole} {shared}, {most} at a time")
+    if device.has_images:
+        over = (
+            f"over buffers with rows of {device.image_pitch_alignment} texels"
+            if device.has_image_from_buffer
+            else "not over buffers"
+        )
+        print(f"     {'textures':<22} {device.image_max_width} x {device.image_max_height} texels, {over}")
+    print(f"     {'descriptor':<22} {descriptor.name} (rates {'measured' if descriptor.measured else 'published or assumed'})")
+    for path in descriptor.memory_paths:
+        print(f"     {path + ' path':<22} {', '.join(descriptor.modes[path])}")
+    for path, reasons in why_not(device).items():
+        for mode, reason in reasons.items():
+            print(f"     {'not ' + path:<22} {mode}: {reason}")
+    for result in results:
+        print(f"{_mark(result.ok)} {result.test:<22} {result.said}")
+
+
+def _print_next(found: Iterable[Step], failure: str) -> None:
+    found = list(found)
+    lines = next_lines(found)
+    if lines:
+        print("\nType next:\n" + "\n".join(f"    {line}" for line in lines))
+    elif failure:
+        print(f"\n{failure}")
+    elif any(step.ok is False for step in found):
+        print("\nNo line to type is known for this; please report what flashmem doctor --json prints.")

@@ -1,0 +1,115 @@
+"""pyopencl itself: imported here, its errors told in sentences, and what it does that flashmem does not want."""
+
+from __future__ import annotations
+
+import importlib
+import sqlite3
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flashmem.errors import NoDeviceError, RunError
+
+try:
+    import pyopencl
+except ImportError as error:
+    raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
+
+cl: Any = pyopencl  # its type stubs lack what is needed here (enumerations that can be called, numpy scalar types)
+
+_HINTS = {
+    "MEM_OBJECT_ALLOCATION_FAILURE": "the device is out of memory; free some or lower the budget",
+    "OUT_OF_HOST_MEMORY": "the host is out of memory; free some",
+    "OUT_OF_RESOURCES": "the device ran out of resources or was lost; try again, with fewer programs on it",
+    "DEVICE_NOT_AVAILABLE": "the device was lost; try again",
+    "BUILD_PROGRAM_FAILURE": "the driver refuses the kernels; please report this with the message above",
+    "INVALID_BUFFER_SIZE": "the buffer is larger than the device allows; compile for this device",
+    "INVALID_IMAGE_SIZE": "the texture is larger than the device allows; compile for this device",
+    "IMAGE_FORMAT_NOT_SUPPORTED": "the device lacks this texture format; compile with --memory-path buffer",
+    "MISALIGNED_SUB_BUFFER_OFFSET": "the bundle was laid out for another device; compile for this one",
+    "INVALID_KERNEL_NAME": "the bundle's program and its kernels do not belong together; compile again",
+    "INVALID_WORK_GROUP_SIZE": "the device does not take this work-group; compile for this device",
+}
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn an OpenCL error inside into a RunError that says what failed, its OpenCL name, and what to do."""
+    try:
+        yield
+    except (cl.Error, MemoryError) as error:
+        raise run_error(what, error) from error
+
+
+def run_error(what: str, error: Exception) -> RunError:
+    """What `explained` makes of an error: one of pyopencl's, or any that has its code as `code`."""
+    code = getattr(error, "code", None)
+    name = cl.status_code.to_string(code, "code %d") if isinstance(code, int) else type(error).__name__
+    return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
+
+
+class _Quiet:
+    """While any thread is inside, pyopencl does not warn that a compiler said something.
+
+    Filters of warnings are the process's: with each thread restoring what it found, one would end what another began.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = warnings.catch_warnings()
+                self._before.__enter__()
+                warnings.simplefilter("ignore", cl.CompilerWarning)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._before.__exit__(None, None, None)
+
+
+QUIET = _Quiet()
+
+
+_INVOKERS = threading.RLock()
+
+
+@contextmanager
+def without_invokers() -> Iterator[None]:
+    """Kernels made inside cannot be called as Python functions, which flashmem never does.
+
+    pyopencl writes and compiles Python code for that, 0.2 ms a kernel object: for a model of 500 layers, a tenth of a second.
+    """
+    invoker = _invokers()
+    with _INVOKERS:  # two threads inside would each put back what the other had set
+        generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
+
+        def skip_here(*args: Any, **kwargs: Any) -> Any:
+            return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
+
+        invoker.generate_enqueue_and_set_args = skip_here
+        try:
+            yield
+        finally:
+            invoker.generate_enqueue_and_set_args = generate
+
+
+def _invokers() -> Any:
+    """The module of pyopencl that writes those functions. It opens a database in the user's cache folder as it is imported."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # a database that was not opened cannot close
+    try:
+        return importlib.import_module("pyopencl.invoker")
+    except (OSError, sqlite3.Error):
+        cl._PYOPENCL_NO_CACHE = True
+    finally:
+        sys.unraisablehook = hook
+    return importlib.import_module("pyopencl.invoker")

@@ -1,0 +1,199 @@
+"""Launches as C takes them, and recordings of many, which a driver plays in one call: through ctypes.
+
+A recording holds what does not change between runs: kernels with their arguments, and sizes. Two extensions make them:
+cl_khr_command_buffer (0.9 and 1.0, whose calls are the same), and Qualcomm's cl_qcom_recordable_queues, by its published header
+(cl_ext_qcom.h), which was never run on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from flashmem.errors import RunError
+from flashmem.runtime.binding import cl, run_error
+
+COMMAND_BUFFERS = "cl_khr_command_buffer"
+RECORDABLE_QUEUES = "cl_qcom_recordable_queues"
+
+_POINTER, _NUMBER, _CODE, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t
+_NO_EVENTS = ctypes.c_uint(0)
+_QUEUE_RECORDABLE, _RECORDABLE_QUEUE_MAX_SIZE = 1 << 30, 0x41DE  # CL_QUEUE_RECORDABLE_QCOM, CL_DEVICE_..._MAX_SIZE
+
+
+@functools.lru_cache(4096)
+def _sizes(numbers: tuple[int, ...]) -> Any:
+    """As C takes them; launches of equal sizes share them."""
+    return (ctypes.c_size_t * len(numbers))(*numbers)
+
+
+class Launch:
+    """One launch of a kernel on a queue: its sizes, and the call that makes it as C takes it, converted once."""
+
+    __slots__ = ("arguments", "global_size", "kernel", "local_size")
+
+    def __init__(self, queue: Any, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> None:
+        self.kernel, self.global_size, self.local_size = kernel, global_size, local_size
+        self.arguments = (
+            ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(len(global_size)), None,
+            _sizes(global_size), _sizes(local_size) if local_size else None, _NO_EVENTS, None, None,
+        )  # fmt: skip
+
+
+@functools.cache
+def enqueue_function() -> Callable[..., int]:
+    """clEnqueueNDRangeKernel, called with the interpreter's lock held: it is over before a thread could be woken for it."""
+    library = ctypes.PyDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
+    enqueue: Callable[..., int] = library.clEnqueueNDRangeKernel
+    return enqueue
+
+
+Find = Callable[[str], int | None]
+"""The address of an OpenCL function by its name; None or 0 if there is none."""
+
+
+def functions_of(platform: Any) -> Find:
+    """Those of the loader and, behind them, of a platform's extensions."""
+    library = ctypes.CDLL(cl._cl.__file__)
+    extension = library.clGetExtensionFunctionAddressForPlatform
+    extension.restype = ctypes.c_void_p
+
+    def find(name: str) -> int | None:
+        symbol = getattr(library, name, None)
+        address: int | None = ctypes.cast(symbol, _POINTER).value if symbol else None
+        return address or extension(_POINTER(platform.int_ptr), name.encode())
+
+    return find
+
+
+def not_recorded(error: RunError) -> str:
+    """The warning where a driver that has such an extension refuses to record."""
+    return f"{error}, so kernels are launched one by one instead of being recorded; answers are the same"
+
+
+class Recording:
+    """Launches that a driver holds. It is given back when nobody refers to it any more."""
+
+    def __init__(self, launches: Sequence[Launch], play: Callable[[Any], int], release: Callable[[], int]) -> None:
+        self._launches = launches  # whose kernels must live as long
+        self._play = play
+        weakref.finalize(self, release)
+
+    def play(self) -> int:
+        """Enqueue all launches, in their order; the event (a cl_event, the caller's) completes with the last of them.
+
+        Not before the last play has completed. Raises RunError.
+        """
+        event = _POINTER()
+        _checked("enqueue recorded launches", self._play(ctypes.byref(event)))
+        return int(event.value or 0)
+
+
+class Recorder(Protocol):
+    """Records launches of one queue, at most `most` at a time."""
+
+    most: int
+
+    def record(self, launches: Sequence[Launch]) -> Recording:
+        """A recording of `launches`. Raises RunError where the driver refuses."""
+
+
+class CommandBuffers:
+    """A recorder by cl_khr_command_buffer. The queue is in order, and so is what is recorded for it."""
+
+    most = sys.maxsize
+
+    def __init__(self, find: Find, queue: int) -> None:
+        """Raises RunError: the driver lacks a function."""
+        self._queues = (_POINTER * 1)(queue)
+        self._create = _function(find, "clCreateCommandBufferKHR", _POINTER, _NUMBER, *[_POINTER] * 3)
+        self._add = _function(
+            find, "clCommandNDRangeKernelKHR", _CODE, *[_POINTER] * 4, _NUMBER, *[_POINTER] * 3, _NUMBER, *[_POINTER] * 3
+        )
+        self._finalize = _function(find, "clFinalizeCommandBufferKHR", _CODE, _POINTER)
+        self._enqueue = _function(find, "clEnqueueCommandBufferKHR", _CODE, _NUMBER, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 2)
+        self._release = _function(find, "clReleaseCommandBufferKHR", _CODE, _POINTER)
+
+    def record(self, launches: Sequence[Launch]) -> Recording:
+        """See `Recorder`."""
+        error, enqueue = _CODE(), self._enqueue
+        buffer = self._create(1, self._queues, None, ctypes.byref(error))
+        _checked("make a command buffer", error.value)
+        recording = Recording(
+            launches,
+            lambda event: enqueue(0, None, buffer, 0, None, event),
+            functools.partial(self._release, buffer),
+        )
+        for launch in launches:
+            _, kernel, dimensions, offset, whole, group, *_ = launch.arguments
+            code = self._add(buffer, None, None, kernel, dimensions, offset, whole, group, 0, None, None, None)
+            _checked("record a launch", code)
+        _checked("end a command buffer", self._finalize(buffer))
+        return recording
+
+
+class RecordableQueues:
+    """A recorder by cl_qcom_recordable_queues: what is enqueued on a queue of its own is recorded, not run. Never run."""
+
+    def __init__(self, find: Find, queue: int, context: int, device: int) -> None:
+        """Raises RunError: the driver lacks a function, or refuses a queue of that kind."""
+        self._queue = queue
+        self._new = _function(find, "clNewRecordingQCOM", _POINTER, *[_POINTER] * 2)
+        self._end = _function(find, "clEndRecordingQCOM", _CODE, _POINTER)
+        self._release = _function(find, "clReleaseRecordingQCOM", _CODE, _POINTER)
+        updates = [_SIZE, _POINTER] * 4  # of arguments, offsets, global and local sizes: none
+        self._play = _function(find, "clEnqueueRecordingQCOM", _CODE, *[_POINTER] * 2, *updates, _NUMBER, *[_POINTER] * 2)
+        self._enqueue = _function(
+            find, "clEnqueueNDRangeKernel", _CODE, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 3, _NUMBER, *[_POINTER] * 2
+        )
+        information = _function(find, "clGetDeviceInfo", _CODE, _POINTER, _NUMBER, _SIZE, *[_POINTER] * 2)
+        make = _function(find, "clCreateCommandQueue", _POINTER, *[_POINTER] * 2, ctypes.c_ulonglong, _POINTER)
+        let_go = _function(find, "clReleaseCommandQueue", _CODE, _POINTER)
+        most, error = ctypes.c_uint(), _CODE()
+        code = information(device, _RECORDABLE_QUEUE_MAX_SIZE, ctypes.sizeof(most), ctypes.byref(most), None)
+        _checked("ask how much can be recorded", code)
+        self.most = most.value
+        self._recording_queue = make(context, device, _QUEUE_RECORDABLE, ctypes.byref(error))
+        _checked("create a recordable queue", error.value)
+        weakref.finalize(self, let_go, self._recording_queue)
+
+    def record(self, launches: Sequence[Launch]) -> Recording:
+        """See `Recorder`."""
+        error, play, queue = _CODE(), self._play, self._queue
+        handle = self._new(self._recording_queue, ctypes.byref(error))
+        _checked("begin a recording", error.value)
+        recording = Recording(
+            launches,
+            lambda event: play(queue, handle, *(0, None) * 4, 0, None, event),
+            functools.partial(self._release, handle),
+        )
+        codes = [self._enqueue(self._recording_queue, *launch.arguments[1:]) for launch in launches]
+        ended = self._end(handle)
+        for code in codes:
+            _checked("record a launch", code)
+        _checked("end a recording", ended)
+        return recording
+
+
+class _RefusedError(Exception):
+    """A driver's error code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("the driver refuses")
+        self.code = code
+
+
+def _checked(what: str, code: int) -> None:
+    if code:
+        raise run_error(what, _RefusedError(code))
+
+
+def _function(find: Find, name: str, result: Any, *parameters: Any) -> Callable[..., Any]:
+    address = find(name)
+    if not address:
+        raise RunError(f"the driver lacks {name}")
+    return ctypes.CFUNCTYPE(result, *parameters)(address)

@@ -1,0 +1,76 @@
+"""A bundle on a device: whether it fits, which transfer modes it can be played in, and what is said where it is another one.
+
+A bundle is compiled for one device and may be copied to any. What a driver would refuse with a code while a session is opened
+is refused here with a sentence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from flashmem.bundle import Bundle
+from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
+from flashmem.errors import FlashmemWarning, UserError
+from flashmem.pages import page_size
+from flashmem.program import TEXEL_BYTES, Program
+from flashmem.runtime.devices import Device, descriptor_for
+
+
+def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
+    """The descriptor of `device` with the transfer modes in which it can play `bundle`; `mode` is the one asked for, or "auto".
+
+    Warns where the bundle was compiled for another device.
+
+    Raises:
+        UserError: the bundle does not fit the device, or not in that mode.
+    """
+    program, target = bundle.program, bundle.descriptor.name
+    misfit = _misfit(program, device)
+    if misfit:
+        raise UserError(f"bundle {bundle.path}, which was compiled for {target}, {misfit}; compile the model for this device")
+    reasons = _reasons(program, device)
+    for refused, reason in reasons.items():
+        if refused == mode:
+            what = f"bundle {bundle.path} cannot be played in mode {mode} here"
+            raise UserError(f"{what}: {reason}; name another mode, or compile the model here")
+    if target != device.descriptor_name and target in descriptor_names():
+        here = f"{device.name} ({device.descriptor_name})"
+        text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
+        warnings.warn(FlashmemWarning(text), stacklevel=3)
+    descriptor = descriptor_for(device)
+    path = program.memory_path
+    if not reasons or path not in descriptor.modes:
+        return descriptor
+    left = tuple(each for each in descriptor.modes[path] if each not in reasons)
+    return replace(descriptor, modes={**descriptor.modes, path: left})
+
+
+def _misfit(program: Program, device: Device) -> str:
+    """What of the program is larger than the device allows; "" if nothing is."""
+    most = device.max_alloc_bytes
+    for what, nbytes in (("activations", program.arena_bytes), ("constants", program.constants_bytes)):
+        if 0 < most < nbytes:
+            return f"has {nbytes} bytes of {what} in one buffer, and {device.name} allocates at most {most} at a time"
+    if program.memory_path == "texture" and device.has_images:
+        width, height = device.image_max_width, device.image_max_height
+        for part in program.slices:
+            if part.width > width or (part.is_image and part.height > height):
+                size = f"{part.width} x {part.height}"
+                return f"has textures of {size} texels, and {device.name} takes them up to {width} x {height}"
+    return ""
+
+
+def _reasons(program: Program, device: Device) -> dict[TransferMode, str]:
+    """Modes in which the device cannot play the program though it has them, each with the reason."""
+    reasons: dict[TransferMode, str] = {}
+    if program.page_bytes % page_size():
+        reasons["map"] = f"its weights lie in pages of {program.page_bytes} bytes, and this system has pages of {page_size()}"
+    if program.memory_path == "texture" and device.has_image_from_buffer:
+        texels = device.image_pitch_alignment
+        if any(part.row_pitch % (texels * TEXEL_BYTES[part.channel]) for part in program.slices if part.is_image):
+            reason = (
+                f"its textures have rows that are not multiples of {texels} texels, as {device.name} wants them over a buffer"
+            )
+            reasons |= {"map": reason, "alias": reason}
+    return reasons

@@ -1,0 +1,74 @@
+"""Bundles to open: they differ in kernels alone, or in layers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from flashmem.bundle import BundleWriter
+from flashmem.codegen.program import generate
+from flashmem.compile import plan_program
+from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.graph.fusion import fuse
+from flashmem.graph.ir import Graph, GraphPort
+from flashmem.graph.passes import prepare
+from flashmem.planning.limits import Limits
+from flashmem.request import Options
+
+from .sketch import Sketch
+from .target import Openings
+
+_KERNELS, _LAYERS = 28, 280
+
+
+def make_openings(folder: Path, descriptor: DeviceDescriptor, mode: TransferMode) -> Openings:
+    """The bundles, made in `folder`."""
+    graphs = {"one": kernels_graph(1), "kernels": kernels_graph(_KERNELS), "layers": layers_graph(_LAYERS)}
+    bundles = {key: folder / f"{key}.flashmem" for key in graphs}
+    for key, path in bundles.items():
+        _bundle(path, graphs[key], descriptor, mode)
+    return Openings(bundles, _KERNELS, _LAYERS)
+
+
+_ENDINGS = ("Relu", "Gelu", "Tanh", "Sigmoid", "Exp", "HardSwish")
+
+
+def layers_graph(count: int) -> Graph:
+    """A chain of `count` products with weights of their own, all one kernel."""
+    g = Sketch()
+    y = g.input(1, 8, 64)
+    for _ in range(count):
+        y = g.node("MatMul", [y, g.weight(64, 64)], y.shape)
+    return g.finish(y)
+
+
+def kernels_graph(count: int) -> Graph:
+    """A graph of up to `count` kernels, of the kinds that models have, with as many texts as there are kernels."""
+    g = Sketch()
+    outputs = []
+    for i in range(count):
+        x = g.input(1, 8 + i, 64 + 16 * i)
+        turn, kind = divmod(i, 4)
+        endings = (_ENDINGS[turn % len(_ENDINGS)], _ENDINGS[(turn + turn // len(_ENDINGS) + 1) % len(_ENDINGS)])
+        if kind == 2:
+            y = g.node("Transpose", [x], (1, x.shape[2], x.shape[1]), perm=[0, 2, 1])
+        else:
+            y = x
+            if kind == 0:
+                y = g.node("MatMul", [x, g.weight(x.shape[2], 64)], (1, x.shape[1], 64))
+            elif kind == 3:
+                y = g.node("Softmax", [x], x.shape, axis=-1)
+            for op in endings:
+                y = g.node(op, [y], y.shape)
+        outputs.append(GraphPort(f"y{i}", "float32", y))
+    return Graph("kernels", g.inputs, outputs, g.nodes)
+
+
+def _bundle(path: Path, graph: Graph, descriptor: DeviceDescriptor, mode: TransferMode) -> None:
+    graph = prepare(graph)
+    made = generate(graph, fuse(graph), descriptor)
+    # The rates are being measured and the model is not trained: the plan must not ask for it.
+    options = Options(replace(descriptor, capacity_model=""), mode, Limits())
+    with BundleWriter(path) as writer:
+        made.weights.write(writer)
+        writer.commit(made.program, made.source, plan_program(made.program, options), descriptor, {"mode": mode})

@@ -1,0 +1,94 @@
+"""What is measured, as data: launches with their kernels, and bundles to open. Whoever has the compiler makes it (`cases.py`);
+a phone reads it from a kit (`kit.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from numpy.typing import NDArray
+
+from flashmem.device import TransferMode
+from flashmem.program import Launch, Program, Source
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One launch to measure. `operator` is the ONNX type of its main node."""
+
+    origin: str  # `SAMPLE`, or the model's name
+    case: str
+    operator: str
+    launch: Launch
+    program: Program
+    source: Source
+    constants: NDArray[Any] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Openings:
+    """Bundles to open: `one` of one kernel and layer, `kernels` of as many kernels, `layers` of as many layers alike."""
+
+    bundles: Mapping[str, Path]
+    kernels: int
+    layers: int
+
+
+class Supply(Protocol):
+    """Where the targets of one memory path come from. `count`: of sampled ones; None if they have no end."""
+
+    @property
+    def count(self) -> int | None:
+        """How many sampled launches there are."""
+        ...
+
+    def matmul(self, rows: int, depth: int, columns: int) -> Target:
+        """A plain product, its first slice."""
+        ...
+
+    def elementwise(self, size: int) -> Target:
+        """A sum of two activations of `size` elements."""
+        ...
+
+    def sampled(self, index: int, seed: int) -> Target | None:
+        """A drawn launch; None where the draw gave none."""
+        ...
+
+    def openings(self, folder: Path, mode: TransferMode) -> Openings:
+        """Bundles to open, in `folder`."""
+        ...
+
+
+class Draw:
+    """One point of a low-discrepancy sequence, a coordinate at a time.
+
+    The additive recurrence of M. Roberts ("The unreasonable effectiveness of quasirandom sequences", 2018): powers of the
+    generalised golden ratio of 8 dimensions; later coordinates, of which few cases need one, repeat with other offsets.
+    """
+
+    _DIMENSIONS = 8
+    _PHI = 1.0850702465535  # the positive root of x**9 = x + 1
+
+    def __init__(self, index: int, seed: int) -> None:
+        self._index, self._seed, self._next = index, seed, 0
+
+    def unit(self) -> float:
+        """A number in [0, 1)."""
+        power = self._next % self._DIMENSIONS + 1
+        offset = 0.5 + 0.6180339887 * (self._seed + self._next // self._DIMENSIONS * 7)
+        self._next += 1
+        return (offset + self._index * self._PHI**-power) % 1.0
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of `options`."""
+        return options[int(self.unit() * len(options))]
+
+    def size(self, low: int, high: int, multiple: int = 1) -> int:
+        """A number between two others, evenly in its logarithm, rounded to a multiple."""
+        return max(multiple, round(low * math.pow(high / low, self.unit()) / multiple) * multiple)
