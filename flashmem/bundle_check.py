@@ -18,10 +18,12 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import numpy as np
 
+from flashmem.device import MOST_LOADER_THREADS
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.pages import is_page_size
-from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlanViolation, PoolLayout
+from flashmem.planning.check import check
+from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import (
     ITEMSIZE,
     POOL_ALIGNMENT,
@@ -271,7 +273,7 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
     problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
     try:
-        plan.check(cast(Any, problem), program.slices)
+        check(plan, cast(Any, problem), program.slices)
     except (PlanViolation, KeyError, IndexError) as error:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 
@@ -288,6 +290,7 @@ def plan_holds(program: Program, plan: OverlapPlan) -> bool:
 def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Collection[str]) -> None:
     """Every place that `layout` names lies inside its pool, slot or staging."""
     _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
+    _require(1 <= layout.threads <= MOST_LOADER_THREADS, f"its layout for mode {mode} is for {layout.threads} loader threads")
     if mode == "map":
         return
     for part in program.slices:
@@ -303,11 +306,12 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
         if mode == "interleave":
-            staged = LOADER_THREADS * layout.entrance_bytes if part.name in preloaded else words
+            staged = layout.threads * layout.entrance_bytes if part.name in preloaded else words
             _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
-    if mode == "dma":
+    ring = layout.staging_bytes if mode == "dma" else layout.ring_bytes
+    if mode == "dma" or ring:
         rows = max((part.row_pitch for part in program.slices), default=0)
-        _require(layout.staging_bytes // 2 // POOL_ALIGNMENT * POOL_ALIGNMENT >= rows, "no row of its textures fits staging")
+        _require(ring // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT >= rows, "no row of its textures fits staging")
 
 
 def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:

@@ -20,6 +20,9 @@ from flashmem.resources import names, read_text
 TransferMode = Literal["map", "alias", "dma", "interleave"]
 TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 
+MOST_LOADER_THREADS = 64
+"""Loader threads that a descriptor or a bundle may ask for."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -197,6 +200,7 @@ class DeviceDescriptor:
     cores: int = 0  # that `parallelism` and `gemm_flops` are of, where devices of that name differ in it; 0: they do not
     page_bytes: int = DEFAULT_PAGE  # of its system's memory, or a multiple: what weight files for it are laid out in
     parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
+    loader_threads: int = 2  # that read weights and copy them, where no limit is too small for their staging
     tile: Tile = field(default_factory=Tile)
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
     only: str = ""  # the one variant to use where it can be, by its name: for measurements
@@ -212,6 +216,11 @@ class DeviceDescriptor:
         """Whether kernels read and write the host's own memory where it is: what mode `map` needs."""
         return any("map" in modes for modes in self.modes.values())
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether host and device have one memory: if not, a load into memory of the device is a copy out of pinned memory."""
+        return any("alias" in modes for modes in self.modes.values())
+
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as plain data."""
         return asdict(self)
@@ -226,7 +235,7 @@ class DeviceDescriptor:
         if not self.cores or cores < 1 or cores == self.cores or self.measured:
             return self
         share = cores / self.cores
-        rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * share)
+        rates = replace(self.rates, gemm_flops=self.rates.gemm_flops * share, conv_flops=self.rates.conv_flops * share)
         return replace(self, cores=cores, parallelism=max(1, round(self.parallelism * share)), rates=rates)
 
     @classmethod
@@ -254,6 +263,9 @@ class DeviceDescriptor:
         if "modes" in values:
             values["modes"] = {path: tuple(modes) for path, modes in values["modes"].items()}
         descriptor: DeviceDescriptor = build(cls, values)
+        threads = descriptor.loader_threads
+        if not isinstance(threads, int) or not 1 <= threads <= MOST_LOADER_THREADS:
+            raise UserError(f"{where}: loader_threads is {threads}; give a number from 1 to {MOST_LOADER_THREADS}")
         if type(descriptor.page_bytes) is int and not is_page_size(descriptor.page_bytes):
             raise UserError(f"{where}: page_bytes is {descriptor.page_bytes}; name a power of two from 4096 to {LARGEST_PAGE}")
         descriptor.check_contention(where)

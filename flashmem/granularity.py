@@ -19,6 +19,9 @@ from flashmem.unfusion import Attempt, Pipeline
 STEP = 4
 """The next smaller size is this part of the one before."""
 
+UNPROVEN = 0.02
+"""The gap above which larger slices are tried in W."""
+
 WORTH = 0.01
 """By what part smaller slices must make the objective better to be taken."""
 
@@ -49,7 +52,7 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
             break
         best = pipeline, tried
     if best is not None:
-        return best
+        return _with_w_larger(*best, limits)
     assert refused is not None
     if limits.m_peak is None:
         raise refused
@@ -57,6 +60,15 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
     generated = pipeline.generate(frozenset())
     problem = replace(pipeline.problem(generated.program), w_may_grow=True)
     return pipeline, Attempt(generated, problem, pipeline.plan(problem, generated.program))
+
+
+def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:
+    """`made`, with large slices in W where that answers much sooner: M_peak does not limit W."""
+    if limits.m_peak is None or limits.resolved_objective != "first" or made.plan.gap <= UNPROVEN:
+        return pipeline, made
+    problem = replace(made.problem, w_may_grow=True)
+    plan = pipeline.plan(problem, made.generated.program)
+    return pipeline, Attempt(made.generated, problem, plan) if plan.objective < made.plan.objective else made
 
 
 def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:

@@ -182,7 +182,7 @@ def choose_budget(
     if limit is not None and limit < needed:
         raise BudgetError(
             f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {mode}; "
-            "raise the budget, or compile the model for this one",
+            "raise the budget, plan the bundle for this one with flashmem replan, or compile the model anew",
             smallest_bytes=needed,
             binding=f"the layout for transfer mode {mode}",
         )

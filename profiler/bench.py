@@ -86,7 +86,7 @@ class Bench:
         self._arena: tuple[int, Memory] = (0, None)
         self._arena_ledger = Ledger(self.context, None)
         self._programs: dict[str, CompiledKernels] = {}
-        self.loads = Loads(self.context, self._ledger, self.path, folder, self._random)
+        self.loads = Loads(self.context, self._ledger, self.path, folder, self._random, descriptor.loader_threads)
         self._lane: tuple[Memory, Memory, Slice] | None = None
         self._references: tuple[Prepared, Prepared] | None = None
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flashmem.device import TransferMode
 from flashmem.pages import page_size
-from flashmem.planning.plan import LOADER_THREADS, PoolLayout, TextureSlot
+from flashmem.planning.plan import PoolLayout, TextureSlot
 from flashmem.program import MemoryPath, Slice
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
@@ -44,13 +44,19 @@ class Run(LoaderRun):
         """Nothing."""
         return
 
+    def _next(self) -> int | None:
+        """Nothing before the clock is started, though it could be read ahead."""
+        return super()._next() if self.is_open(1) else None
+
 
 class Loads:
     """Slices to be loaded on one memory path of one device, in any of its transfer modes. Close it."""
 
-    def __init__(self, context: Context, ledger: Ledger, path: MemoryPath, folder: Path, content: NDArray[np.uint8]) -> None:
-        """`folder`: where the file is made, of the first chunk of `content`."""
-        self._context, self._ledger, self._path = context, ledger, path
+    def __init__(
+        self, context: Context, ledger: Ledger, path: MemoryPath, folder: Path, content: NDArray[np.uint8], threads: int
+    ) -> None:
+        """`folder`: where the file is made, of the first chunk of `content`. `threads`: how many load."""
+        self._context, self._ledger, self._path, self._threads = context, ledger, path, threads
         self._transfers: dict[TransferMode, Transfer] = {}
         with tempfile.NamedTemporaryFile(prefix=".flashmem-profile-", dir=folder) as file:
             for _ in range(2 * PARTS):
@@ -75,7 +81,7 @@ class Loads:
         if mode not in self._transfers:
             parts = [part for half in self._sets for part in half]
             layout = self._layout(mode, parts, CHUNK, places=PARTS, slots=8)
-            self._transfers[mode] = make_transfer(mode, self._context, self._ledger, self._file, parts, layout, LOADER_THREADS)
+            self._transfers[mode] = make_transfer(mode, self._context, self._ledger, self._file, parts, layout)
         return self._transfers[mode]
 
     def start(self, mode: TransferMode, count: int) -> tuple[Run, list[Slice]]:
@@ -85,7 +91,7 @@ class Loads:
         loads = [Load(part, whole(part), gate=1) for part in parts]
         frees = {1: self._loaded.get(mode, [])}
         self._loaded[mode] = parts
-        return Run(self.transfer(mode), loads, frees, threads=LOADER_THREADS), parts
+        return Run(self.transfer(mode), loads, frees, threads=self._threads), parts
 
     def load_seconds(self, mode: TransferMode, count: int) -> float:
         """Seconds to bring in `count` slices (of the page cache) with nothing else going on."""
@@ -115,11 +121,11 @@ class Loads:
         parts = [self._slice(i, page_size()) for i in range(2 * PARTS)]
         layout = self._layout(mode, parts, page_size(), places=len(parts), slots=1)
         ledger = Ledger(self._context, None)
-        transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout, LOADER_THREADS)
+        transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout)
         try:
             times = []
             for _ in range(7):
-                run = Run(transfer, [Load(part, whole(part), gate=1) for part in parts], {}, threads=LOADER_THREADS)
+                run = Run(transfer, [Load(part, whole(part), gate=1) for part in parts], {}, threads=self._threads)
                 times.append(_bring_in(run, parts))
                 for part in parts:
                     transfer.free(part)
@@ -141,14 +147,16 @@ class Loads:
     def _layout(self, mode: TransferMode, parts: Sequence[Slice], nbytes: int, *, places: int, slots: int) -> PoolLayout:
         """Where `parts` of `nbytes` each go, in turn: to one of `places` in a pool, or of `slots`."""
         offsets = {part.name: i % places * nbytes for i, part in enumerate(parts)}
-        layout = PoolLayout(pool_bytes=places * nbytes, offsets=offsets)
+        layout = PoolLayout(pool_bytes=places * nbytes, offsets=offsets, threads=self._threads)
         if self._path == "texture" and mode in ("dma", "interleave"):
             slot = TextureSlot(parts[0].width, parts[0].height, "float", nbytes)
-            layout = PoolLayout(slots=(slot,) * slots, slot_of={part.name: i % slots for i, part in enumerate(parts)})
+            slot_of = {part.name: i % slots for i, part in enumerate(parts)}
+            layout = PoolLayout(slots=(slot,) * slots, slot_of=slot_of, threads=self._threads)
         if mode == "dma":
-            return replace(layout, staging_bytes=LOADER_THREADS * nbytes)
+            return replace(layout, staging_bytes=self._threads * nbytes)
         if mode == "interleave":
-            return replace(layout, staging_bytes=places * nbytes, staging=offsets)
+            ring = 0 if self._context.device.unified_memory else self._threads * nbytes
+            return replace(layout, staging_bytes=places * nbytes, staging=offsets, ring_bytes=ring)
         return layout
 
 

@@ -23,7 +23,7 @@ from flashmem.files import written_whole
 from flashmem.program import MemoryPath
 from flashmem.runtime.devices import Device
 
-from .bench import Bench, Measured, Pace
+from .bench import Bench, Measured, Pace, Prepared
 from .dataset import SAMPLE, SUFFIX, Growing, Row, write_dataset
 from .launches import recording_pays
 from .rates import MachineRates, lane_contention, measure_rates
@@ -33,6 +33,8 @@ Progress = Callable[[str, float], None]
 
 _MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
 _SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
+_STEPS_BELOW = 3  # quarters of the least ratio that are measured where C_l lies below it
+_TOLERATED = 0.20  # what a reusable launch may be slowed down by: see `capacity.classes`, which is not on a phone
 _MODELS_SHARE = 0.45
 OTHER_PATH = 4  # every so many sampled kernels one is measured on a path that is not the default
 _MOST_REFUSED = 20  # sampled kernels on end: then it is the device, not the kernels
@@ -216,6 +218,24 @@ def _plan(
         index += 1
 
 
+def _measured_beside(prepared: Prepared, mode: TransferMode, ratios: Sequence[float], own_bytes: int) -> Iterator[Measured]:
+    """With load at `ratios` and, as long as the least amount slows the launch down by more than a reusable one may be, at less.
+
+    C_l is where the slowdown passes a threshold; below the least amount measured it would be a line drawn from nothing.
+    """
+    least: Measured | None = None
+    for ratio in (*ratios, *(ratios[0] / 4**step for step in range(1, _STEPS_BELOW + 1) if ratios)):
+        if ratio < min(ratios) and (least is None or least.slowdown <= 1 + _TOLERATED):
+            return
+        found = prepared.measure(mode, ratio * own_bytes)
+        if found is None or found.streamed_bytes > 1.05 * MAX_RATIO * own_bytes:
+            continue
+        if ratio < min(ratios) and least is not None and found.streamed_bytes >= least.streamed_bytes:
+            return
+        least = found if least is None or found.streamed_bytes < least.streamed_bytes else least
+        yield found
+
+
 def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], number: int, pace: Callable[[], Pace]) -> list[Row]:
     """The rows of one launch: alone, and with load at `ratios` in the path's default mode and one of the others, in turn.
 
@@ -234,10 +254,8 @@ def _measure_launch(bench: Bench, target: Target, ratios: Sequence[float], numbe
         modes: list[TransferMode] = [default, *others[number % len(others) :][:1]] if others else [default]
         for mode in modes:
             with suppress(RunError):
-                for ratio in ratios:
-                    found = prepared.measure(mode, ratio * features.own_bytes)
-                    if found is not None and found.streamed_bytes <= 1.05 * MAX_RATIO * features.own_bytes:
-                        loaded.append((mode, found))
+                for found in _measured_beside(prepared, mode, ratios, features.own_bytes):
+                    loaded.append((mode, found))
     after = pace()
     alone = Row(
         target.origin, target.case, target.operator, features, "none", 0.0, prepared.alone_seconds(), 1.0, 0.0, 0.0,

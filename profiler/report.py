@@ -46,12 +46,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Capacity:
-    """C_l of a held-out launch in one mode, bytes: measured, predicted, and by the roofline. All end where measuring ended."""
+    """C_l of a held-out launch in one mode, bytes: measured, predicted, and by the roofline. All end where measuring ended.
+
+    `resolved`: the measured one lies between two amounts that were measured, not below the least of them, where it is a line
+    drawn from nothing.
+    """
 
     row: Row
     measured: float
     predicted: float
     roofline: float
+    resolved: bool
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,9 @@ def _capacities(rows: Sequence[Row], predictor: Predictor, basis: Basis, machine
         predicted = predictor.streamable_of(features, threshold, _mode(points[0]))
         roofline = threshold * basis.roofline(features) * machine.rates.copy_bandwidth
         own = features.own_bytes
-        found.append(Capacity(points[0], measured_ratio(points, threshold) * own, min(predicted, last), min(roofline, last)))
+        measured = measured_ratio(points, threshold) * own
+        resolved = measured >= points[0].streamed_bytes
+        found.append(Capacity(points[0], measured, min(predicted, last), min(roofline, last), resolved))
     return found
 
 
@@ -335,12 +342,13 @@ def _print_capacities(parts: Sequence[HeldOut]) -> list[str]:
     for part in parts:
         pairs = [[(c.measured, getattr(c, which)) for c in part.capacities] for which in ("predicted", "roofline")]
         values = [agreement(found, chunk) for chunk in (None, _CHUNK) for found in pairs]
-        nothing = sum(max(pair) < _CHUNK for pair in pairs[0])
+        resolved = [(c.measured, c.predicted) for c in part.capacities if c.resolved]
         by_mode = [
             f"{mode} {agreement([(c.measured, c.predicted) for c in part.capacities if c.row.mode == mode], None):.0%}"
             for mode in sorted({c.row.mode for c in part.capacities})
         ]
-        lines.append((part.what, len(part.capacities), *(f"{value:.1%}" for value in values), nothing, ", ".join(by_mode)))
+        counted = f"{agreement(resolved, None):.1%} of {len(resolved)}"
+        lines.append((part.what, len(part.capacities), *(f"{value:.1%}" for value in values), counted, ", ".join(by_mode)))
         if not values[0] >= _CAPACITY_BAR:
             verdicts.append(
                 f"{part.what}: misses C_l within 25 % in bytes for {_CAPACITY_BAR:.0%} of launches ({values[0]:.1%})"

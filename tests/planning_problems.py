@@ -101,7 +101,7 @@ def keeps_the_rules(plan: OverlapPlan, problem: Problem) -> bool:
     """C0-C3 of a plan for the problem's own weights and capacities, layer by layer, in the words of docs/planner.md."""
     for w in plan.weights:
         if w.preload:
-            if w.moves or w.read_layer:
+            if w.moves or not 0 <= w.read_layer <= w.first_use:
                 return False
         elif (
             sum(chunks for _, chunks in w.moves) != w.chunks

@@ -101,7 +101,7 @@ def test_the_smallest_budget_of_a_model_is_printed_and_works(flashmem: Command, 
     assert code == 2 and f"raise the budget to {budgets['nbytes']} bytes" in err
     assert flashmem("compile", GPTNEO, "-o", bundle, "--budget", f"{budgets['nbytes']}B", *options)[0] == 0
     code, out, _ = flashmem("plan", GPTNEO, "--device", "pocl")
-    assert code == 0 and re.search(r"smallest budget +[\d.]+[kM]B; without bands [\d.]+[kM]B, with launches in the", out)
+    assert code == 0 and re.search(r"smallest budget +[\d.]+[KM]B; without bands [\d.]+[KM]B, with launches in the", out)
 
 
 def test_the_plan_of_a_bundle_takes_no_options(flashmem: Command, tmp_path: Path) -> None:

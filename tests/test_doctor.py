@@ -134,6 +134,13 @@ def test_a_phone_without_a_driver_or_outside_termux(tmp_path: Path) -> None:
     assert next_lines(steps(phone.file("/vendor/lib64/libOpenCL.so").look())) == ("open Termux, and run flashmem doctor there",)
 
 
+def test_termux_without_a_loader_is_told_which_package_has_one(tmp_path: Path) -> None:
+    phone = Phone(tmp_path).file("/vendor/lib64/libOpenCL.so")
+    phone.environment["LD_LIBRARY_PATH"] = f"/vendor/lib64:{PREFIX}/lib"
+    assert next_lines(steps(phone.look())) == ("pkg install ocl-icd",)
+    assert said(phone.file(f"{PREFIX}/lib/libOpenCL.so").look(), "loader") == (True, f"{PREFIX}/lib/libOpenCL.so")
+
+
 def test_pyopencl_comes_after_the_driver(adreno: Phone) -> None:
     adreno.environment["LD_LIBRARY_PATH"] = f"/vendor/lib64:{PREFIX}/lib"
     lines = next_lines(steps(adreno.look()))
@@ -189,7 +196,7 @@ def test_the_command_prints_a_report_and_the_same_as_json(
     monkeypatch.setattr(doctor, "run_apart", lambda number, folder: [Result("build a kernel", True, "1 ms")])
     shown = flashmem("doctor")
     assert shown.code == 0 and "Type next" not in shown.out
-    for word in ("pyopencl", "textures", "map, alias, dma, interleave", "GB/s cold", "not texture"):
+    for word in ("pyopencl", "libOpenCL", "textures", "map, alias, dma, interleave", "GB/s cold", "not texture"):
         assert word in shown.out
     report = flashmem("doctor", "--json").json
     assert [each["name"] for each in report["devices"]] == [device.name for device in list_devices()]

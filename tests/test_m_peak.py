@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import flashmem
+from flashmem import resources
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError
 from flashmem.program import fixed_bytes
+from flashmem.runtime.opencl import find_device
 
 MODEL = Path(__file__).parent / "data" / "vit-tiny.onnx"
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
@@ -83,3 +87,28 @@ def test_what_a_limit_leaves_over_stays_for_later_runs(mode: TransferMode, tmp_p
     for other in answers[1:]:
         for got, wanted in zip(other, answers[0], strict=True):
             np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_what_loads_pass_through_counts_where_memory_is_not_shared(
+    mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned host memory, a part for each of the threads that the descriptor asks for."""
+    text = resources.read_text("devices", "pocl.toml").replace("[modes]", "loader_threads = 3\n\n[modes]")
+    text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
+    (tmp_path / "apart.toml").write_text(re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text))
+    options: dict[str, Any] = {"memory_path": "buffer", "mode": mode, "build": False, "unfusion": False}
+    whole = flashmem.compile(MODEL, tmp_path / "whole.flashmem", device="pocl", **options)
+    with flashmem.Session(whole, mode=mode) as session:
+        expected = session.run(None, _inputs(whole))
+    bundle = flashmem.compile(MODEL, tmp_path / "m.flashmem", device=str(tmp_path / "apart.toml"), m_peak=150_000, **options)
+    layout = bundle.plan.layouts[mode]
+    through = layout.ring_bytes if mode == "interleave" else layout.staging_bytes
+    assert layout.threads == 3 and through > 0 and through % 3 == 0 and not layout.entrance_bytes
+    pocl = find_device("pocl")
+    monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
+    for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    monkeypatch.undo()  # on a device that shares memory it runs as well
+    for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)

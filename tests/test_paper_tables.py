@@ -22,16 +22,16 @@ BASE = DeviceDescriptor("made-up", rates=Rates(gemm_flops=100e9, disk_bandwidth=
 
 def test_rates_that_the_rows_say_something_of_are_found() -> None:
     """Rows of so many operations, bytes and launches, on a device of other rates than are assumed."""
-    rows = [(40e9, 0.5e9, 300), (5e9, 3e9, 100), (400e9, 1e9, 500), (10e9, 0.1e9, 5000)]
+    rows = [(40e9, 0.5e9, 300), (5e9, 3e9, 100), (400e9, 1e9, 500), (1e9, 0.01e9, 20000)]
 
     def seconds(factors: Mapping[str, float]) -> list[float]:
         rates = scaled(BASE, factors).rates
         return [f / rates.gemm_flops + b / rates.disk_bandwidth + n * rates.launch_seconds for f, b, n in rows]
 
-    true = {"gemm_flops": 1.6, "disk_bandwidth": 0.4, "launch_seconds": 5.0}
+    true = {"gemm_flops": 1.6, "disk_bandwidth": 0.5, "launch_seconds": 2.0}
     found = fitted([*true, "session_seconds"], lambda factors: seconds(factors), seconds(true))
     for name, factor in true.items():
-        assert found[name] == pytest.approx(factor, rel=0.2)
+        assert found[name] == pytest.approx(factor, rel=0.25)
     assert found["session_seconds"] == pytest.approx(1.0)  # of which they say nothing
     assert off_by(list(zip(seconds(found), seconds(true), strict=True))) < 1.05 < off_by([(2.0, 1.0), (1.0, 2.0)])
 

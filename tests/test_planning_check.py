@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mini_bundle import write_mini_bundle
 from planning_problems import keeps_the_rules, layers_of, problems
 
+from flashmem.bundle import Bundle
+from flashmem.commands.plan import summary
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import lay_out_pools
@@ -169,3 +173,16 @@ def test_a_slot_may_be_taken_again_once_it_is_free() -> None:
     layout = PoolLayout(slots=(TextureSlot(1, 1, "float", 16),), slot_of={"x": 0, "y": 0}, staging_bytes=16)
     replace(plan, layouts={"dma": layout}).check(problem, slices)
     assert lay_out_pools(slices, plan, ["dma"])["dma"].slots == layout.slots
+
+
+def test_checked_is_what_the_checker_says_of_the_plan_that_is_shown(tmp_path: Path) -> None:
+    """It knows each layer's own C_l and what was relaxed: the same moves pass with one and not without."""
+    bundle = Bundle.open(write_mini_bundle(tmp_path / "mini").path)
+    plan, program = bundle.plan, bundle.program
+    assert summary(plan, program)["checked"] is True
+    layer, most = next((at, n) for at, n in enumerate(plan.capacities, start=1) if n)
+    lower = replace(plan, capacities=(*plan.capacities[: layer - 1], most - 1, *plan.capacities[layer:]))
+    assert summary(lower, program)["checked"] is False
+    assert summary(replace(lower, relaxed=((layer, most),)), program)["checked"] is True
+    assert summary(replace(lower, relaxed=((layer, most),), tier="cp-sat"), program)["checked"] is False
+    assert summary(replace(plan, m_peak=1), program)["checked"] is False

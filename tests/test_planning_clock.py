@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from planning_problems import layers_of, problems
 
-from flashmem.planning.clock import fastest_seconds, play, unlimited_seconds
+from flashmem.planning.bounds import fastest_seconds
+from flashmem.planning.clock import play, unlimited_seconds
 from flashmem.planning.gates import earliest_gates
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.problem import Problem, WeightSpec
@@ -69,24 +70,27 @@ def test_the_clock_agrees_with_the_recursion(problem: Problem) -> None:
 
 @given(problems(most_layers=5, most_weights=4, most_chunks=3))
 @settings(max_examples=100, deadline=None)
-def test_no_choice_of_gates_is_faster(problem: Problem) -> None:
+def test_no_choice_of_gates_in_use_order_is_faster_and_none_beats_the_bound(problem: Problem) -> None:
     limit = max(problem.m_peak, smallest_m_peak(problem)[0])
     inside = replace(problem, m_peak=limit)
     plan = first_plan(inside)
     streamed = [w for w in plan.weights if not w.preload]
     in_use_order = sorted(streamed, key=lambda w: w.first_use)
-    times = []
+    times, every = [], []
     for choice in product(*(range(1, w.first_use) for w in in_use_order)):
         fits = all(
             sum(w.nbytes for w, z in zip(in_use_order, choice, strict=True) if z <= layer <= w.last_use) <= limit
             for layer in range(1, len(problem.layers) + 1)
         )
-        if fits and list(choice) == sorted(choice):
+        if fits:
             chosen = {w.name: 0 for w in plan.weights if w.preload}
             chosen.update({w.name: z for w, z in zip(in_use_order, choice, strict=True)})
-            times.append(reference(inside, chosen))
-    assert plan.objective == pytest.approx(min(times))
-    assert plan.bound <= min(times) + 1e-9
+            seconds = reference(inside, chosen)
+            every.append(seconds)
+            if list(choice) == sorted(choice):
+                times.append(seconds)
+    assert min(every) - 1e-9 <= plan.objective <= min(times) + 1e-9
+    assert plan.bound <= min(every) + 1e-9
 
 
 @given(problems(most_layers=5, most_weights=4, most_chunks=3))

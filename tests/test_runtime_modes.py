@@ -11,7 +11,8 @@ import pytest
 from mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
 
 from flashmem import Session
-from flashmem.program import lane_kind
+from flashmem.errors import BudgetError
+from flashmem.program import fixed_bytes, lane_kind
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.lanes import layer_moves, needed_slices
 from flashmem.runtime.opencl import Queue, list_devices
@@ -89,25 +90,32 @@ def test_moves_by_launches_of_their_own_give_the_same_bits(
 
 
 @pytest.mark.parametrize(("device", "path"), CASES)
-def test_where_memory_is_not_shared_staging_is_never_mapped(
+def test_where_memory_is_not_shared_staging_is_never_mapped_and_loads_pass_through_a_ring(
     device: Device, path: MemoryPath, models: dict[tuple[str, str], MiniModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA's driver keeps host memory for what was mapped: 463 MB for a budget of 86, with a place mapped for each slice."""
-    mapped: set[int] = set()
+    mapped: dict[int, int] = {}
     map_buffer = Queue.map
 
     def spy(queue: Queue, buffer: Any, nbytes: int, **rest: Any) -> Any:
-        mapped.add(buffer.int_ptr)
+        mapped[buffer.int_ptr] = max(nbytes, mapped.get(buffer.int_ptr, 0))
         return map_buffer(queue, buffer, nbytes, **rest)
 
     model = models[path, "float"]
     inputs = model.inputs(seed=5)
     monkeypatch.setattr(Queue, "map", spy)
     monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: replace(device, unified_memory=False))
+    program, layout = model.open().program, model.open().plan.layouts["interleave"]
+    piece = -(-max(part.file_bytes for part in program.slices) // 4096) * 4096  # none is cut
+    ring = layout.threads * piece
+    held = fixed_bytes(program) + layout.total_bytes + ring
     with Session(model.path, mode="interleave") as session:
         for _ in range(2):
             np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
-    assert len(mapped) == 1  # the constants
+            assert session.last_run is not None and session.last_run.memory.peak_bytes == held
+    assert sorted(mapped.values()) == sorted((program.constants_bytes, ring))
+    with pytest.raises(BudgetError, match="budget"):
+        Session(model.path, mode="interleave", budget=held - 1)
 
 
 @pytest.mark.parametrize("path", ["buffer", "texture"])

@@ -113,7 +113,7 @@ def tuned(folder: Path, variant: Variant) -> DeviceDescriptor:
 
 
 def test_where_it_is_chosen(tmp_path: Path) -> None:
-    [listed] = [each for each in load_descriptor("pocl").variants if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").variants if each.winograd]
     device = tuned(tmp_path, listed)
     plain = device.plain("conv")[0]
     ask = {"ending": (), "widest": None, "winograd": True}
@@ -137,7 +137,7 @@ def test_where_it_is_chosen(tmp_path: Path) -> None:
 
 
 def test_it_is_not_chosen_where_nothing_near_was_measured(tmp_path: Path) -> None:
-    [listed] = [each for each in load_descriptor("pocl").variants if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").variants if each.winograd]
     untuned = replace(load_descriptor("pocl"), tuned="")
     assert choose(untuned, PRODUCT) == untuned.plain("conv")[0]
     assert choose(tuned(tmp_path, listed), replace(PRODUCT, rows=1 << 20)) == untuned.plain("conv")[0]
@@ -149,7 +149,7 @@ def test_what_it_costs_a_model(tmp_path: Path) -> None:
     weight = nodes.constant(random.standard_normal((128, 128, 3, 3)).astype(np.float32))
     nodes.node("Conv", nodes.input(random.standard_normal((1, 128, 28, 28)).astype(np.float32)), weight, pads=[1] * 4)
     (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
-    [listed] = [each for each in load_descriptor("pocl").variants if each.winograd]
+    listed, *_ = [each for each in load_descriptor("pocl").variants if each.winograd]
     tuned(tmp_path, listed)
     device = tmp_path / "pocl.toml"
     write_descriptor(

@@ -39,7 +39,7 @@ def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
     found = [_driver(around)]
     if around.android:
         found += [*_namespaces(around), *_termux(around)]
-    found += [_icds(around), _binding(around), _devices(around, devices)]
+    found += [_loader(around), _icds(around), _binding(around), _devices(around, devices)]
     return found
 
 
@@ -146,6 +146,17 @@ def _copying_package(around: Surroundings, driver: Driver) -> Step:
     return Step("opencl-vendor-driver", True, around.copied)
 
 
+def _loader(around: Surroundings) -> Step:
+    """The libOpenCL.so that programs are linked to; where pyopencl is here, the one that it has loaded."""
+    if around.loaded:
+        return Step("loader", True, around.loaded)
+    if around.loaders:
+        return Step("loader", True, ", ".join(around.loaders))
+    if around.android:
+        return Step("loader", False, "Termux has no libOpenCL.so", ("pkg install ocl-icd",))
+    return Step("loader", None, "no libOpenCL.so in the usual folders; pyopencl of pip brings one")
+
+
 def _icds(around: Surroundings) -> Step:
     if not around.icds:
         return Step("drivers of the loader", None, "no .icd file names one")
@@ -155,7 +166,7 @@ def _icds(around: Surroundings) -> Step:
 
 def _binding(around: Surroundings) -> Step:
     if around.pyopencl:
-        return Step("pyopencl", True, f"{around.pyopencl}, with {around.loaded or 'a loader of its own'}")
+        return Step("pyopencl", True, around.pyopencl)
     lines = PYOPENCL_LINES if around.android else ("pip install pyopencl",)
     return Step("pyopencl", False, around.pyopencl_error or "it is not installed", lines)
 

@@ -15,12 +15,9 @@ from flashmem.planning.budget import Measure, plan_within
 from flashmem.planning.keep import leanest, with_kept
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import PASSING_BYTES, OverlapPlan
-from flashmem.planning.problem import Problem
+from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.problem import Problem, staged_least, staged_within
 from flashmem.program import Program, fixed_bytes
-
-_PIECES = 32
-"""A piece that passes through staging is no more than this part of the budget."""
 
 
 def plan_again(
@@ -35,12 +32,12 @@ def plan_again(
     """
     if budget is None:
         return _sealed(program, problem, mode, first_plan(problem, preload))
-    problem = replace(problem, piece_bytes=max(1, min(PASSING_BYTES, budget // _PIECES)))
+    problem = staged_within(problem, budget)
     measure = _measure(program, mode)
     try:
         plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0)
     except BudgetError:  # staging is given as little as it can do with
-        problem = replace(problem, piece_bytes=1)
+        problem = staged_least(problem)
         plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0)
     least = smallest_m_peak(problem, preload)[0]
     if plan.m_peak > least:
@@ -58,7 +55,8 @@ def plan_again(
 
 def smallest_budget(program: Program, problem: Problem, mode: TransferMode, preload: Collection[str]) -> int:
     """The least budget, in bytes, that `plan_again` takes."""
-    problem = replace(problem, piece_bytes=1, m_peak=max(1, smallest_m_peak(problem, preload)[0]))
+    problem = staged_least(problem)
+    problem = replace(problem, m_peak=max(1, smallest_m_peak(problem, preload)[0]))
     return _measure(program, mode)(first_plan(problem, preload))
 
 

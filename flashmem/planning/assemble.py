@@ -37,7 +37,7 @@ def assemble(
 ) -> OverlapPlan:
     """The plan of these decisions. Its expected slowdown is against W = `base` and no memory limit; `asked` is written down."""
     weights = tuple(
-        PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True)
+        PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True, gates.get(w.name, 0))
         if w.name in preload
         else PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, False, gates[w.name], moves[w.name])
         for w in problem.weights
@@ -73,6 +73,8 @@ def assemble(
         lambda_=lambda_,
         mode=problem.mode,
         piece_bytes=problem.piece_bytes or PASSING_BYTES,
+        loader_threads=problem.loader_threads,
+        shares_memory=problem.shares_memory,
         expected_slowdown=max(0.0, seconds / fastest - 1) if fastest else 0.0,
         notes=(*problem.notes, *notes),
     )

@@ -27,8 +27,9 @@ import numpy as np
 
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble
+from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.budget import Measure, largest_within, plan_within
-from flashmem.planning.clock import Moves, fastest_seconds, play, unlimited_seconds
+from flashmem.planning.clock import Moves, play, unlimited_seconds
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.latency import first_plan, forced_preload, late_moves, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan, Strategy
@@ -153,7 +154,7 @@ class Baseline:
         at_the_last = {w.name: ((w.first_use - latest, problem.chunks(w)),) for w in streamed}
         for part in _PARTS:
             gates = self.gates(problem, preload, int(problem.m_peak * part))
-            moves: Moves = at_the_last if self.waits else late_moves(problem, gates, play(problem, gates))
+            moves: Moves = at_the_last if self.waits else late_moves(problem, gates, play(problem, gates), len(problem.layers))
             if int(held_bytes(problem, gates, moves).max(initial=0)) <= problem.m_peak:
                 return gates, moves
         gates = {w.name: 0 if w.name in preload else w.first_use - latest for w in problem.weights}

@@ -8,8 +8,6 @@ to move) is there; layer l takes t_l * s_l(b_l), b_l being the bytes that the pl
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +35,7 @@ class Clock:
         return self.done[-1] if self.done else 0.0
 
 
-class _Compute:
+class Compute:
     """The compute queue, advanced as far as someone asks."""
 
     def __init__(self, problem: Problem, durations: Sequence[float] | None = None) -> None:
@@ -74,11 +72,11 @@ def needed_at(problem: Problem, moves: Moves | None) -> dict[str, int]:
 
 
 def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
-    """The clock of a plan: `gates` is g_w of every weight, 0 for those of W. Without `moves` nothing slows a layer down.
+    """The clock of a plan: `gates` is g_w of every weight. Without `moves` nothing slows a layer down.
 
-    Weights are read in the order (g_w, first use), each as soon as its gate allows; those of W as from layer 1 on.
+    Weights are read in the order (g_w, first use), each as soon as its gate allows; gate 0 (of W) is as gate 1.
     """
-    compute = _Compute(problem, durations(problem, moves) if moves is not None else None)
+    compute = Compute(problem, durations(problem, moves) if moves is not None else None)
     needs = needed_at(problem, moves)
     loaded: dict[str, float] = {}
     read: dict[str, float] = {}
@@ -101,69 +99,3 @@ def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None)
 def unlimited_seconds(problem: Problem, preload: Collection[str]) -> float:
     """Integrated latency with W = `preload` and no memory limit: every other weight may be loaded from the start."""
     return play(problem, {w.name: 0 if w.name in preload else 1 for w in problem.weights}).seconds
-
-
-def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
-    """A proven lower bound on the integrated latency of every plan that preloads `preload` and keeps to M_peak.
-
-    Whatever the order and the slicing of the loads, the bytes brought in never exceed M_peak plus what the finished layers
-    freed, and layer l cannot start before all bytes first used by layers 1..l are in. This plays exactly that: a fluid of
-    bytes in use order; and no plan is faster than the layers with all that is moved beside them where that costs least. M_peak
-    must be at least `smallest_m_peak`.
-    """
-    compute = _Compute(problem)
-    rate = problem.load_bandwidth
-    loader = 0.0
-    freed = [0] * (len(problem.layers) + 2)  # by layer that frees
-    for w in problem.weights:
-        if w.name not in preload:
-            freed[w.last_use] += w.nbytes
-    room, layer = problem.m_peak, 0  # bytes that may still come in; layers known to be done
-    for w in sorted(problem.weights, key=lambda w: w.first_use):
-        left = w.nbytes
-        if w.name in preload:
-            loader += left / rate
-            left = 0
-        while left:
-            part = min(left, room)
-            if part:
-                loader += part / rate
-                left -= part
-                room -= part
-            if left:
-                layer += 1
-                loader = max(loader, compute.until(layer))
-                room += freed[layer]
-        if problem.layers:
-            compute.ready[w.first_use] = max(compute.ready[w.first_use], loader)
-    fluid = compute.until(len(problem.layers))
-    moved = sum(w.nbytes for w in problem.weights if w.name not in preload)
-    alone = problem.opening_seconds + sum(layer.seconds for layer in problem.layers)
-    return max(fluid, alone + least_slowdown(problem, moved))
-
-
-def least_slowdown(problem: Problem, nbytes: int) -> float:
-    """A bound on the seconds that `nbytes` moved beside any layers cost: each where it costs least, on curves made convex."""
-    curves = Counter((layer.seconds, layer.beside) for layer in problem.layers if layer.beside)
-    if sum(curves.values()) < len(problem.layers):
-        return 0.0  # a layer that nothing slows down takes everything
-    pieces: list[tuple[float, float]] = []  # (seconds per byte, bytes)
-    for (seconds, beside), count in curves.items():
-        at = 0
-        while at < len(beside) - 1:
-            slopes = [
-                ((factor - beside[at][1]) / (reach - beside[at][0]), nth)
-                for nth, (reach, factor) in enumerate(beside[at + 1 :], start=at + 1)
-            ]
-            slope, after = min(slopes, key=lambda each: (each[0], -each[1]))
-            length = beside[after][0] - beside[at][0] if after < len(beside) - 1 else math.inf
-            pieces.append((seconds * slope, count * length))
-            at = after
-    cost, left = 0.0, float(nbytes)
-    for price, length in sorted(pieces):
-        taken = min(left, length)
-        cost += price * taken
-        left -= taken
-        if left <= 0:
-            break
-    return cost

@@ -1,20 +1,23 @@
 """Read gates g_w: which layer's start opens the read of each weight, so that reads run ahead of what waits for them.
 
 `earliest_gates` opens reads as early as memory permits, in use order, before moves are known. `gates_ahead` does the same for
-moves that are already decided. `closed_late` then closes gates again where the clock says that nobody would notice: the same
-answer with less in memory.
+moves that are already decided. `settled` then lets the weights of W be read in turn with the others (`in_turn`), and closes
+gates again where the clock says that nobody would notice (`closed_late`): the same answer with less in memory.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.clock import Clock, Moves, needed_at
-from flashmem.planning.problem import Problem
+from flashmem.planning.clock import Clock, Compute, Moves, durations, needed_at, play
+from flashmem.planning.plan import LOADER_THREADS
+from flashmem.planning.problem import Problem, WeightSpec
 
 MARGIN = 2.0
 """How many times as long as predicted a read may take before a gate that was closed late would be noticed."""
@@ -26,15 +29,14 @@ _SCAN = 256
 def held_bytes(problem: Problem, gates: Mapping[str, int], moves: Moves, keep: Collection[str] = ()) -> NDArray[np.int64]:
     """Bytes that C2 counts at each layer, index l (0 and N + 1 are unused): see docs/planner.md.
 
-    Weights with gate 0 are of W and do not count.
+    Weights without moves are of W and do not count.
     """
     layers = len(problem.layers)
     change = np.zeros(layers + 3, np.int64)
     for w in problem.weights:
-        gate = gates[w.name]
-        if not gate:
+        if w.name not in moves:
             continue
-        home = gate
+        home = gate = gates[w.name]
         if problem.mode == "interleave":
             home = moves[w.name][0][0]
             change[gate] += w.nbytes
@@ -99,24 +101,109 @@ def staged_bytes(problem: Problem, moves: Moves) -> NDArray[np.int64]:
     return staged
 
 
+def settled(problem: Problem, preload: Collection[str], gates: Mapping[str, int], moves: Moves) -> tuple[dict[str, int], Clock]:
+    """Gates of a plan, with those of W, from the earliest `gates` of its streamed weights; and the clock that they give."""
+    gates = in_turn(problem, preload, gates, moves)
+    clock = play(problem, gates, moves)
+    late = in_turn(problem, preload, closed_late(problem, gates, moves, clock), moves)
+    closed = play(problem, late, moves)
+    return (late, closed) if closed.seconds <= clock.seconds * (1 + _NOTICED) else (dict(gates), clock)
+
+
+_NOTICED = 1e-9
+"""A share of the latency that closing gates late may cost: rounding."""
+
+
+def from_cache(problem: Problem) -> Problem:
+    """The same with the file in the page cache: reads take what handing on takes."""
+    return replace(problem, load_bandwidth=math.inf)
+
+
 def closed_late(
     problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, margin: float = MARGIN
 ) -> dict[str, int]:
-    """`gates`, each as late as every layer of `clock` still starts in time if reads take `margin` times as long as predicted.
+    """`gates`, each as late as every layer still starts in time if reads take `margin` times as long as predicted.
 
-    No gate becomes earlier, and none passes z_w.
+    In time is when `clock` says, and what the clock says of a file in the page cache, where layers are less far apart. A loader
+    thread is never without an open gate while a layer waits. No gate becomes earlier, none passes z_w, and those of W stay.
     """
+    closed = _closed_late(problem, gates, moves, clock, margin)
+    if problem.host_bandwidth == math.inf:
+        return closed
+    cached = from_cache(problem)
+    also = _closed_late(cached, gates, moves, play(cached, gates, moves), margin)
+    return {name: min(gate, also[name]) for name, gate in closed.items()}
+
+
+def _closed_late(problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, margin: float) -> dict[str, int]:
     needs = needed_at(problem, moves)
     later = dict(gates)
     rate = 1 / problem.load_bandwidth + 1 / problem.host_bandwidth
     begin = clock.done[-1] if clock.done else 0.0
-    streamed = [w for w in problem.weights if gates[w.name]]
     done = (problem.opening_seconds, *clock.done)  # index l: when layer l is done
     bound = len(problem.layers)
-    for w in sorted(streamed, key=lambda w: (gates[w.name], needs[w.name], w.first_use), reverse=True):
+    order = sorted((w for w in problem.weights if w.name in moves), key=lambda w: (gates[w.name], needs[w.name], w.first_use))
+    for nth in range(len(order) - 1, -1, -1):
+        w = order[nth]
         due = min(begin, clock.started[needs[w.name] - 1])
         begin = due - margin * w.nbytes * rate
         # The last layer whose end is no later than that opens the gate of the one behind it.
         opened = bisect_right(done, begin)
+        if nth > LOADER_THREADS:
+            opened = min(opened, needs[order[nth - LOADER_THREADS - 1].name])
         later[w.name] = bound = min(bound, moves[w.name][0][0], max(gates[w.name], opened))
     return later
+
+
+def in_turn(problem: Problem, preload: Collection[str], gates: Mapping[str, int], moves: Moves) -> dict[str, int]:
+    """`gates` with those of W, which is read in turn with the streamed weights instead of before them: 0 or a layer.
+
+    Whenever the disk is free, it reads of the weights whose gates are open the one that is needed first; memory says nothing
+    about W, whose places are its own. Of that order for a file on disk, the one for a file in the page cache, and W before
+    everything, the one is taken that answers first in both cases together.
+    """
+    first = {**gates, **dict.fromkeys(preload, 0)}
+    resident = [w for w in problem.weights if w.name in preload and w.first_use > 1]
+    if not resident or not moves:
+        return first
+    cached = from_cache(problem)
+    orders = [first, _in_turn(problem, resident, first, moves)]
+    if problem.host_bandwidth < math.inf:
+        orders.append(_in_turn(cached, resident, first, moves))
+    return min(orders, key=lambda order: play(problem, order, moves).seconds + play(cached, order, moves).seconds)
+
+
+def _in_turn(problem: Problem, resident: list[WeightSpec], gates: Mapping[str, int], moves: Moves) -> dict[str, int]:
+    needs = needed_at(problem, moves)
+    compute = Compute(problem, durations(problem, moves))
+    streamed = sorted(
+        (w for w in problem.weights if w.name in moves), key=lambda w: (gates[w.name], needs[w.name], w.first_use)
+    )
+    waiting = sorted(resident, key=lambda w: w.first_use)
+    found = dict(gates)
+    rate = max(1 / problem.load_bandwidth, 1 / problem.host_bandwidth)
+    now, gate, at = 0.0, 1, 0
+    for w in problem.weights:  # of W, what layer 1 uses
+        if w.first_use == 1:
+            now += w.nbytes * rate
+    for w in streamed:
+        while at < len(waiting):
+            other = waiting[at]
+            if gates[w.name] <= other.first_use:  # else the gate waits for it
+                opens = compute.until(gates[w.name] - 1) if gates[w.name] > 1 else 0.0
+                if opens <= now and needs[w.name] <= other.first_use:
+                    break
+                if opens > now and opens - now < other.nbytes * rate / 2 and needs[w.name] <= other.first_use:
+                    break  # it is opened while the other one would be read
+            now += other.nbytes * rate
+            compute.ready[other.first_use] = max(compute.ready[other.first_use], now)
+            found[other.name] = gate
+            at += 1
+        gate = max(gate, gates[w.name])
+        opens = compute.until(gates[w.name] - 1) if gates[w.name] > 1 else 0.0
+        now = max(now, opens) + w.nbytes * rate
+        need = needs[w.name]
+        compute.ready[need] = max(compute.ready[need], now)
+    for other in waiting[at:]:
+        found[other.name] = min(gate, other.first_use)
+    return found

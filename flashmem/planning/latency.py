@@ -2,26 +2,28 @@
 
 W is only what must be there before layer 1 (and what the caller asks for): a preloaded weight delays layer 1 and keeps its
 bytes for good. Every other weight is read in use order, as early as memory permits. Among plans that read whole slices in use
-order no other is faster but for what moving slows down. Then gates are closed as late as nobody notices. It takes O(n log
-n), so
-a plan can be made again whenever the budget changes.
+order no other is faster but for what moving slows down; where the disk waits for memory, that order is left (`fill`). Then
+gates are closed as late as nobody notices. It takes O(n log n), so a plan can be made again whenever the budget changes.
 
-lambda weighs latency against memory: from M_peak at 0 (fastest) to the least that works at 1 (smallest), what a plan may hold
-shrinks in proportion, and the plan is the fastest that holds no more. So a sweep of lambda traces the Pareto front.
+lambda weighs latency against average memory. Plans are made for a ladder of limits, from M_peak to the least that works, and
+lambda says where between the average of the fastest (0) and of the smallest (1) the average must stay: the plan is the fastest
+of those that keep to it. So a sweep of lambda traces the Pareto front of the ladder, and neither end can be passed.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble, moved_chunks
-from flashmem.planning.clock import Clock, Moves, fastest_seconds, play
-from flashmem.planning.gates import closed_late, earliest_gates, gates_ahead, held_bytes
+from flashmem.planning.bounds import fastest_seconds
+from flashmem.planning.clock import Clock, Moves, play
+from flashmem.planning.fill import filled
+from flashmem.planning.gates import earliest_gates, gates_ahead, held_bytes, settled
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -77,13 +79,14 @@ def require_m_peak(problem: Problem, preload: Collection[str]) -> None:
         )
 
 
-def late_moves(problem: Problem, gates: Mapping[str, int], clock: Clock) -> dict[str, tuple[tuple[int, int], ...]]:
+def late_moves(problem: Problem, gates: Mapping[str, int], clock: Clock, near: int) -> dict[str, tuple[tuple[int, int], ...]]:
     """x_{w,l} of the streamed weights: within C_l where that can be, above it where it costs least.
 
     A chunk is moved between g_w (in mode `interleave`: the layer that first starts with its weight read) and i_w - 1. These
     windows open and close in use order, so serving the latest use first, walking backwards, keeps most chunks within capacity.
-    What is left is spread over the window in proportion to the layers' latency, none of it beside hierarchical operators
-    unless there is nothing else.
+    What is left goes beside layers whose successors wait anyway, by `clock`, as far as that takes. The rest is spread over the
+    last `near` layers of the window in proportion to their latency. None of it goes beside hierarchical operators unless there
+    is nothing else.
     """
     queue = sorted((w for w in problem.weights if gates[w.name]), key=lambda w: w.first_use)
     waits = problem.mode == "interleave"
@@ -93,26 +96,51 @@ def late_moves(problem: Problem, gates: Mapping[str, int], clock: Clock) -> dict
     ]
     left = [problem.chunks(w) for w in queue]
     moves: list[dict[int, int]] = [{} for _ in queue]
+    within = [spec.capacity for spec in problem.layers]
+    _serve(queue, opens, left, moves, within)
+    if any(left):
+        _serve(queue, opens, left, moves, _unnoticed(problem, clock, moves))
+    spread = _Spread(problem)
+    for index, w in enumerate(queue):
+        spread.add(moves[index], left[index], max(opens[index], w.first_use - near), w)
+    return {w.name: tuple(sorted(parts.items())) for w, parts in zip(queue, moves, strict=True)}
+
+
+def _serve(
+    queue: Sequence[WeightSpec], opens: Sequence[int], left: list[int], moves: list[dict[int, int]], rooms: Sequence[int]
+) -> None:
+    """Move what is `left` of `queue` (in use order) beside layers that have room for so many chunks, walking backwards."""
     waiting: list[int] = []  # latest use first; those before `head` are finished, or their window has closed
     head, unseen = 0, len(queue) - 1
-    for layer in range(len(problem.layers), 0, -1):
+    for layer in range(len(rooms), 0, -1):
         while unseen >= 0 and queue[unseen].first_use > layer:
             waiting.append(unseen)
             unseen -= 1
-        room = problem.layers[layer - 1].capacity
+        room = rooms[layer - 1]
         while room and head < len(waiting):
             index = waiting[head]
             if layer < opens[index] or not left[index]:
                 head += 1
                 continue
             taken = min(room, left[index])
-            moves[index][layer] = taken
+            moves[index][layer] = moves[index].get(layer, 0) + taken
             left[index] -= taken
             room -= taken
-    spread = _Spread(problem)
-    for index, w in enumerate(queue):
-        spread.add(moves[index], left[index], opens[index], w)
-    return {w.name: tuple(sorted(parts.items())) for w, parts in zip(queue, moves, strict=True)}
+
+
+def _unnoticed(problem: Problem, clock: Clock, moves: Sequence[Mapping[int, int]]) -> list[int]:
+    """Chunks by layer that may be moved there beside `moves` while the next layer waits for what it needs."""
+    moved = [0] * (len(problem.layers) + 1)
+    for parts in moves:
+        for layer, chunks in parts.items():
+            moved[layer] += chunks
+    rooms = []
+    for layer, spec in enumerate(problem.layers, start=1):
+        idle = clock.started[layer] - clock.done[layer - 1] if layer < len(problem.layers) else 0.0
+        able = spec.operator_class != "hierarchical" and idle > 0
+        most = int(spec.bytes_within(spec.seconds + idle) // problem.chunk_bytes) if able else 0
+        rooms.append(max(0, most - moved[layer]))
+    return rooms
 
 
 class _Spread:
@@ -138,44 +166,113 @@ def read_and_move(problem: Problem, preload: frozenset[str], limit: int) -> tupl
 
     Gates open as early as whole slices fit. Where staging makes that too much, they open in a smaller part of `limit`.
     """
+    best: tuple[dict[str, int], Moves, Clock] | None = None
+    for near in _NEAR:
+        found = _read_and_move(problem, preload, limit, near)
+        if best is None or found[2].seconds < best[2].seconds * (1 - _TIE):
+            best = found
+        gates, _, clock = best
+        if clock.seconds <= play(problem, gates).seconds * (1 + _TIE):
+            break  # what is moved costs nothing
+    assert best is not None
+    return best
+
+
+_NEAR = (1 << 30, 1)
+"""Layers before its use among which what capacities have no room for is spread: all, or those where it holds up no others."""
+
+_TIE = 1e-9
+
+
+def _read_and_move(problem: Problem, preload: frozenset[str], limit: int, near: int) -> tuple[dict[str, int], Moves, Clock]:
+    def moving(gates: Mapping[str, int]) -> Moves:
+        return late_moves(problem, gates, play(problem, gates), near)
+
     least = least_in_use(problem, preload)
     for step in range(_STEPS + 1):
-        within = limit - (limit - least) * step // _STEPS
-        gates = earliest_gates(problem, preload, within)
-        moves = late_moves(problem, gates, play(problem, gates))
+        gates = earliest_gates(problem, preload, limit - (limit - least) * step // _STEPS)
+        moves = moving(gates)
         if problem.mode != "interleave" or int(held_bytes(problem, gates, moves).max()) <= limit:
             break
     else:  # every weight in the layer before its use, and read ahead as far as there is room
         moves = {w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload}
         gates = gates_ahead(problem, preload, moves, limit)
-    clock = play(problem, gates, moves)
-    late = closed_late(problem, gates, moves, clock)
-    closed = play(problem, late, moves)
-    if closed.seconds <= clock.seconds * (1 + _NOTICED):
-        gates, clock = late, closed
+    gates, moves = filled(problem, gates, moves, limit, None if problem.mode == "interleave" else moving)
+    gates, clock = settled(problem, preload, gates, moves)
     return gates, moves, clock
 
 
 _STEPS = 8
 """Parts of the limit that are tried for what stays at home where staging comes on top."""
 
-_NOTICED = 1e-9
-"""A share of the latency that closing gates late may cost: rounding."""
+
+@dataclass(frozen=True)
+class Candidate:
+    """What `read_and_move` decides inside `limit` bytes, and the bytes of weights that a session then holds on average."""
+
+    limit: int
+    gates: dict[str, int]
+    moves: Moves
+    clock: Clock
+    held: int  # at the most, beside W
+    average: int
 
 
-def allowance(problem: Problem, preload: Collection[str], lambda_: float) -> int:
-    """The most bytes in flight that lambda admits: from M_peak at 0 to `smallest_m_peak` at 1."""
+def candidate(problem: Problem, preload: frozenset[str], limit: int) -> Candidate:
+    """The plan inside `limit` bytes. Places are taken while the session lasts; in mode `map` pages come and go."""
+    gates, moves, clock = read_and_move(problem, preload, limit)
+    held = int(held_bytes(problem, gates, moves).max(initial=0))
+    resident = sum(w.nbytes for w in problem.weights if w.name in preload)
+    average = held
+    if problem.mode == "map" and clock.seconds:
+        entered = (
+            (clock.done[w.last_use - 1] - max(problem.opening_seconds, clock.read[w.name])) * w.nbytes
+            for w in problem.weights if w.name in moves
+        )  # fmt: skip
+        average = round(sum(entered) / clock.seconds)
+    return Candidate(limit, gates, moves, clock, held, resident + average)
+
+
+def traced(problem: Problem, preload: frozenset[str], lambda_: float) -> Candidate:
+    """The fastest candidate whose average is no more than lambda admits, between that of the fastest and of the smallest.
+
+    The same ladder of limits is asked for every lambda, so latency never falls and the average never rises with it. Of many
+    weights only the rung at lambda is made.
+    """
     smallest, _ = smallest_m_peak(problem, preload)
-    chosen = forced_preload(problem, preload)
-    streamed = sum(w.nbytes for w in problem.weights if w.name not in chosen)
-    most = min(problem.m_peak, max(smallest, streamed * (2 if problem.mode == "interleave" else 1)))
-    return smallest + int((most - smallest) * (1 - lambda_))
+
+    def rung(most: int, share: float) -> Candidate:
+        return candidate(problem, preload, most - int((most - smallest) * share))
+
+    if len(problem.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
+        copies = 2 if problem.mode == "interleave" else 1
+        streamed = copies * sum(w.nbytes for w in problem.weights if w.name not in preload)
+        return rung(min(problem.m_peak, max(smallest, streamed)), lambda_)
+    roomy = candidate(problem, preload, problem.m_peak)
+    if not lambda_ and roomy.clock.seconds <= fastest_seconds(problem, preload) * (1 + _TIE):
+        return roomy
+    most = max(smallest, roomy.held)
+    family = [roomy, *(rung(most, step / _RUNGS) for step in range(1, _RUNGS + 1))]
+
+    def order(one: Candidate) -> tuple[float, int]:
+        return one.clock.seconds, one.average
+
+    fastest, least = min(family, key=order), min(one.average for one in family)
+    allowed = least + int((fastest.average - least) * (1 - lambda_))
+    return min((one for one in family if one.average <= allowed), key=order)
+
+
+_RUNGS = 10
+"""Steps of the ladder below the plan that may hold most."""
+
+_LADDER_WEIGHTS, _THOROUGH_WEIGHTS = 1500, 64
+"""Most weights for which the whole ladder is asked; at lambda 0, where the widest limit is all but always the fastest."""
 
 
 def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.0) -> OverlapPlan:
     """The fastest plan inside M_peak (or what lambda leaves of it); `objective` and `bound` are seconds of integrated latency.
 
-    The bound holds for every plan with this W that holds no more (see `fastest_seconds`).
+    The bound holds for every plan with this W that holds no more at once than the limit of the ladder it was made for.
 
     Raises:
         BudgetError: M_peak is below `smallest_m_peak`.
@@ -183,14 +280,13 @@ def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: floa
     begun = time.monotonic()
     require_m_peak(problem, preload)
     chosen = forced_preload(problem, preload)
-    limit = allowance(problem, preload, lambda_)
-    gates, moves, clock = read_and_move(problem, chosen, limit)
-    seconds, bound = clock.seconds, fastest_seconds(replace(problem, m_peak=limit), chosen)
-    if seconds - bound <= 1e-9 * seconds:
+    made = traced(problem, chosen, lambda_)
+    seconds, bound = made.clock.seconds, fastest_seconds(replace(problem, m_peak=made.limit), chosen)
+    if seconds - bound <= _TIE * seconds:
         bound = seconds
-    relaxed = any(n > spec.capacity for n, spec in zip(moved_chunks(problem, moves), problem.layers, strict=True))
+    relaxed = any(n > spec.capacity for n, spec in zip(moved_chunks(problem, made.moves), problem.layers, strict=True))
     return assemble(
-        problem, chosen, gates, moves, kind="first", lambda_=lambda_, objective=seconds, bound=bound,
+        problem, chosen, made.gates, made.moves, kind="first", lambda_=lambda_, objective=seconds, bound=bound,
         tier="soft-threshold" if relaxed else "greedy", started=begun, base=chosen, asked=preload,
-        notes=("every weight is read in use order, as early as M_peak permits; the bound holds for this W",),
+        notes=("read in use order, as early as M_peak permits, but where the disk would wait; the bound is for this W",),
     )  # fmt: skip

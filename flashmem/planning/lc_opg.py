@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from flashmem.errors import UserError
 from flashmem.planning.assemble import assemble
-from flashmem.planning.clock import Moves, play
-from flashmem.planning.gates import closed_late, gates_ahead
+from flashmem.planning.clock import Moves
+from flashmem.planning.gates import gates_ahead, settled
 from flashmem.planning.latency import first_plan, forced_preload
 from flashmem.planning.paper import Decision, PaperProblem
 from flashmem.planning.plan import Objective, OverlapPlan, Tier, Units
@@ -50,7 +50,7 @@ def solve(
         lambda_: from 0 to 1.
         preload: weights that must be in W.
         time_limit: seconds for the dynamic program and CP-SAT together ("paper"); the fallback tiers take theirs in addition.
-        workers: threads of CP-SAT.
+        workers: threads of CP-SAT; 0: it is not asked.
         preload_limit: most bytes W may take beyond those that must be in it ("paper"); None for no limit.
         units: of the paper's objective: as shares of all chunks and all layers, or in chunks and layers as printed.
 
@@ -99,16 +99,13 @@ def _solve_paper(
 
 def read_ahead(problem: Problem, preload: frozenset[str], moves: Moves, limit: int, *, staging: bool = False) -> dict[str, int]:
     """Read gates for moves that are decided: as early as `limit` bytes permit, then as late as nobody notices."""
-    gates = gates_ahead(problem, preload, moves, limit, staging=staging)
-    clock = play(problem, gates, moves)
-    late = closed_late(problem, gates, moves, clock)
-    return late if play(problem, late, moves).seconds <= clock.seconds * (1 + 1e-9) else gates
+    return settled(problem, preload, gates_ahead(problem, preload, moves, limit, staging=staging), moves)[0]
 
 
 def with_room(problem: Problem, plan: OverlapPlan, limit: int, *, staging: bool = False) -> OverlapPlan:
     """`plan` with the reads running ahead within `limit` bytes only, of all that is in flight or of staging."""
     preload = frozenset(w.name for w in plan.weights if w.preload)
-    moves = {w.name: w.moves for w in plan.weights}
+    moves = {w.name: w.moves for w in plan.weights if not w.preload}
     gates = read_ahead(problem, preload, moves, limit, staging=staging)
     return replace(plan, weights=tuple(replace(w, read_layer=gates[w.name]) for w in plan.weights))
 
@@ -119,9 +116,13 @@ def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> t
     best, bound = choose_preload(paper, 0.5 * (time.monotonic() + deadline))
     if best is not None and best.cost <= bound:
         return best, bound, "dynamic-program"
+    if not workers:
+        return best, bound, "dynamic-program"
     try:
         from flashmem.planning.cp_sat import CpSat
     except ModuleNotFoundError as error:
+        if best is not None:
+            return best, bound, "dynamic-program"
         raise UserError(f"this plan needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
     improved, bound = CpSat(paper, deadline, workers).improve(best, bound)
     return improved, bound, "dynamic-program" if improved is best else "cp-sat"

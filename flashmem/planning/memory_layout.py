@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.device import TransferMode
-from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
+from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.planning.texture_slots import colour_slots
 from flashmem.program import DEFAULT_PAGE, POOL_ALIGNMENT, Slice
 
@@ -178,9 +178,10 @@ def lay_out_pools(
     modes: Sequence[TransferMode],
     *,
     page_bytes: int = DEFAULT_PAGE,
-    loader_threads: int = LOADER_THREADS,
+    loader_threads: int | None = None,
 ) -> dict[str, PoolLayout]:
     """The layout of each of `modes` for the planned slices, by mode. `page_bytes`: the program's, which slices start on.
+    `loader_threads`: the plan's, unless others are named.
 
     Raises:
         ValueError: the plan has a weight that is not among `slices`.
@@ -191,13 +192,14 @@ def lay_out_pools(
         raise ValueError(f"the program has no slice {missing[0]!r}, which the plan streams")
     planned = [(by_name[w.name], w) for w in plan.weights]
     pools = _Pools(planned, len(plan.capacities), _piece_bytes(slices, plan.piece_bytes), page_bytes)
+    threads = loader_threads or plan.loader_threads
     lay: dict[TransferMode, Callable[[], PoolLayout]] = {
         "map": pools.mapped,
         "alias": pools.alias,
-        "dma": lambda: pools.dma(loader_threads),
-        "interleave": lambda: pools.interleave(loader_threads),
+        "dma": lambda: pools.dma(threads),
+        "interleave": lambda: pools.interleave(threads, ring=not plan.shares_memory),
     }
-    return {mode: lay[mode]() for mode in modes}
+    return {mode: replace(lay[mode](), threads=threads) for mode in modes}
 
 
 class _Pools:
@@ -223,22 +225,26 @@ class _Pools:
 
     def dma(self, loader_threads: int) -> PoolLayout:
         """Slices are written from g_w on, through a ring of one part for each loader thread, in pieces if they are large."""
-        largest = max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, _ in self.planned), default=0)
-        return self._targets(lambda w: w.read_layer, loader_threads * largest, {})
+        return self._targets(lambda w: w.read_layer, loader_threads * self._passing(self.planned), {})
 
-    def interleave(self, loader_threads: int) -> PoolLayout:
+    def interleave(self, loader_threads: int, *, ring: bool) -> PoolLayout:
         """Slices wait in staging from g_w to their last move; kernels move them from the first move on.
 
         Preloaded slices pass through one entrance, which has a part for each loader thread, as large as what passes of the
-        largest of them.
+        largest of them. With `ring` all slices pass through one like that, which is apart from staging.
         """
         streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
-        preloaded = [_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, w in self.planned if w.preload]
-        entrance = [Interval("", loader_threads * max(preloaded), 0, self.layers)] if preloaded else []
+        part = 0 if ring else self._passing([(s, w) for s, w in self.planned if w.preload])
+        entrance = [Interval("", loader_threads * part, 0, self.layers)] if part else []
         staging, total = lay_out([*entrance, *streamed], POOL_ALIGNMENT)
         at = staging.pop("", 0)
         staging.update({w.name: at for _, w in self.planned if w.preload})
-        return replace(self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=max(preloaded, default=0))
+        passed = loader_threads * self._passing(self.planned) if ring else 0
+        return replace(self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=part, ring_bytes=passed)
+
+    def _passing(self, planned: Sequence[tuple[Slice, PlannedWeight]]) -> int:
+        """Bytes that pass through staging at a time of the largest slice."""
+        return max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, _ in planned), default=0)
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
         return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.read_layer)) for s, w in planned]

@@ -105,10 +105,10 @@ class PaperProblem:
         return int(held_bytes(self.problem, gates, plan.moves).max()) <= self.problem.m_peak
 
     def _inside(self) -> tuple[Problem, ...]:
-        """The problem, and with half of M_peak where staging takes as much again as SRPT counts, at the most."""
+        """The problem, and with less of M_peak, down to half, where staging takes as much again as SRPT counts at the most."""
         if self.problem.mode != "interleave":
             return (self.problem,)
-        return self.problem, replace(self.problem, m_peak=self.problem.m_peak // 2)
+        return tuple(replace(self.problem, m_peak=self.problem.m_peak * part // 10) for part in range(10, 4, -1))
 
     def polished(self, best: Decision, until: float) -> Decision:
         """Weights moved in and out of W, one at a time, while that lowers the cost and `time.monotonic` is below `until`."""

@@ -13,13 +13,14 @@ from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure
 from flashmem.planning.clock import unlimited_seconds
+from flashmem.planning.gates import held_bytes, settled
 from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES, Objective, OverlapPlan, Units
-from flashmem.planning.problem import Problem, build_problem
+from flashmem.planning.plan import Objective, OverlapPlan, Units
+from flashmem.planning.problem import Problem, build_problem, staged_least, staged_within
 from flashmem.program import Program, fixed_bytes
 
 
@@ -29,11 +30,7 @@ def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: Trans
     m_peak = limits.m_peak or max(2 * total, 1)  # of which one mode holds every byte twice
     problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
     limit = limits.m_peak or limits.budget
-    return problem if limit is None else replace(problem, piece_bytes=max(1, min(PASSING_BYTES, limit // _PIECES)))
-
-
-_PIECES = 32
-"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
+    return problem if limit is None else staged_within(problem, limit)
 
 
 def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -57,7 +54,7 @@ def plan_problem(
     try:
         plan = _plan(problem, program, mode, limits)
     except BudgetError:  # staging is given as little as it can do with
-        problem = replace(problem, piece_bytes=1)
+        problem = staged_least(problem)
         plan = _plan(problem, program, mode, limits)
     if complete or limits.resolved_objective == "steady":
         return completed(problem, plan, program, mode, limits)
@@ -67,13 +64,59 @@ def plan_problem(
 def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     """A plan for the first answer with what stays for later runs. It has passed `OverlapPlan.check`."""
     objective, budget = limits.resolved_objective, limits.budget
-    problem = replace(problem, piece_bytes=plan.piece_bytes)
-    if limits.strategy == "stream" and (objective == "steady" or (objective == "first" and limits.m_peak is None)):
+    problem = replace(problem, piece_bytes=plan.piece_bytes, loader_threads=plan.loader_threads)
+    if limits.strategy == "stream" and objective != "paper":
         preload = _slices_of(program, limits.preload)
         limit = limits.m_peak if budget is None else budget
         measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
-        plan = _for_later_runs(problem, plan, objective, preload, limit, measure)
+        if objective == "first":
+            plan = _searched(problem, plan, limit, measure)
+        if objective == "steady" or limits.m_peak is None:
+            plan = _for_later_runs(problem, plan, objective, preload, limit, measure)
     return _sealed(problem, plan, program, mode, limits)
+
+
+def _searched(problem: Problem, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:
+    """`plan` for the first answer as CP-SAT makes it better, if that is installed and what is not proven is worth a search.
+
+    It holds no more at once than `plan` does, and `measure` of it is at most `limit`.
+    """
+    unproven = plan.objective - plan.bound
+    large = len(plan.weights) > _SEARCHED_BY_CP_SAT
+    if plan.objective_kind != "first" or large or unproven <= max(_WORTH_SECONDS, _WORTH_SHARE * plan.objective):
+        return plan
+    try:
+        from flashmem.planning.cp_first import improve
+    except ModuleNotFoundError:
+        return plan
+    preload = frozenset(w.name for w in plan.weights if w.preload)
+    moves = {w.name: w.moves for w in plan.weights if not w.preload}
+    gates = {w.name: w.read_layer for w in plan.weights}
+    held = int(held_bytes(problem, gates, moves).max(initial=0))
+    found = improve(problem, gates, moves, held, seconds=_SEARCH_SECONDS, enough=plan.bound * (1 + 1e-9))
+    better, clock = settled(problem, preload, found.gates, moves)
+    note = f"searched by CP-SAT for {_SEARCH_SECONDS:.0f} s at the most"
+    if found.bound > plan.bound:
+        note += f", which proved the bound for plans that hold no more than {held} bytes at once"
+        plan = replace(plan, bound=min(found.bound, plan.objective))
+    if clock.seconds < plan.objective:
+        trial = replace(plan, weights=tuple(replace(w, read_layer=better[w.name]) for w in plan.weights))
+        if limit is None or measure(trial) <= limit:
+            note += f"; first answer {plan.objective:.6g} s before"
+            plan = replace(trial, objective=clock.seconds, bound=min(plan.bound, clock.seconds))
+    if plan.objective - plan.bound <= 1e-6 * plan.objective:
+        plan = replace(plan, bound=plan.objective)
+    return replace(plan, notes=(*plan.notes, note), status="OPTIMAL" if plan.bound >= plan.objective else "FEASIBLE")
+
+
+_SEARCH_SECONDS = 4.0
+"""Of CP-SAT, for one plan."""
+
+_SEARCHED_BY_CP_SAT = 2000
+"""Weights of the largest plan that CP-SAT searches: the clock is played for each neighbourhood."""
+
+_WORTH_SECONDS, _WORTH_SHARE = 1e-3, 2e-3
+"""What must be unproven of a first answer to be searched: seconds, and a share."""
 
 
 def _sealed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -126,6 +169,7 @@ def _first_plan(
     if limits.m_peak is None:
         return fastest_within(problem, operators, limit, measure, preload, lambda_)
     refused: BudgetError | None = None
+    streamed: OverlapPlan | None = None  # with nothing of W that could be streamed
     for part in (1, *(_TOO_LARGE if problem.w_may_grow else ())):
         large = frozenset(w.name for w in problem.weights if part > 1 and w.nbytes > limit // part)
         if part > 1 and not large:
@@ -136,16 +180,26 @@ def _first_plan(
             refused = refused or error
             continue
         if not large:
-            return plan
-        note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak"
+            if plan.gap <= _WORTH_W:
+                return plan
+            streamed = plan
+            continue
+        if streamed is not None and plan.objective >= streamed.objective * (1 - _WORTH_W):
+            return streamed
+        note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak, or much longer"
         bound = min(plan.bound, unlimited_seconds(problem, forced_preload(problem, preload)))  # of every W
         return replace(
             plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note), bound=bound,
             status="OPTIMAL" if bound >= plan.objective else "FEASIBLE",
         )  # fmt: skip
+    if streamed is not None:
+        return streamed
     assert refused is not None
     raise refused
 
+
+_WORTH_W = 0.02
+"""A share of the first answer: where so much is unproven, large slices are tried in W, and stay there if it gains as much."""
 
 _TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 """Of M_peak, the parts above which slices are put into W, should it be too small to stream everything."""
@@ -208,17 +262,17 @@ def _paper_plan_inside(
     Raises:
         BudgetError: nothing fits; it names what the plan with the least takes.
     """
-    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units)
+    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST)
     if not limited:
         return plan
     roomy, least = _reading_ahead(problem, plan, program, in_flight)
     if roomy is not None:
         return roomy
-    for share in _SHARES:
+    for share in _SHARES_OF_M_PEAK:
         try:
             smaller = solve(
                 replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
-                time_limit=_SECONDS_EACH, units=units,
+                time_limit=_SECONDS_AGAIN, units=units,
             )  # fmt: skip
         except BudgetError:
             break
@@ -250,7 +304,7 @@ def _reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, in_fli
     most = problem.m_peak
     if staging:  # what reads ahead waits in staging, and takes nothing else
         layout = lay_out_pools(program.slices, tight, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
-        most -= needed - layout.staging_bytes + LOADER_THREADS * layout.entrance_bytes
+        most -= needed - layout.staging_bytes + layout.threads * layout.entrance_bytes
     for share in _READ_AHEAD:
         roomy = with_room(problem, plan, int(most * share), staging=staging)
         if in_flight(roomy) <= problem.m_peak:
@@ -317,3 +371,6 @@ def _paper_plan_within(
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 _SECONDS_EACH = 4.0
+
+_SHARES_OF_M_PEAK = (0.96, 0.92, 0.88, 0.84, 0.8, 0.72, 0.65, 0.5, 0.35, 0.2, 0.1)
+_SECONDS_FIRST, _SECONDS_AGAIN = 4.0, 1.0

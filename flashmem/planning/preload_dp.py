@@ -25,7 +25,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +51,9 @@ _FIRST_WIDTH, _WIDER = 16, 8
 
 _LABEL_SECONDS = 3e-6
 """About what one label costs at one layer."""
+
+_COUNTED_WEIGHTS = 2000
+"""Most weights whose chunks are sorted by what they weigh at each layer; of more the lightest one speaks for all."""
 
 _PEAK = 4
 """How many times the average a layer may have of labels; should all layers use that, later ones get fewer."""
@@ -115,8 +118,8 @@ def _better(one: Decision | None, other: Decision | None) -> Decision | None:
 class PreloadDynamicProgram:
     """The dynamic program for the weights in `free`; all others are in W.
 
-    A chunk stands for the fewest bytes that one of a weight that may be pending there stands for on average, at `fullness` 0,
-    and for S bytes at `fullness` 1. What is proven holds for all plans at 0 only.
+    Pending chunks stand for the fewest bytes that so many chunks of weights that may be pending there can stand for, at
+    `fullness` 0, and for S bytes each at `fullness` 1. What is proven holds for all plans at 0 only.
     """
 
     def __init__(self, paper: PaperProblem, free: Mapping[str, int], fullness: float = 0.0) -> None:
@@ -151,13 +154,22 @@ class PreloadDynamicProgram:
             lightest.append((*span, -w.nbytes / chunks))
         self.largest = [int(value) for value in _greatest(largest, self.layers, 1)]
         self.weighs = [-value + fullness * (chunk + value) for value in _greatest(lightest, self.layers, -chunk)]
+        self.lightest_first = [_Lightest() for _ in self.weighs] if len(weights) <= _COUNTED_WEIGHTS else []
+        if self.lightest_first:
+            for (first, last, density), w in sorted(zip(lightest, weights, strict=True), key=lambda each: -each[0][2]):
+                each_weighs = -density + fullness * (chunk + density)
+                for layer in range(first, last + 1):
+                    self.lightest_first[layer].add(self.paper.chunks[w.name], each_weighs)
         self.most = max(
             (min(count, self.pending_beside(layer, 0)) for layer, count in enumerate(accumulate(pending[:-1]))), default=0
         )
 
     def pending_beside(self, layer: int, nbytes: int) -> int:
         """Most chunks pending at a layer whose own streamed weights take `nbytes`; negative if these alone are too many."""
-        return math.floor((self.paper.problem.m_peak - nbytes) / self.weighs[layer] * (1 + 1e-12))
+        room = self.paper.problem.m_peak - nbytes
+        if self.lightest_first and room >= 0:
+            return self.lightest_first[layer].most(room)
+        return math.floor(room / self.weighs[layer] * (1 + 1e-12))
 
     def bound(self) -> int:
         """A proven bound: the table's cost of everything."""
@@ -288,6 +300,9 @@ class _CostToGo:
             fits = program.pending_beside(layer, min(w.nbytes for w in arrivals)) + 1
             if fits < self.width:
                 row[max(fits, 0) :] = self._before(below + preloaded, program.served[layer])[max(fits, 0) :]
+        most = max(0, program.pending_beside(layer, 0)) + 1
+        if most < self.width:
+            row[most:] = _NEVER
         row += self._waiting(int(program.largest[layer]))
         return row
 
@@ -306,6 +321,28 @@ class _CostToGo:
             pending = np.arange(self.width, dtype=np.int64)
             found = self._waits[largest] = self.program.paper.distance_cost * -(-pending // largest)
         return found
+
+
+class _Lightest:
+    """The chunks that may be pending at a layer, the lightest first: how many of them so many bytes hold at the most."""
+
+    def __init__(self) -> None:
+        self.chunks: list[int] = [0]
+        self.nbytes: list[float] = [0.0]
+
+    def add(self, chunks: int, weighs: float) -> None:
+        """Chunks of a weight; none that was added before is heavier."""
+        self.chunks.append(self.chunks[-1] + chunks)
+        self.nbytes.append(self.nbytes[-1] + chunks * weighs)
+
+    def most(self, room: int) -> int:
+        """Chunks in `room` bytes, not less than 0."""
+        full = room * (1 + 1e-12)
+        at = bisect_right(self.nbytes, full)
+        if at == len(self.nbytes):
+            return self.chunks[-1]
+        share = (full - self.nbytes[at - 1]) / (self.nbytes[at] - self.nbytes[at - 1])
+        return self.chunks[at - 1] + math.floor(share * (self.chunks[at] - self.chunks[at - 1]))
 
 
 def _greatest(spans: list[tuple[int, int, float]], layers: int, otherwise: float) -> list[float]:

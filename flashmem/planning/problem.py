@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.planning.plan import PASSING_BYTES
+from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.program import Launch, OperatorClass, Program
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ class LayerSpec:
         (low, slow), (high, slower) = self.beside[at - 1], self.beside[at]
         return self.seconds * (slow + (slower - slow) * (nbytes - low) / (high - low))
 
+    def bytes_within(self, seconds: float) -> float:
+        """The most bytes of the curve with which `loaded_seconds` is no more than `seconds`; 0 where nothing slows it down."""
+        reached = 0.0
+        for (low, slow), (high, slower) in pairwise(self.beside):
+            if self.seconds * slower > seconds:
+                return low + (high - low) * max(0.0, seconds / self.seconds - slow) / (slower - slow)
+            reached = high
+        return reached
+
 
 @dataclass(frozen=True)
 class WeightSpec:
@@ -56,7 +66,8 @@ class Problem:
 
     Resources: the disk brings `load_bandwidth` bytes per second into unified memory, from the moment a session is opened; from
     `opening_seconds` on layers run, and the host hands on what was read at `host_bandwidth` (to where the transfer `mode` takes
-    it from). `piece_bytes` of a slice are handed on at a time. `w_may_grow`:
+    it from). `piece_bytes` of a slice are handed on at a time, by each of `loader_threads`. `shares_memory`: host and
+    device do. `w_may_grow`:
     slices too large for M_peak may go to W, also for the first answer: there will be no smaller slices.
     """
 
@@ -71,6 +82,8 @@ class Problem:
     opening_seconds: float = 0.0
     piece_bytes: int = 0
     w_may_grow: bool = False
+    loader_threads: int = LOADER_THREADS
+    shares_memory: bool = True
 
     def chunks(self, weight: WeightSpec) -> int:
         """T(w) = ceil(bytes(w) / S)."""
@@ -138,7 +151,27 @@ def posed(
     return Problem(
         tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, notes, mode,
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
+        loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory,
     )  # fmt: skip
+
+
+def staged_within(problem: Problem, limit: int) -> Problem:
+    """`problem` with as much staging as `limit` bytes of memory can spare."""
+    piece = max(1, min(PASSING_BYTES, limit // _PIECES))
+    threads = max(min(LOADER_THREADS, problem.loader_threads), min(problem.loader_threads, limit // (_RINGS * piece)))
+    return replace(problem, piece_bytes=piece, loader_threads=threads)
+
+
+def staged_least(problem: Problem) -> Problem:
+    """`problem` with as little staging as it can do with."""
+    return replace(problem, piece_bytes=1, loader_threads=min(LOADER_THREADS, problem.loader_threads))
+
+
+_RINGS = 8
+"""What all loader threads together have of staging is no more than this part of the limit; two threads there are always."""
+
+_PIECES = 32
+"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
 
 
 def chosen_chunk(capacities: Sequence[float]) -> int:

@@ -24,7 +24,7 @@ from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 from flashmem.runtime.launching import Launch, Recorder, Recording, not_recorded
 from flashmem.runtime.loader import LoaderRun
-from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, wait
+from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
 from flashmem.runtime.schedule import Span
 
 LAYERS_APART = (4, 64)
@@ -211,6 +211,8 @@ class Executor:
             layer += 1
             if check is not None:
                 check()
+            while loader is not None and flying and has_ended(flying[0][1]):  # a gate should open when it can
+                retire()
             if loader is not None and step.needs:
                 loaded = loader.loaded
                 for name in step.needs:
@@ -230,12 +232,12 @@ class Executor:
                 queue.flush()
                 launched = layer
             elif layer in waking or layer >= launched + self._apart or layer == last:
-                queue.launch_all(launches[:-1])
+                queue.launch_all(launches[:-1], alone=loader is None)
                 flying.append((layer, queue.launch(launches[-1])))
                 queue.flush()
                 launched = layer
             else:
-                queue.launch_all(launches)
+                queue.launch_all(launches, alone=loader is None)
                 if layer == first:
                     queue.flush()
             if layer in after:

@@ -44,10 +44,19 @@ class Launch:
         )  # fmt: skip
 
 
+def library_path() -> str:
+    """What to load for OpenCL's functions: symbols are looked up in the loader that pyopencl is linked with."""
+    path: str = cl._cl.__file__
+    return path
+
+
 @functools.cache
-def enqueue_function() -> Callable[..., int]:
-    """clEnqueueNDRangeKernel, called with the interpreter's lock held: it is over before a thread could be woken for it."""
-    library = ctypes.PyDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
+def enqueue_function(alone: bool) -> Callable[..., int]:
+    """clEnqueueNDRangeKernel. Called with the interpreter's lock held if nobody else wants it: it is over before a thread could
+    be woken for it. Not so beside threads that copy, for which a driver may have it wait, or when it loads a kernel first.
+    """
+    path = library_path()
+    library = ctypes.PyDLL(path) if alone else ctypes.CDLL(path)
     enqueue: Callable[..., int] = library.clEnqueueNDRangeKernel
     return enqueue
 
@@ -58,7 +67,7 @@ Find = Callable[[str], int | None]
 
 def functions_of(platform: Any) -> Find:
     """Those of the loader and, behind them, of a platform's extensions."""
-    library = ctypes.CDLL(cl._cl.__file__)
+    library = ctypes.CDLL(library_path())
     extension = library.clGetExtensionFunctionAddressForPlatform
     extension.restype = ctypes.c_void_p
 

@@ -1,8 +1,9 @@
 """Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
 
-A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of (g_w, z_w, i_w); the read of w may
-start once layer g_w - 1 is done, and not before everything freed by then has been let go, so that no two slices are ever
-resident that the plan kept apart.
+A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of what waits for them, the first one
+whose gate is open: w may come in once the layer is done that was the last to need its place (mode `map`: layer g_w - 1) and
+everything freed by then has been let go, so that no two slices are ever resident that the plan kept apart. Loads that pass
+through staging of a thread's own are read there before that, and copied on when the gate opens.
 """
 
 from __future__ import annotations
@@ -10,12 +11,38 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from flashmem.errors import RunError
 from flashmem.program import Slice
-from flashmem.runtime.schedule import Load, Span
+from flashmem.runtime.schedule import LOOKED_AT, Load, Span, Step
 from flashmem.runtime.transfer import Transfer
+
+
+class _Turn:
+    """One load of a run: its steps, and when its gate is open."""
+
+    __slots__ = ("_run", "gate", "start", "steps")
+
+    def __init__(self, run: LoaderRun, gate: int) -> None:
+        self._run, self.gate = run, gate
+        self.start = time.perf_counter()
+        self.steps: list[tuple[Step, float]] = []
+
+    def did(self, what: Step) -> None:
+        """Note that it has done this until now."""
+        self.steps.append((what, time.perf_counter()))
+
+    def opened(self) -> None:
+        """Wait for its gate. Raises _StoppedError if the run stops before."""
+        if not self._run.is_open(self.gate):
+            self._run.wait_for_gate(self.gate)
+            self.did("gate")
+
+
+class _StoppedError(Exception):
+    """The run ends, and with it the load."""
 
 
 class LoaderRun:
@@ -32,7 +59,7 @@ class LoaderRun:
         admit: Callable[[Load], bool] | None = None,
     ) -> None:
         """Begin at once, with `done` layers behind it. `admit` is asked before each load, and again after `wake`, until
-        `admit_all`: whether there is memory for it.
+        `admit_all`: whether there is memory for it. Until then nothing is read ahead of its gate.
         """
         self.loaded = {load.part.name: False for load in loads}
         self._missing = Counter(load.part.name for load in loads)  # bands, by slice
@@ -41,24 +68,37 @@ class LoaderRun:
         self._loads = loads
         self._frees = frees if transfer.frees else {}
         self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # layers whose end is waited for
-        self._changed = threading.Condition()
-        self._next = 0
-        self._expected = 0
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)  # for loader threads: gates, what is to be freed, the end
+        self._arrived = threading.Condition(lock)  # for who waits for a slice
+        self._wanted: str | None = None  # that slice
+        self._taken = bytearray(len(loads))
+        self._announced = bytearray(len(loads))
+        self._first = 0  # all loads before this one are taken
         self._done = done  # layers that are done
         self._admit = admit
-        self._loading = 0  # threads that bring a load in
+        self._loading = 0  # threads that have a load
+        self._at_gates = 0  # of those, the ones that wait for its gate
         self.when_done: Callable[[int], None] | None = None  # told of layers that something waits for, when they are done
         self._to_free: list[Slice] = []
         self._freeing = 0
         self._failure: BaseException | None = None
         self._stopping = False
         self._ahead = threads
-        self._threads = [
-            threading.Thread(target=self._work, args=(number,), name=f"flashmem-loader-{number}", daemon=True)
-            for number in range(min(threads, len(loads)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._announces = transfer.file.missed  # since the last run began
+        transfer.file.missed = False
+        self._count = min(threads, len(loads))
+        self._threads: list[threading.Thread] = []
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Start one more thread, if there is to be one: each starts the next, so that nobody waits for all of them."""
+        with self._changed:
+            number = len(self._threads)
+            if number < self._count and not self._stopping:
+                thread = threading.Thread(target=self._work, args=(number,), name=f"flashmem-loader-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
     def layer_done(self, layer: int) -> None:
         """Layer `layer` and all before it are done: frees what it used last, and opens the gates behind it."""
@@ -75,8 +115,9 @@ class LoaderRun:
     def idle(self) -> bool:
         """Whether the disk is another's: nothing is being loaded, and nothing can be before a layer is done."""
         with self._changed:
-            waiting = self._next >= len(self._loads) or self._loads[self._next].gate > self._done
-            return self._stopping or (waiting and not self._loading)
+            following = self._following()
+            begins = following is not None and (self.is_open(self._loads[following].gate) or self._at_gates < self._count)
+            return self._stopping or (not begins and self._loading == self._at_gates)
 
     def wake(self) -> None:
         """There may be memory now for a load that was not admitted."""
@@ -95,11 +136,13 @@ class LoaderRun:
         Raises:
             RunError: a load failed.
         """
-        with self._changed:
+        with self._arrived:
+            self._wanted = name
             while not self.loaded[name]:
                 if self._failure is not None:
                     raise _as_run_error(self._failure)
-                self._changed.wait()
+                self._arrived.wait()
+            self._wanted = None
 
     def stop(self) -> None:
         """End the threads, and let go what is still to be freed. Raises RunError if a load failed."""
@@ -115,42 +158,62 @@ class LoaderRun:
 
     def _work(self, thread: int) -> None:
         try:
+            self._start_next()
             while (load := self._take()) is not None:
-                start = time.perf_counter()
+                turn, name = _Turn(self, load.gate), load.part.name
                 if load.preload:
-                    self._transfer.preload(load.part, load.band, thread)
+                    self._transfer.preload(load.part, load.band, thread, turn)
                 else:
-                    self._transfer.load(load.part, load.band, thread)
-                span = Span(load.part.name, start, time.perf_counter())
+                    self._transfer.load(load.part, load.band, thread, turn)
+                span = Span(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
                 with self._changed:
                     self.spans.append(span)
                     self._loading -= 1
-                    self._missing[load.part.name] -= 1
-                    if not self._missing[load.part.name]:
-                        self.loaded[load.part.name] = True
-                        self._changed.notify_all()
+                    self._missing[name] -= 1
+                    if not self._missing[name]:
+                        self.loaded[name] = True
+                        if name == self._wanted:
+                            self._arrived.notify_all()
+        except _StoppedError:
+            return
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
                 self._stopping = True
                 self._changed.notify_all()
+                self._arrived.notify_all()
+
+    def is_open(self, gate: int) -> bool:
+        """Whether layer `gate` is known to be done."""
+        return gate <= self._done
+
+    def wait_for_gate(self, gate: int) -> None:
+        """Return once layer `gate` is done. Raises _StoppedError if the run stops before."""
+        with self._changed:
+            self._at_gates += 1
+            while gate > self._done:
+                if self._stopping:
+                    raise _StoppedError
+                self._changed.wait()
+            self._at_gates -= 1
 
     def _take(self) -> Load | None:
         """The next load whose gate is open; frees on the way. None when the run stops."""
         while True:
             with self._changed:
-                while not self._stopping and not self._to_free and not self._is_open(self._next):
+                number = None
+                while not self._stopping and not self._to_free and (number := self._next()) is None:
                     self._changed.wait()
                 if self._stopping:
                     return None
                 frees, self._to_free = self._to_free, []
                 self._freeing += bool(frees)
                 load = None
-                if not frees:
-                    load = self._loads[self._next]
-                    self._next += 1
+                if number is not None:
+                    load = self._loads[number]
+                    self._taken[number] = True
                     self._loading += 1
-                    ahead = self._announce()
+                    ahead = self._announce(number) if self._announces or self._transfer.file.missed else ()
             if load is not None:
                 for each in ahead:
                     self._transfer.expect(each.part, each.band)
@@ -163,20 +226,37 @@ class LoaderRun:
                     self._freeing -= 1
                     self._changed.notify_all()
 
-    def _is_open(self, index: int) -> bool:
-        """Whether a load may start: its gate is open, nothing is just being freed, and there is memory for it."""
-        if index >= len(self._loads) or self._freeing or self._loads[index].gate > self._done:
-            return False
-        return self._admit is None or self._admit(self._loads[index])
+    def _next(self) -> int | None:
+        """The load to begin with; none while something is freed, or where there is no memory for it."""
+        number = None if self._freeing else self._following()
+        if number is None or self._admit is None:
+            return number
+        load = self._loads[number]
+        return number if self.is_open(load.gate) and self._admit(load) else None
 
-    def _announce(self) -> Sequence[Load]:
-        """The loads up to a few ahead of the one just taken, so that the disk reads on; only behind open gates."""
-        first = max(self._expected, self._next - 1)
-        last = first
-        while last < min(self._next + self._ahead, len(self._loads)) and self._loads[last].gate <= self._done:
-            last += 1
-        self._expected = last
-        return self._loads[first:last]
+    def _following(self) -> int | None:
+        """The first load whose gate is open, else one to read ahead."""
+        first = None
+        for number in self._waiting(LOOKED_AT):
+            if self.is_open(self._loads[number].gate):
+                return number
+            first = number if first is None else first
+        return first if self._transfer.reads_ahead else None
+
+    def _waiting(self, most: int) -> Iterator[int]:
+        """The first loads that are not taken."""
+        taken, last = self._taken, len(self._taken)
+        while self._first < last and taken[self._first]:
+            self._first += 1
+        return islice((number for number in range(self._first, last) if not taken[number]), most)
+
+    def _announce(self, taken: int) -> Sequence[Load]:
+        """The load just taken and a few that come next behind open gates, so that the disk reads on."""
+        ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_open(self._loads[number].gate))]
+        ahead = [number for number in ahead if not self._announced[number]]
+        for number in ahead:
+            self._announced[number] = True
+        return [self._loads[number] for number in ahead]
 
 
 def _as_run_error(error: BaseException) -> BaseException:

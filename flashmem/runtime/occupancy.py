@@ -97,7 +97,9 @@ class Occupancy:
         while True:
             limit = self._device.budget.limit
             try:
-                return place(tenant.plan_for(limit, alone=len(self.tenants()) == 1))
+                place(tenant.plan_for(limit, alone=len(self.tenants()) == 1))
+                tenant.placed_under = limit
+                return
             except BudgetError:
                 if limit == self._device.budget.limit:
                     raise
@@ -112,7 +114,7 @@ class Occupancy:
         try:
             self._make_room(tenant, lambda: tenant.grant(run, done))
         except BudgetError:
-            if tenant.begun_under == self._device.budget.limit:
+            if tenant.placed_under == tenant.begun_under == self._device.budget.limit:
                 raise
             with suppress(RunError):  # it begins again
                 run.stop()

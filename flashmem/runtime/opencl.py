@@ -37,6 +37,7 @@ from flashmem.runtime.launching import (
     Recording,
     enqueue_function,
     functions_of,
+    library_path,
     not_recorded,
 )
 from flashmem.runtime.pocl import one_thread_a_core, writable_pocl_cache
@@ -118,7 +119,7 @@ def _describe(platform: Any, device: Any) -> Device:
 def _raw_info(device: Any, parameter: int) -> int:
     """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 where the driver does not know it either."""
     value = ctypes.c_uint(0)
-    library = ctypes.CDLL(cl._cl.__file__)  # symbols are looked up in the loader that pyopencl is linked with
+    library = ctypes.CDLL(library_path())
     failed = library.clGetDeviceInfo(
         ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4), ctypes.byref(value), None
     )
@@ -143,9 +144,12 @@ class Queue:
         except cl.Error as error:
             raise _run_error(f"launch {launch.kernel.function_name}", error) from error
 
-    def launch_all(self, launches: Iterable[Launch]) -> None:
-        """Enqueue kernels that nobody waits for: without events, which cost a driver more than the launch."""
-        enqueue = enqueue_function()
+    def launch_all(self, launches: Iterable[Launch], *, alone: bool = True) -> None:
+        """Enqueue kernels that nobody waits for: without events, which cost a driver more than the launch.
+
+        `alone`: no other thread is busy with this session.
+        """
+        enqueue = enqueue_function(alone)
         for launch in launches:
             if enqueue(*launch.arguments):
                 self.launch(launch)  # pyopencl frees what nobody holds any more and tries again, or says what is wrong
@@ -212,6 +216,13 @@ def wait(event: Event) -> None:
         event.wait()
     except cl.Error as error:
         raise _run_error("finish a command", error) from error
+
+
+def has_ended(event: Event) -> bool:
+    """Whether the command of `event` has completed or failed; `wait` then says which, at once."""
+    with _explained("ask how far a command is"):
+        status: int = event.command_execution_status
+    return bool(status <= cl.command_execution_status.COMPLETE)
 
 
 def event_seconds(event: Event) -> tuple[float, float]:
@@ -308,9 +319,10 @@ class Program:
                 kernel = cl.Kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
-            setter: Callable[[int, Any], None] = kernel.set_arg
+            memory: Callable[[int, Any], None] = kernel.set_arg
+            number: Callable[[int, Any], None] = kernel._set_arg_buf  # `set_arg` finds out what it is by exceptions, 5 us each
             for index, argument in enumerate(arguments):
-                setter(index, argument)
+                (number if isinstance(argument, np.generic) else memory)(index, argument)
             return kernel
 
     def check(self, name: str) -> None:

@@ -43,7 +43,7 @@ class OpenedBundle:
         self.slices = {part.name: part for part in program.slices}
         self.tensors = {tensor.name: tensor for tensor in program.tensors}
         self.digests: Mapping[str, Digest] | None = bundle.digests.slices if verify_weights else None
-        self.banded = None if verify_weights else mode  # a digest is of a whole slice
+        self.banded = not verify_weights  # a digest is of a whole slice
         self.file = WeightFile(bundle.weights_path, program.weights_bytes)
         self.tables: list[Reader] = [
             CheckedTable(self.file, table_blocks(gather), values) if verify_weights else self.file

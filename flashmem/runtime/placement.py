@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flashmem.digests import digest
 from flashmem.errors import RunError
-from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
+from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import Port, array_bytes, output_bytes, scratch_bytes
 from flashmem.runtime.arena import Bytes, move_out, new_pages
 from flashmem.runtime.device_in_use import DeviceInUse
@@ -20,7 +20,7 @@ from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Event, Memory, Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
-from flashmem.runtime.schedule import Schedule, scheduled
+from flashmem.runtime.schedule import Schedule, scheduled, staying
 from flashmem.runtime.transfer import InterleaveTransfer, Transfer, make_transfer
 
 Array = NDArray[Any]
@@ -67,6 +67,7 @@ class Placement:
             }
             self._lay_out(plan, layout)
         except BaseException:
+            kernels.close()
             self.ledger.close()
             raise
 
@@ -95,9 +96,10 @@ class Placement:
     def _lay_out(self, plan: OverlapPlan, layout: PoolLayout) -> None:
         """Places for the weights under `plan`, and kernels bound to them."""
         opened, context = self.opened, self._device.context
-        self.plan = plan
+        self.plan, self.layout = plan, layout
+        self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = make_transfer(
-            opened.mode, context, self.ledger, opened.file, opened.program.slices, layout, LOADER_THREADS, opened.digests
+            opened.mode, context, self.ledger, opened.file, opened.program.slices, layout, opened.digests
         )
         staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
         arena, constants = self._places
@@ -143,10 +145,24 @@ class Placement:
         assert self._executor is not None
         return self._executor
 
+    def ready_executor(self) -> Executor:
+        """The layers as the next run plays them: what was kept is not moved again. Raises RunError."""
+        if self._resources is not None and staying(self.plan) <= self.resident:
+            self._bind(self.plan.later())
+            self._resources = None
+        return self.executor
+
     def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
         """The next run, as `scheduled` has it: with what is resident now."""
-        opened = self.opened
-        return scheduled(self.plan, opened.slices, resident=self.resident, kept=kept, done=done, mode=opened.banded)
+        opened, resident = self.opened, self.resident
+        key = (resident, None if kept is None else frozenset(kept), done)
+        if self._last_schedule is None or self._last_schedule[0] != key:
+            made = scheduled(
+                self.plan, opened.slices, self.layout, opened.mode,
+                resident=resident, kept=kept, done=done, banded=opened.banded,
+            )  # fmt: skip
+            self._last_schedule = key, made
+        return self._last_schedule[1]
 
     def preload(self) -> None:
         """Make W resident. Raises RunError when a load fails."""
@@ -154,7 +170,7 @@ class Placement:
         if not loads:
             return
         with self.guarded():
-            loader = LoaderRun(self.transfer, loads, {}, threads=LOADER_THREADS)
+            loader = LoaderRun(self.transfer, loads, {}, threads=self.layout.threads)
             try:
                 for load in loads:
                     loader.wait(load.part.name)
@@ -175,9 +191,6 @@ class Placement:
     def settle(self, resident: frozenset[str]) -> None:
         """A run is over, after which these slices are resident."""
         self.has_run, self.resident = True, resident
-        if self._resources is not None:  # what was kept is not moved again
-            self._bind(self.plan.later())
-            self._resources = None
 
     def write(self, tensor: str, data: NDArray[Any]) -> None:
         """Fill a tensor of a port from contiguous host memory."""
@@ -212,6 +225,7 @@ class Placement:
         if self.has_run:
             with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
                 self._kernels.save()
+        self._kernels.close()
         with suppress(RunError):  # a lost device has nothing left to wait for
             self._device.queue.finish()
         if self._transfer is not None:

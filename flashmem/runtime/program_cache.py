@@ -98,8 +98,9 @@ class ProgramCache:
 class CachedKernels:
     """The kernels of a session: from the cache, from the bundle, or built.
 
-    What is there is loaded in a thread: a driver takes a millisecond or two for each, in which opening can go on. What is not
-    is built by `build`, which gives binaries; without it by this process, and `save` puts it into the cache once it has run.
+    What is there is loaded in a thread, in the order given: a driver takes a millisecond or two for each, in which opening can
+    go on with those that are loaded, and a first run without what only later runs need. What is not there is built by `build`,
+    which gives binaries; without it by this process, and `save` puts it into the cache once it has run.
     """
 
     def __init__(
@@ -148,13 +149,15 @@ class CachedKernels:
             else:
                 missing[key] = each
         self._make(missing)
+        self._more = threading.Condition()  # of `_programs`
+        self._left = len(found)
         self._loading: threading.Thread | None = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
         self._loading.start()
 
     @property
     def compiled(self) -> int:
         """How many kernels were compiled and are not in the cache."""
-        self._wait()
+        self.wait()
         return len(self._compiled)
 
     def _make(self, missing: Mapping[str, Wanted]) -> None:
@@ -171,17 +174,40 @@ class CachedKernels:
         return program
 
     def _load(self, found: list[tuple[str, Wanted, bytes | None]]) -> None:
-        for key, each, carried in found:
-            binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
-            try:
-                if binary is not None:
-                    self._keep(key, each, self._context.load(binary, self._options))
-                    continue
-            except RunError:
-                self._cache.delete(key)
-            self._refused[key] = each
+        try:
+            for key, each, carried in found:
+                binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
+                self._load_one(key, each, binary)
+        finally:
+            with self._more:
+                self._left = 0
+                self._more.notify_all()
 
-    def _wait(self) -> None:
+    def _load_one(self, key: str, wanted: Wanted, binary: bytes | None) -> None:
+        program = None
+        try:
+            if binary is not None:
+                program = self._context.load(binary, self._options)
+        except RunError:
+            self._cache.delete(key)
+        with self._more:
+            if program is None:
+                self._refused[key] = wanted
+            else:
+                self._keep(key, wanted, program)
+            self._left -= 1
+            self._more.notify_all()
+
+    def _wait_for(self, name: str) -> None:
+        """The kernel `name` is there, or all are that will be. Raises RunError as `wait` does."""
+        with self._more:
+            while name not in self._programs and self._left:
+                self._more.wait()
+            if name in self._programs:
+                return
+        self.wait()
+
+    def wait(self) -> None:
         """All kernels are there. Raises RunError where the driver refuses one, each time."""
         if self._loading is not None:
             self._loading.join()
@@ -196,7 +222,7 @@ class CachedKernels:
     def close(self) -> None:
         """Nothing is loaded any more; what was refused is nobody's business."""
         with suppress(RunError):
-            self._wait()
+            self.wait()
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A kernel object of its own with its arguments set (`opencl.Program.kernel`).
@@ -204,14 +230,14 @@ class CachedKernels:
         Raises:
             RunError: the driver refuses the kernels; it is missing, or takes other arguments.
         """
-        self._wait()
+        self._wait_for(name)
         if name not in self._programs:
             raise RunError(f"the bundle lacks the kernel {name}; compile the model again")
         return self._programs[name].kernel(name, arguments)
 
     def save(self) -> None:
         """Store what was compiled; nothing to do for what came from the cache."""
-        self._wait()
+        self.wait()
         for key, program in list(self._compiled.items()):
             self._cache.write(key, program.binary())
             del self._compiled[key]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
+
+import numpy as np
 
 from flashmem.device import TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.planning.plan import Strategy as PlannedStrategy
-from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Program
+from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Program, Slice
 
 Strategy = PlannedStrategy | Literal["preload"]
 
 
-def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
-    """The layout that the plan has for `mode`.
+def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, shares_memory: bool) -> PoolLayout:
+    """The layout that the plan has for `mode`, on a device that shares the host's memory or does not.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -23,7 +26,38 @@ def streamed_layout(plan: OverlapPlan, mode: TransferMode) -> PoolLayout:
     if mode not in plan.layouts:
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
-    return plan.layouts[mode]
+    layout = plan.layouts[mode]
+    if mode == "interleave" and not shares_memory and not layout.ring_bytes:  # planned for another kind of device
+        layout = replace(layout, ring_bytes=layout.threads * _largest_piece(program))
+    return layout
+
+
+def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
+    """By streamed weight, the layer that must be done before it may come in to its place in `layout`; 0: none.
+
+    Its read gate g_w says from when the plan wants that place, which may be free before: memory is taken when a session
+    opens, so that a read which begins earlier holds no more of it. Not so in mode `map`, where memory is taken by reading, nor
+    for the strategies that ours is compared with, which are made of their gates.
+    """
+    streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
+    if mode == "map" or plan.strategy != "stream":
+        return {w.name: w.read_layer - 1 for w in streamed}
+    staging = mode == "interleave"
+    total = layout.staging_bytes if staging else layout.pool_bytes
+    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # the last layer that needs what is there
+    slots = [0] * len(layout.slots)
+    free: dict[str, int] = {}
+    for w in streamed:
+        last = w.last_mover if staging else w.last_use
+        if not staging and w.name in layout.slot_of:
+            slot = layout.slot_of[w.name]
+            free[w.name], slots[slot] = slots[slot], last
+            continue
+        start = (layout.staging if staging else layout.offsets)[w.name] // POOL_ALIGNMENT
+        place = pages[start : start - (-slices[w.name].file_bytes // POOL_ALIGNMENT)]
+        free[w.name] = int(place.max(initial=0))
+        place[:] = last
+    return free
 
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:
@@ -32,12 +66,12 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
     return replace(plan, weights=weights)
 
 
-def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
-    """A place of its own for every slice."""
+def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
+    """A place of its own for every slice, and what loads pass through."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":
-        return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()))
+        return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()), threads=threads)
     offsets: dict[str, int] = {}
     slots: list[TextureSlot] = []
     slot_of: dict[str, int] = {}
@@ -51,11 +85,20 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
             offsets[part.name] = end
             end += sizes[part.name]
     resident = end + sum(slot.nbytes for slot in slots)
-    layout = PoolLayout(pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident)
-    largest = max((passing_bytes(part) for part in program.slices), default=0)
-    piece = -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT
+    layout = PoolLayout(
+        pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident, threads=threads
+    )
+    piece = _largest_piece(program)
     if mode == "dma":
         return replace(layout, staging_bytes=threads * piece)
+    if mode == "interleave" and not shares_memory:
+        return replace(layout, ring_bytes=threads * piece, staging=dict.fromkeys(sizes, 0))
     if mode == "interleave":  # one entrance that slices pass through
         return replace(layout, staging_bytes=threads * piece, staging=dict.fromkeys(sizes, 0), entrance_bytes=piece)
     return layout
+
+
+def _largest_piece(program: Program) -> int:
+    """Bytes that pass through staging at a time of the largest slice: whole pages."""
+    largest = max((passing_bytes(part) for part in program.slices), default=0)
+    return -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.errors import RunError
-from flashmem.planning.plan import LOADER_THREADS
 from flashmem.program import Port, copied_outputs
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Event, wait
@@ -49,7 +48,7 @@ class Run:
         self.loader: LoaderRun | None = None
         if schedule.loads or (schedule.frees and placement.transfer.frees):
             self.loader = LoaderRun(
-                placement.transfer, schedule.loads, schedule.frees, threads=LOADER_THREADS, done=done, admit=admit
+                placement.transfer, schedule.loads, schedule.frees, threads=placement.layout.threads, done=done, admit=admit
             )
 
     def play(self, outputs: Sequence[Port], *, traced: bool = False, halted: Callable[[], bool] | None = None) -> Played:
@@ -86,7 +85,7 @@ class Run:
         last = len(placement.opened.program.launches)
         options: dict[str, Any] = {} if halted is None else {"halted": halted}
         try:
-            done = placement.executor.run(loader, layers if traced else None, check, after, done=self._done, **options)
+            done = placement.ready_executor().run(loader, layers if traced else None, check, after, done=self._done, **options)
             for event in reading:
                 wait(event)
         except BaseException:

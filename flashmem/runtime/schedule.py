@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
+from typing import Literal
 
 from flashmem.device import Rates, TransferMode
 from flashmem.pages import page_size, whole_pages
-from flashmem.planning.plan import OverlapPlan, passing_bytes
+from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.program import Program, Slice
+from flashmem.runtime.residence import free_from
 
 WORD = 16
 """Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
@@ -65,28 +67,51 @@ class Load:
         return self.part.offset + self.band.first, self.band.nbytes
 
 
+Step = Literal["read", "gate", "copy"]
+"""What a load spends its time on: reading, waiting for its gate, copying to the device."""
+
+
 @dataclass(frozen=True)
 class Span:
-    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`."""
+    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`.
+
+    Of a load: `thread` made it, in `steps`, one after the other, each with when it ended.
+    """
 
     name: str
     start: float
     end: float
+    thread: int = 0
+    steps: tuple[tuple[Step, float], ...] = ()
+
+
+LOOKED_AT = 64
+"""Loads among which loader threads look for one with an open gate."""
 
 
 def planned_loads(
-    plan: OverlapPlan, slices: Mapping[str, Slice], *, preload: bool, mode: TransferMode | None = None
+    plan: OverlapPlan,
+    slices: Mapping[str, Slice],
+    layout: PoolLayout,
+    mode: TransferMode,
+    *,
+    preload: bool,
+    banded: bool = True,
 ) -> tuple[Load, ...]:
-    """The loads of a run in the order of (g_w, z_w, i_w), W among them (as from layer 1 on) if `preload`.
+    """The loads of a run in the order of what waits for them, W among them (as from layer 1 on) if `preload`.
 
-    In bands, as slices are loaded in `mode`; None: each as a whole.
+    In bands, as slices are loaded in `mode`, or each as a whole.
     """
-    chosen = [w for w in plan.weights if preload or not w.preload]
-    chosen.sort(key=lambda w: (max(w.read_layer, 1), w.first_mover if mode == "interleave" else w.first_use, w.first_use))
+    free = free_from(plan, slices, layout, mode)
+
+    def order(w: PlannedWeight) -> tuple[int, ...]:
+        needed = w.first_mover if mode == "interleave" and not w.preload else w.first_use
+        return (max(w.read_layer, 1) if mode == "map" else 0, needed, w.first_use)
+
     loads: list[Load] = []
-    for w in chosen:
-        part, gate = slices[w.name], max(w.read_layer, 1) - 1
-        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if mode else (whole(part),))]
+    for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
+        part, gate = slices[w.name], free.get(w.name, 0)
+        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if banded else (whole(part),))]
     return tuple(loads)
 
 
@@ -143,19 +168,23 @@ class Schedule:
 def scheduled(
     plan: OverlapPlan,
     slices: Mapping[str, Slice],
+    layout: PoolLayout,
+    mode: TransferMode,
     *,
     resident: Collection[str] = (),
     kept: Collection[str] | None = None,
     done: int = 0,
-    mode: TransferMode | None = None,
+    banded: bool = True,
 ) -> Schedule:
     """A run of `plan` that finds the slices `resident`, goes on behind layer `done`, and leaves `kept`.
 
-    By default W and what is to keep stay. `mode` as for `planned_loads`.
+    By default W and what is to keep stay. `layout`, `mode` and `banded` as for `planned_loads`.
     """
     kept = staying(plan) if kept is None else kept
+    played = plan.later() if all(w.name in resident for w in plan.weights if w.keep) else plan
     wanted = {w.name for w in plan.weights if w.name not in resident and w.last_use > done}
-    loads = tuple(load for load in planned_loads(plan, slices, preload=True, mode=mode) if load.part.name in wanted)
+    planned = planned_loads(played, slices, layout, mode, preload=True, banded=banded)
+    loads = tuple(load for load in planned if load.part.name in wanted)
     there = frozenset(w.name for w in plan.weights if w.name in wanted or w.name in resident)
     frees = {
         layer: tuple(part for part in parts if part.name in there)

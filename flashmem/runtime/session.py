@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.errors import RunError, UserError
-from flashmem.planning.plan import LOADER_THREADS
 from flashmem.program import fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.device_in_use import DeviceInUse
@@ -93,9 +92,10 @@ class Session:
             strategy=self.strategy,
         )
         if self.strategy == "preload":
-            plan, layout = preloaded(plan), preloaded_layout(program, self.mode, LOADER_THREADS)
+            layout = preloaded_layout(program, self.mode, plan.loader_threads, shares_memory=self.device.unified_memory)
+            plan = preloaded(plan)
         else:
-            layout = streamed_layout(plan, self.mode)
+            layout = streamed_layout(program, plan, self.mode, shares_memory=self.device.unified_memory)
         needed = fixed_bytes(program) + layout.total_bytes
         self.budget = choose_budget(budget, self.bundle.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
         self.last_run: RunReport | None = None
@@ -107,7 +107,7 @@ class Session:
         self._opened = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
         try:
             # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
-            loads = planned_loads(plan, self._opened.slices, preload=True, mode=self.mode)
+            loads = planned_loads(plan, self._opened.slices, layout, self.mode, preload=True)
             first = read_while_opening(loads, program, self.bundle.descriptor.rates)
             constants = (program.constants_offset, program.constants_bytes)
             self._opened.file.announce([constants, *(load.place for load in first)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 
@@ -47,6 +48,7 @@ class Tenant:
         self.placement: Placement | None = None
         self.run: Run | None = None  # under way, or loading ahead
         self.begun_under: int | None = None  # the limit when `run` began
+        self.placed_under: int | None = None  # the limit that the placement's plan is for, when its turn came
         self.failure: str | None = None  # why it was closed
         self._apart = build_apart
         self._planning = threading.Lock()
@@ -54,7 +56,9 @@ class Tenant:
         self._planned: OverlapPlan | None = None  # what the kernels are for
         try:
             program = self.opened.program
-            self._problem = carried_problem(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
+            problem = carried_problem(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
+            shares = device.device.unified_memory
+            self._problem = problem if problem is None else replace(problem, shares_memory=shares)
             self._kernels_for(bundle.plan)
         except BaseException:
             self.opened.close()
@@ -117,7 +121,8 @@ class Tenant:
         return plan
 
     def _layout(self, plan: OverlapPlan) -> PoolLayout:
-        return streamed_layout(plan, self.opened.mode)
+        opened, device = self.opened, self.device.device
+        return streamed_layout(opened.program, plan, opened.mode, shares_memory=device.unified_memory)
 
     def need(self, plan: OverlapPlan) -> Need:
         """What a placement under `plan` holds, and a run beside it; in mode `map` without what stays resident."""

@@ -10,21 +10,30 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
+from typing import Protocol
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
 from flashmem.pages import whole_pages
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
+from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
-from flashmem.runtime.schedule import WORD, Band, whole_words
+from flashmem.runtime.opencl import Bytes, Context, Memory
+from flashmem.runtime.schedule import WORD, Band, Step, whole_words
 from flashmem.runtime.weight_file import WeightFile
 
-_HOST_PIECE_BYTES = 1 << 20
-"""Of a load on its way to staging that the host cannot see; small, because the ledger does not count it."""
+
+class Turn(Protocol):
+    """One load of a run, as a transfer sees it."""
+
+    def opened(self) -> None:
+        """Return once its read gate is open: only then may places that the plan gave to it be written."""
+        ...
+
+    def did(self, what: Step) -> None:
+        """What it has done since it began, or since this was called last."""
+        ...
 
 
 class Transfer(ABC):
@@ -32,6 +41,9 @@ class Transfer(ABC):
 
     in_place = False
     """Whether kernels read the mapped file."""
+
+    reads_ahead = False
+    """Whether a load may begin before its gate is open: what it reads waits in a part of staging that is its thread's own."""
 
     digests: Mapping[str, Digest] | None = None
     """What each slice must have when it comes in, as a whole then; None: that is not checked."""
@@ -41,12 +53,12 @@ class Transfer(ABC):
         self.memories: dict[str, Memory] = {}  # what kernels take as the slice
 
     @abstractmethod
-    def load(self, part: Slice, band: Band, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring a band of a streamed slice in, from the disk to where the plan's next step takes it from."""
 
-    def preload(self, part: Slice, band: Band, thread: int) -> None:
+    def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring a band of a slice of W in, all the way."""
-        self.load(part, band, thread)
+        self.load(part, band, thread, turn)
 
     def free(self, part: Slice) -> None:  # noqa: B027 - most modes reuse a fixed place and have nothing to do
         """Let a streamed slice go, after its last use."""
@@ -60,17 +72,21 @@ class Transfer(ABC):
         """A band of `part` will be loaded soon."""
         self.file.expect(part.offset + band.first, band.nbytes)
 
-    def _read(self, part: Slice, band: Band, place: Bytes) -> None:
+    def _read(self, part: Slice, band: Band, place: Bytes, turn: Turn) -> None:
         """Read the band into `place`. Raises RunError where the slice is damaged, or cannot be read."""
         self.file.read_into(place, part.offset + band.first)
         self._check(part, place)
+        turn.did("read")
 
     def _check(self, part: Slice, place: Bytes) -> None:
         if self.digests is not None:
             self.file.check_digest(f"slice {part.name!r}", digest(place.data), self.digests[part.name])
 
-    def _pieces(self, part: Slice, band: Band, ring: Bytes) -> Iterator[tuple[Bytes, int]]:
-        """The band, read into `ring` a piece after the other, each with its first byte in the slice; images in whole rows."""
+    def _pieces(self, part: Slice, band: Band, ring: Bytes, turn: Turn) -> Iterator[tuple[Bytes, int]]:
+        """The band, read into `ring` a piece after the other, each with its first byte in the slice; images in whole rows.
+
+        Its gate is open when a piece is given out, and who takes it copies it.
+        """
         step = ring.nbytes // part.row_pitch * part.row_pitch if part.is_image else ring.nbytes
         end, value = band.first + band.nbytes, digest(b"")
         for first in range(band.first, end, step):
@@ -78,7 +94,10 @@ class Transfer(ABC):
             self.file.read_into(piece, part.offset + first)
             if self.digests is not None:
                 value = digest(piece.data, value)
+            turn.did("read")
+            turn.opened()
             yield piece, first
+            turn.did("copy")
         if self.digests is not None:
             self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
 
@@ -94,6 +113,7 @@ class MapTransfer(Transfer):
 
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice]) -> None:
         super().__init__(file)
+        file.missed = True  # populating does not tell
         self._ledger = ledger
         self._slices = slices
         self._entered = Counter[str]()  # bytes, by slice
@@ -102,7 +122,7 @@ class MapTransfer(Transfer):
             buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
             self.memories[part.name] = _view(context, buffer, part)
 
-    def load(self, part: Slice, band: Band, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring the pages in."""
         start = part.offset + band.first
         self._ledger.reserve("weights", whole_pages(band.nbytes), f"slice {part.name}")
@@ -110,6 +130,7 @@ class MapTransfer(Transfer):
             self._entered[part.name] += whole_pages(band.nbytes)
         self.file.populate(start, band.nbytes)
         self._check(part, self.file.mapped[start : start + band.nbytes])
+        turn.did("copy")
 
     def free(self, part: Slice) -> None:
         """Drop the pages."""
@@ -142,11 +163,11 @@ class AliasTransfer(Transfer):
             place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
             self.memories[part.name] = _view(context, place, part)
 
-    def load(self, part: Slice, band: Band, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read straight into the pool."""
         start = self._offsets[part.name] + band.first
         assert self._pool is not None
-        self._read(part, band, self._pool[start : start + band.nbytes])
+        self._read(part, band, self._pool[start : start + band.nbytes], turn)
 
     def close(self) -> None:
         """Unmap the pool."""
@@ -171,11 +192,11 @@ class _Homes:
             else:
                 self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
 
-    def write(self, queue: Queue, part: Slice, data: Bytes, first_byte: int) -> None:
+    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> None:
         """Copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
         memory = self.memories[part.name]
         if part.is_image:
-            queue.write_image(
+            copier.write_image(
                 memory,
                 data,
                 first_row=first_byte // part.row_pitch,
@@ -184,98 +205,100 @@ class _Homes:
                 row_pitch=part.row_pitch,
             )
         else:
-            queue.write(memory, data, offset=first_byte)
+            copier.write(memory, data, offset=first_byte)
+
+
+class _Ring:
+    """Pinned host memory that loads pass through: a part for each loader thread, and a queue that copies out of it."""
+
+    def __init__(self, context: Context, ledger: Ledger, nbytes: int, threads: int) -> None:
+        self.copiers = [Copier(context) for _ in range(threads)]
+        self._part_bytes = nbytes // threads // WORD * WORD
+        self._mapped: Bytes | None = None
+        if nbytes:
+            memory = ledger.buffer("staging", nbytes, "the part of staging that loads pass through", host_visible=True)
+            self._mapped = self.copiers[0].queue.map(memory, nbytes)
+
+    def part(self, thread: int) -> Bytes:
+        """What that thread has of it."""
+        assert self._mapped is not None
+        return self._mapped[thread * self._part_bytes : (thread + 1) * self._part_bytes]
+
+    def close(self) -> None:
+        """Unmap it."""
+        if self._mapped is not None:
+            self.copiers[0].queue.unmap(self._mapped)
+            self._mapped = None
 
 
 class DmaTransfer(Transfer):
-    """`dma`: read into a host-visible staging part (one a thread), then copied home by the thread's own queue."""
+    """`dma`: read into the thread's part of staging, then copied home by the thread's own queue."""
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        layout: PoolLayout,
-        threads: int,
-    ) -> None:
+    reads_ahead = True
+
+    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
         super().__init__(file)
         self._homes = _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
-        self._queues = [context.queue() for _ in range(threads)]
-        self._part_bytes = layout.staging_bytes // threads // WORD * WORD
-        self._staging: Bytes | None = None
-        if layout.staging_bytes:
-            staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=True)
-            self._staging = self._queues[0].map(staging, layout.staging_bytes)
+        self._ring = _Ring(context, ledger, layout.staging_bytes, layout.threads)
 
-    def load(self, part: Slice, band: Band, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read and copy, a staging part at a time."""
-        assert self._staging is not None
-        start = thread * self._part_bytes
-        for piece, first in self._pieces(part, band, self._staging[start : start + self._part_bytes]):
-            self._homes.write(self._queues[thread], part, piece, first)
+        for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
+            self._homes.write(self._ring.copiers[thread], part, piece, first)
 
     def close(self) -> None:
         """Unmap staging."""
         super().close()
-        if self._staging is not None:
-            self._queues[0].unmap(self._staging)
+        self._ring.close()
 
 
 class InterleaveTransfer(Transfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
-    Where host and device share memory, staging is mapped for as long as the session lives. Elsewhere a load goes through a
-    small piece of host memory, one a thread, and is copied to staging: mapping would have the driver keep a second staging on
-    the host (docs/opencl-notes.md). Preloaded slices pass through the entrance that staging has for W, each thread through a
-    part of its own, and come in while layers run.
+    Where host and device share memory, staging is mapped for as long as the session lives. Elsewhere it is the device's, and
+    loads are copied there out of a ring that is the host's: were staging mapped, the driver would keep a second one on the
+    host (docs/opencl-notes.md). Preloaded slices are copied home out of that ring, or out of the entrance that staging has
+    for W, while layers run.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        layout: PoolLayout,
-        threads: int,
-    ) -> None:
+    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
         super().__init__(file)
         self._homes = _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
-        self._queues = [context.queue() for _ in range(threads)]
         self._offsets = layout.staging
         self._entrance = layout.entrance_bytes
-        self._shared = context.device.unified_memory
+        self._ring = _Ring(context, ledger, layout.ring_bytes, layout.threads)
+        self.reads_ahead = bool(layout.ring_bytes)
         self._mapped: Bytes | None = None  # staging, where it is shared
-        self._host = np.empty((0, 0), np.uint8)  # a piece a thread, where it is not
         self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
         if layout.staging_bytes:
-            self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=self._shared)
+            shared = not layout.ring_bytes
+            self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=shared)
             for part in slices:
                 start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
                 if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
                     self.staged[part.name] = self._staging, start
-            if self._shared:
-                self._mapped = self._queues[0].map(self._staging, layout.staging_bytes)
-            else:
-                piece = max(_HOST_PIECE_BYTES, *(part.row_pitch for part in slices))
-                self._host = np.empty((threads, piece), np.uint8)
+            if shared:
+                self._queue = context.queue()
+                self._mapped = self._queue.map(self._staging, layout.staging_bytes)
 
-    def load(self, part: Slice, band: Band, thread: int) -> None:
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read into staging."""
         if self._mapped is not None:
-            self._read(part, band, self._place(part, band.first, band.nbytes))
+            self._read(part, band, self._place(part, band.first, band.nbytes), turn)
             return
-        for piece, first in self._pieces(part, band, self._host[thread]):
-            self._queues[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
+        for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
+            self._ring.copiers[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
 
-    def preload(self, part: Slice, band: Band, thread: int) -> None:
+    def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read, and copy home."""
-        ring = self._host[thread] if self._mapped is None else self._place(part, thread * self._entrance, self._entrance)
-        for piece, first in self._pieces(part, band, ring):
-            self._homes.write(self._queues[thread], part, piece, first)
+        if self._mapped is None:
+            through = self._ring.part(thread)
+        else:
+            through = self._place(part, thread * self._entrance, self._entrance)
+        for piece, first in self._pieces(part, band, through, turn):
+            self._homes.write(self._ring.copiers[thread], part, piece, first)
 
     def _place(self, part: Slice, first: int, nbytes: int) -> Bytes:
         """Where bytes of the slice are staged, as the host sees them."""
@@ -287,8 +310,9 @@ class InterleaveTransfer(Transfer):
         """Unmap staging."""
         super().close()
         self.staged.clear()
+        self._ring.close()
         if self._mapped is not None:
-            self._queues[0].unmap(self._mapped)
+            self._queue.unmap(self._mapped)
 
 
 def make_transfer(
@@ -298,7 +322,6 @@ def make_transfer(
     file: WeightFile,
     slices: Sequence[Slice],
     layout: PoolLayout,
-    threads: int,
     digests: Mapping[str, Digest] | None = None,
 ) -> Transfer:
     """The transfer of `mode`, which checks slices against `digests`. Raises RunError where device or budget refuse."""
@@ -308,9 +331,9 @@ def make_transfer(
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout)
     elif mode == "dma":
-        made = DmaTransfer(context, ledger, file, slices, layout, threads)
+        made = DmaTransfer(context, ledger, file, slices, layout)
     else:
-        made = InterleaveTransfer(context, ledger, file, slices, layout, threads)
+        made = InterleaveTransfer(context, ledger, file, slices, layout)
     made.digests = digests
     return made
 

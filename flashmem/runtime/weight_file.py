@@ -38,6 +38,7 @@ Bytes = NDArray[np.uint8]
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _F_SETLEASE, _F_GETLEASE = (getattr(fcntl, name, None) for name in ("F_SETLEASE", "F_GETLEASE"))
+_RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)  # Linux 4.14
 _F_SETSIG = 10  # Linux; the module has no name for it
 
 
@@ -80,6 +81,8 @@ class WeightFile:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         self._can_populate = True
+        self._not_waiting = _RWF_NOWAIT
+        self.missed = False  # something was not in the page cache when it was read
         self._announcer: threading.Thread | None = None
         self._closing = False
 
@@ -90,6 +93,12 @@ class WeightFile:
             RunError: the file is shorter than that by now, or the disk fails.
         """
         view = data.data
+        if self._not_waiting:
+            got = self._read_cached(view, offset)
+            if got == len(view):
+                return
+            view, offset = view[got:], offset + got
+        self.missed = True
         while len(view):
             try:
                 got = os.preadv(self._descriptor, [view], offset)
@@ -99,6 +108,16 @@ class WeightFile:
                 raise RunError(f"short read: {self.path} ends before byte {offset + len(view)}; it was changed while in use")
             view = view[got:]
             offset += got
+
+    def _read_cached(self, view: memoryview, offset: int) -> int:
+        """Fill `view` as far as it is in the page cache without a gap; how many bytes that is."""
+        try:
+            return os.preadv(self._descriptor, [view], offset, self._not_waiting)
+        except BlockingIOError:
+            return 0
+        except OSError:  # a system or a file system that cannot say; a disk that fails does so again
+            self._not_waiting = 0
+            return 0
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Tell the kernel that these bytes will be wanted soon, so that the disk does not pause between loads."""
@@ -131,7 +150,7 @@ class WeightFile:
         Raises:
             RunError: the file is shorter than that by now, or the disk fails.
         """
-        mapped = self.mapped
+        mapped, self.missed = self.mapped, True
         if os.fstat(self._descriptor).st_size < offset + nbytes:
             raise RunError(f"short read: {self.path} ends before byte {offset + nbytes}; it was changed while in use")
         if self._can_populate:

@@ -61,7 +61,7 @@ class SimulatedLoad:
     """A band of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
 
     `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find it if it is of W or to
-    `keep`.
+    `keep`. One that `reads_ahead` waits for its gate only when it has something to copy.
     """
 
     name: str
@@ -72,6 +72,7 @@ class SimulatedLoad:
     held: int = 0
     first: int = 0
     keep: bool = False
+    reads_ahead: bool = False
 
     @property
     def last_of_file(self) -> int:
@@ -146,7 +147,7 @@ class Scenario:
 def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
     """Where the runtime would put slices: the plan's layout for `mode`, made now if the plan has none for it."""
     if strategy == "preload":
-        return preloaded_layout(program, mode, LOADER_THREADS)
+        return preloaded_layout(program, mode, plan.loader_threads, shares_memory=plan.shares_memory)
     return (
         plan.layouts[mode]
         if mode in plan.layouts
@@ -186,8 +187,8 @@ def describe(
             for layer, spec in enumerate(problem.layers, start=1)
         )
 
-    loads = planned_loads(plan, slices, preload=True, mode=mode)
-    travel = _Travel(descriptor, mode, layout, program.page_bytes)
+    loads = planned_loads(plan, slices, layout, mode, preload=True)
+    travel = _Travel(mode, layout, program.page_bytes)
     return Scenario(
         Machine(
             read_bandwidth=rates.cached_bandwidth,
@@ -196,6 +197,7 @@ def describe(
             load_seconds=rates.load_seconds,
             # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
             contention=0.0 if mode == "interleave" else rates.contention_of(mode),
+            threads=layout.threads,
         ),
         layers=layers(plan, moves),
         loads=tuple(
@@ -208,6 +210,7 @@ def describe(
                 travel.held(load.band),
                 load.band.first,
                 load.part.name in kept,
+                travel.reads_ahead,
             )
             for load in loads
         ),
@@ -237,7 +240,6 @@ def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
 class _Travel:
     """How slices travel in one mode (runtime/transfer.py)."""
 
-    descriptor: DeviceDescriptor
     mode: TransferMode
     layout: PoolLayout
     page: int  # bytes
@@ -250,20 +252,20 @@ class _Travel:
             return (("read", total),)
         if self.mode == "interleave":
             copy: Piece = ("copy", total)
-            return (("read", total), *[copy] * (load.preload + (not self._shares_memory)))
-        ring = self.layout.staging_bytes // LOADER_THREADS // POOL_ALIGNMENT * POOL_ALIGNMENT
+            return (("read", total), *[copy] * (load.preload or bool(self.layout.ring_bytes)))
+        ring = self.layout.staging_bytes // self.layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
         step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
         ends = [*range(0, total, step), total]
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a load passes through staging of a thread's own, and is read there before its gate opens."""
+        return self.mode == "dma" or bool(self.layout.ring_bytes)
+
     def held(self, band: Band) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
         return -(-band.nbytes // self.page) * self.page if self.mode == "map" else 0
-
-    @property
-    def _shares_memory(self) -> bool:
-        """Whether host and device share memory: where they do not, a descriptor has no `alias`, and staging is sent over."""
-        return any("alias" in modes for modes in self.descriptor.modes.values())
 
 
 def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
@@ -305,7 +307,7 @@ def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]
         Allocation("outputs", output_bytes(program)),
         Allocation("staging", scratch_bytes(program)),
         Allocation("weights", homes),
-        Allocation("staging", layout.staging_bytes),
+        Allocation("staging", layout.staging_bytes + layout.ring_bytes),
     )
 
 

@@ -1,10 +1,11 @@
 """A scenario played: host, loader threads and disk as processes over shared resources.
 
-What runs at the same time, and what waits for what, is as in runtime/{session,engine,executor,loader}.py:
+What runs at the same time, and what waits for what, is as in runtime/{session,run,executor,loader}.py:
 
 - the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
   cache ends no sooner than the disk brought it in;
-- loader threads free what may be freed, then take the next load whose gate is open. They share one read and one copy rate; what
+- loader threads free what may be freed, then take the next load whose gate is open; where loads pass through staging of a
+  thread's own, they read it there before that, and copy it then. They share one read and one copy rate; what
   slices cost beside their bytes is the interpreter's time, spent by one thread at a time;
 - the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread is at work. The
   host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
@@ -13,13 +14,13 @@ What runs at the same time, and what waits for what, is as in runtime/{session,e
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from flashmem.runtime.accounts import Category
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
-from flashmem.runtime.schedule import Span
+from flashmem.runtime.schedule import LOOKED_AT, Span
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Machine, Scenario, SimulatedLoad
 
@@ -200,10 +201,12 @@ class _Player:
         self._disk_queue.append(load)
         self._backlog += load.nbytes
 
-    def transfer(self, load: SimulatedLoad) -> Process:
-        """What a loader thread does with one load."""
+    def transfer(self, load: SimulatedLoad, is_open: Callable[[], bool]) -> Process:
+        """What a loader thread does with one load; `is_open`: whether its gate is."""
         yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
+            if resource == "copy":
+                yield is_open
             yield Work(resource, nbytes)
             if index == load.last_of_file and self.machine.disk_bandwidth is not None:
                 yield lambda: (load.name, load.first) in self._in_cache
@@ -223,7 +226,8 @@ class _Loader:
         for load in player.scenario.loads:
             self._held[load.name] += load.held
         self._ahead = threads
-        self._next = self._expected = self._done = 0
+        self._waiting = list(range(len(loads)))
+        self._done = 0
         self._to_free: list[str] = []
         self._stopping = False
         for number in range(min(threads, len(loads))):
@@ -251,20 +255,21 @@ class _Loader:
     def _work(self, thread: int) -> Process:
         player, events = self._player, self._player.events
         while True:
-            yield lambda: self._stopping or bool(self._to_free) or self._is_open(self._next)
+            yield lambda: self._stopping or bool(self._to_free) or self._next() is not None
             if self._stopping:
                 return
             self._free()
-            if not self._is_open(self._next):
+            number = self._next()
+            if number is None:
                 continue
-            load = self._loads[self._next]
-            self._next += 1
-            for part in self._ahead_of_it():
+            load = self._loads[number]
+            self._waiting.remove(number)
+            for part in self._ahead_of_it(load):
                 yield from player.announce(part)
             start = events.now
             if load.held:
                 player.memory.change(start, "weights", load.held)
-            yield from player.transfer(load)
+            yield from player.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
             player.loads.append((Span(load.name, start, events.now), thread))
             self._missing[load.name] -= 1
             if not self._missing[load.name]:
@@ -275,14 +280,16 @@ class _Loader:
             self._player.memory.change(self._player.events.now, "weights", -self._held[name])
         self._to_free.clear()
 
-    def _is_open(self, index: int) -> bool:
-        return index < len(self._loads) and self._loads[index].gate <= self._done
+    def _next(self) -> int | None:
+        """The load to begin with: the first whose gate is open, else one to read ahead."""
+        waiting = self._waiting[:LOOKED_AT]
+        ready = next((number for number in waiting if self._is_open(number)), None)
+        return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
 
-    def _ahead_of_it(self) -> Sequence[SimulatedLoad]:
-        """The loads up to a few ahead of the one just taken, behind open gates."""
-        first = max(self._expected, self._next - 1)
-        last = first
-        while last < min(self._next + self._ahead, len(self._loads)) and self._is_open(last):
-            last += 1
-        self._expected = last
-        return self._loads[first:last]
+    def _is_open(self, index: int) -> bool:
+        return self._loads[index].gate <= self._done
+
+    def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
+        """The load just taken and a few that come next, behind open gates; what was announced before is passed over."""
+        ahead = [self._loads[number] for number in self._waiting[: self._ahead] if self._is_open(number)]
+        return [load, *ahead]

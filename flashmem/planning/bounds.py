@@ -1,0 +1,198 @@
+"""Proven lower bounds on integrated latency (docs/planner.md): what no plan with a given W inside M_peak can beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.planning.problem import Problem, WeightSpec
+
+_SCAN, _SCANS = 512, 8
+"""Layers looked at in one step, and most steps, when the earliest gate of a weight is looked for."""
+
+_WINDOW = 2048
+"""Layers back from which a read that could not begin earlier is counted: fewer of them still make a bound."""
+
+_CHECKPOINTS, _FIRST = 16, 8
+"""Layers between which the bytes that must be moved there are priced: so many, and the first ones, which everything awaits."""
+
+
+def fastest_seconds(problem: Problem, preload: Collection[str]) -> float:
+    """A proven lower bound on the integrated latency of every plan that preloads `preload` and keeps to M_peak.
+
+    It holds whatever the order of the reads. Layer l cannot start before all bytes first used by layers 1..l are in, and:
+
+    - the bytes brought in never exceed M_peak plus what the finished layers freed;
+    - a slice is held as a whole from its gate on, so its read begins no sooner than a layer beside which it fits with what that
+      layer and the next ones use;
+    - the host hands on what was read at its rate, from when the session is open;
+    - what is moved beside layers slows them down, at least as if every byte went where that costs least.
+
+    M_peak must be at least `smallest_m_peak`.
+    """
+    if not problem.layers:
+        return problem.opening_seconds
+    streamed = [w for w in problem.weights if w.name not in preload]
+    needed: list[list[WeightSpec]] = [[] for _ in range(len(problem.layers) + 1)]
+    for w in problem.weights:
+        before = 1 if problem.mode == "interleave" and w.name not in preload else 0  # the layer that moves it waits
+        needed[max(1, w.first_use - before)].append(w)
+    unit = math.gcd(0, *(w.nbytes for w in streamed)) or 1
+    disk = _Disk(problem, streamed, problem.m_peak // unit * unit)
+    slowdowns = _Slowdowns(problem, streamed)
+    done = [problem.opening_seconds]
+    handed, last_piece = problem.opening_seconds, math.inf
+    for layer, spec in enumerate(problem.layers, start=1):
+        start = done[-1]
+        if needed[layer]:
+            for w in needed[layer]:
+                disk.read(w, done, resident=w.name in preload)
+                handed += w.nbytes / problem.host_bandwidth
+                last_piece = min(last_piece, min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth)
+            start = max(start, handed, disk.arrival(layer, done) + last_piece)
+        done.append(slowdowns.done(layer, start, start + spec.seconds))
+    return done[-1]
+
+
+class _Disk:
+    """When the disk can have brought in the weights that were asked for so far, in the order of their need."""
+
+    def __init__(self, problem: Problem, streamed: Sequence[WeightSpec], limit: int) -> None:
+        layers = len(problem.layers)
+        self.rate = problem.load_bandwidth
+        self.ready = 0.0  # of a fluid of bytes inside `limit`
+        self.room, self.layer = limit, 0  # bytes that may still come in; layers known to be done
+        self.freed = [0] * (layers + 2)
+        for w in streamed:
+            self.freed[w.last_use] += w.nbytes
+        self.opens = earliest_opens(layers, streamed, limit)
+        self.behind: NDArray[np.float64] = np.zeros(layers + 2)  # bytes asked for whose gate is no earlier than layer l
+
+    def read(self, w: WeightSpec, done: Sequence[float], *, resident: bool) -> None:
+        """All of `w` is to be brought in."""
+        left = w.nbytes
+        if resident:
+            self.ready += left / self.rate
+            return
+        while left:
+            part = min(left, self.room)
+            if part:
+                self.ready += part / self.rate
+                left -= part
+                self.room -= part
+            if left:
+                self.layer += 1
+                self.ready = max(self.ready, done[self.layer])
+                self.room += self.freed[self.layer]
+        opens = self.opens[w.name]
+        if opens > 1:
+            self.behind[max(2, opens - _WINDOW) : opens + 1] += w.nbytes
+
+    def arrival(self, layer: int, done: Sequence[float]) -> float:
+        """When everything asked for can be in, before `layer` starts."""
+        low = max(2, layer - _WINDOW // 2)
+        if layer < low:
+            return self.ready
+        behind = self.behind[low : layer + 1]
+        asked = np.flatnonzero(behind)
+        if not asked.size:
+            return self.ready
+        opened = np.array(done[low - 1 : low + int(asked[-1])])
+        return max(self.ready, float(np.max(opened[asked] + behind[asked] / self.rate)))
+
+
+def earliest_opens(layers: int, streamed: Sequence[WeightSpec], limit: int) -> dict[str, int]:
+    """By weight, a layer that no plan inside `limit` bytes opens its gate before.
+
+    At a layer its own weights are held, and those first used at the next one: what does not fit beside them is not held yet.
+    """
+    change = np.zeros(layers + 3, np.int64)
+    for w in streamed:
+        change[max(1, w.first_use - 1)] += w.nbytes
+        change[w.last_use + 1] -= w.nbytes
+    least = np.cumsum(change)
+    opens: dict[str, int] = {}
+    for w in streamed:
+        last = gate = max(1, w.first_use - 1)
+        opens[w.name] = 1
+        for _ in range(_SCANS):
+            if gate <= 1:
+                break
+            low = max(1, gate - _SCAN)
+            full = np.flatnonzero(least[low:gate] + w.nbytes > limit)
+            if full.size:
+                opens[w.name] = min(last, low + int(full[-1]) + 1)
+                break
+            gate = low
+    return opens
+
+
+class _Slowdowns:
+    """Ends of layers with what must be moved beside them, at a few layers apart."""
+
+    def __init__(self, problem: Problem, streamed: Sequence[WeightSpec]) -> None:
+        layers = len(problem.layers)
+        self.m_peak = problem.m_peak
+        step = -(-layers // _CHECKPOINTS)
+        self.points = {*range(2, min(_FIRST, layers)), *range(step, layers, step), layers}
+        self.before: list[tuple[int, float]] = [(1, problem.opening_seconds)]  # (layer, when it starts)
+        self.alone = [0.0, *accumulate(spec.seconds for spec in problem.layers)]
+        first = [0] * (layers + 1)
+        for w in streamed:
+            first[w.first_use] += w.nbytes
+        self.first_used = list(accumulate(first))
+        kinds: dict[tuple[float, tuple[tuple[float, float], ...]], int] = {}
+        self.kind = [kinds.setdefault((spec.seconds, spec.beside), len(kinds)) for spec in problem.layers]
+        self.curves = [cheapest_pieces(*each) for each in kinds]
+        self.free = not all(spec.beside for spec in problem.layers)
+
+    def done(self, layer: int, start: float, end: float) -> float:
+        """When `layer` can be done, which starts no sooner than `start` and by itself is done at `end`."""
+        if self.free or layer not in self.points:
+            return end
+        best = end
+        for first, begun in self.before:
+            moved = self.first_used[layer] - self.first_used[first]
+            if first > 1:  # what could be held before it was perhaps moved before it
+                moved -= self.m_peak
+            at_least = begun + self.alone[layer] - self.alone[first - 1]
+            if moved > 0 and layer > first:
+                counts = np.bincount(self.kind[first - 1 : layer - 1], minlength=len(self.curves))
+                at_least += cost_of(
+                    moved, [(p, int(n) * q) for ps, n in zip(self.curves, counts, strict=True) if n for p, q in ps]
+                )
+            best = max(best, at_least)
+        self.before.append((layer, start))
+        return best
+
+
+def cheapest_pieces(seconds: float, beside: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The convex hull of a slowdown's curve from below: (seconds a byte, bytes), the cheapest first."""
+    pieces: list[tuple[float, float]] = []
+    at = 0
+    while at < len(beside) - 1:
+        slopes = [
+            ((factor - beside[at][1]) / (reach - beside[at][0]), nth)
+            for nth, (reach, factor) in enumerate(beside[at + 1 :], start=at + 1)
+        ]
+        slope, after = min(slopes, key=lambda each: (each[0], -each[1]))
+        length = beside[after][0] - beside[at][0] if after < len(beside) - 1 else math.inf
+        pieces.append((seconds * slope, length))
+        at = after
+    return pieces
+
+
+def cost_of(nbytes: float, pieces: Sequence[tuple[float, float]]) -> float:
+    """Seconds that `nbytes` cost where the cheapest of `pieces` (seconds a byte, bytes) are taken first."""
+    cost, left = 0.0, float(nbytes)
+    for price, length in sorted(pieces):
+        taken = min(left, length)
+        cost += price * taken
+        left -= taken
+        if left <= 0:
+            break
+    return cost

@@ -1,0 +1,242 @@
+"""The checker of overlap plans: plain arithmetic that shares no code with the planners, so that a mistake in one is caught.
+
+`OverlapPlan.check` is its door. The standard library is all it needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from flashmem.planning.plan import (
+    RELAXING_TIERS,
+    OverlapPlan,
+    PlannedWeight,
+    PlanViolation,
+    PoolLayout,
+    passing_bytes,
+)
+from flashmem.program import Slice
+
+if TYPE_CHECKING:
+    from flashmem.planning.problem import Problem
+
+
+def check(plan: OverlapPlan, problem: Problem, slices: Sequence[Slice] = ()) -> None:
+    """See `OverlapPlan.check`."""
+    _check_weights(plan, problem)
+    for w in plan.weights:
+        _check_moves(w, w.first_use if plan.strategy == "on-demand" else w.first_use - 1)
+    _check_memory(plan, problem)
+    _check_capacities(plan, problem)
+    _check_objective(plan)
+    dims = {s.name: s for s in slices}
+    for mode, layout in plan.layouts.items():
+        _check_layout(mode, layout, plan.weights, len(plan.capacities), dims)
+
+
+def _check_weights(plan: OverlapPlan, problem: Problem) -> None:
+    """Every weight of the problem once, as the problem describes it."""
+    if (plan.chunk_bytes, plan.m_peak, plan.mode) != (problem.chunk_bytes, problem.m_peak, problem.mode):
+        raise PlanViolation("problem", "the plan was made for another chunk size, another M_peak or another transfer mode")
+    planned = {w.name: w for w in plan.weights}
+    if len(planned) != len(plan.weights) or planned.keys() != {w.name for w in problem.weights}:
+        raise PlanViolation("problem", "the plan does not hold each weight of the problem once")
+    for spec in problem.weights:
+        w = planned[spec.name]
+        chunks = -(-spec.nbytes // problem.chunk_bytes)
+        if (w.nbytes, w.chunks, w.first_use, w.last_use) != (spec.nbytes, chunks, spec.first_use, spec.last_use):
+            raise PlanViolation("problem", f"weight {w.name} differs from the problem's in size or use")
+        if not 1 <= w.first_use <= w.last_use <= len(problem.layers):
+            raise PlanViolation("problem", f"weight {w.name} is used outside layers 1 to {len(problem.layers)}")
+
+
+def _check_memory(plan: OverlapPlan, problem: Problem) -> None:
+    """C2: what the runtime holds beside W in the plan's mode, at every layer, and what the layout of that mode takes."""
+    layers = len(problem.layers)
+    change = [0] * (layers + 2)
+    for w in plan.weights:
+        if w.preload:
+            continue
+        home, last = w.read_layer, layers if w.keep else w.last_use
+        if plan.mode == "interleave":  # in staging from its gate to its last move, at home from its first
+            change[w.read_layer] += w.nbytes
+            change[w.moves[-1][0] + 1] -= w.nbytes
+            home = w.moves[0][0]
+        change[1 if w.keep else home] += w.nbytes
+        change[last + 1] -= w.nbytes
+    held = 0
+    for layer in range(1, layers + 1):
+        held += change[layer]
+        if held > plan.m_peak:
+            raise PlanViolation("C2", f"{held} bytes in flight at layer {layer}, M_peak is {plan.m_peak}")
+    layout = plan.layouts.get(plan.mode)
+    if layout is not None and layout.in_flight_bytes > plan.m_peak:
+        raise PlanViolation("C2", f"the layout takes {layout.in_flight_bytes} bytes beside W, M_peak is {plan.m_peak}")
+
+
+def _check_capacities(plan: OverlapPlan, problem: Problem) -> None:
+    """C3, and capacities that only a relaxing tier may have raised."""
+    if len(plan.capacities) != len(problem.layers):
+        raise PlanViolation("C3", f"{len(plan.capacities)} capacities for {len(problem.layers)} layers")
+    for layer, (stated, spec) in enumerate(zip(plan.capacities, problem.layers, strict=True), start=1):
+        if stated != spec.capacity:
+            raise PlanViolation("C3", f"layer {layer} has capacity {stated}, the problem says {spec.capacity}")
+    allowed = list(plan.capacities)
+    for layer, chunks in plan.relaxed:
+        if plan.tier not in RELAXING_TIERS:
+            raise PlanViolation("C3", f"tier {plan.tier} has relaxed layer {layer}")
+        if not 1 <= layer <= len(allowed) or chunks <= allowed[layer - 1]:
+            raise PlanViolation("C3", f"layer {layer} is not relaxed by {chunks} chunks")
+        allowed[layer - 1] = chunks
+    moved = [0] * len(plan.capacities)
+    for w in plan.weights:
+        for layer, chunks in w.moves:
+            moved[layer - 1] += chunks
+    for layer, (chunks, capacity) in enumerate(zip(moved, allowed, strict=True), start=1):
+        if chunks > capacity:
+            raise PlanViolation("C3", f"layer {layer} moves {chunks} chunks, its capacity is {capacity}")
+
+
+def _check_objective(plan: OverlapPlan) -> None:
+    """The paper's objective is recomputed; of the latency's, only that its claims agree with each other."""
+    tolerance = 1e-6 * abs(plan.objective) + 1e-12
+    if plan.objective_kind == "paper":
+        preloaded = sum(w.chunks for w in plan.weights if w.preload)
+        distance = sum(w.first_use - w.moves[0][0] for w in plan.weights if not w.preload)
+        value = plan.lambda_ * preloaded + (1 - plan.lambda_) * distance
+        if plan.units == "share":
+            everything, layers = sum(w.chunks for w in plan.weights), len(plan.weights) * len(plan.capacities)
+            value = plan.lambda_ * preloaded / max(1, everything) + (1 - plan.lambda_) * distance / max(1, layers)
+        if abs(value - plan.objective) > tolerance:
+            raise PlanViolation("objective", f"the objective is not {plan.objective}")
+    if plan.bound > plan.objective + tolerance:
+        raise PlanViolation("objective", f"bound {plan.bound} above objective {plan.objective}")
+    if plan.status == "OPTIMAL" and plan.objective - plan.bound > tolerance:
+        raise PlanViolation("objective", "called OPTIMAL with a gap")
+
+
+def _check_moves(w: PlannedWeight, latest: int) -> None:
+    """C0 and C1 of one weight, which is read and moved at layer `latest` or before."""
+    if w.preload:
+        if w.moves:
+            raise PlanViolation("C0", f"preloaded weight {w.name} is streamed as well")
+        if not 0 <= w.read_layer <= w.first_use:
+            raise PlanViolation("C1", f"preloaded weight {w.name} is read at layer {w.read_layer}, after its use")
+        return
+    layers = [layer for layer, _ in w.moves]
+    if any(chunks < 1 for _, chunks in w.moves) or layers != sorted(set(layers)):
+        raise PlanViolation("C0", f"the moves of weight {w.name} are not ascending layers with one or more chunks")
+    if sum(chunks for _, chunks in w.moves) != w.chunks:
+        raise PlanViolation("C0", f"weight {w.name} moves {sum(n for _, n in w.moves)} chunks of {w.chunks}")
+    if layers and (layers[0] < 1 or layers[-1] > latest):
+        raise PlanViolation("C0", f"weight {w.name} moves outside layers 1 to {latest}")
+    if not layers or not 1 <= w.read_layer <= layers[0]:
+        raise PlanViolation("C1", f"weight {w.name} is read at layer {w.read_layer}, after it is moved, or before layer 1")
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Bytes [offset, end) taken during layers first..last."""
+
+    name: str
+    offset: int
+    end: int
+    first: int
+    last: int
+
+
+def _check_layout(
+    mode: str, layout: PoolLayout, weights: tuple[PlannedWeight, ...], layers: int, dims: dict[str, Slice]
+) -> None:
+    """Each slice has the places its mode needs, and no two slices share one while both are alive."""
+
+    def lives(w: PlannedWeight) -> tuple[int, int]:
+        if w.preload:
+            return 0, layers
+        if w.keep:  # later runs find it there from the start
+            return 0, layers
+        return w.moves[0][0] if mode == "interleave" else w.read_layer, w.last_use
+
+    if mode == "map":
+        changes = [0] * (layers + 2)
+        for w in weights:
+            first, last = lives(w)
+            changes[first] += w.nbytes
+            changes[last + 1] -= w.nbytes
+        if max(accumulate(changes)) > layout.mapped_peak_bytes:
+            raise PlanViolation("layout", "map: more is resident at once than the layout says")
+        return
+
+    for w in weights:
+        if (w.name in layout.offsets) == (w.name in layout.slot_of):
+            raise PlanViolation("layout", f"{mode}: slice {w.name} must be in the pool or in a texture slot")
+        if mode == "interleave" and w.name not in layout.staging:
+            raise PlanViolation("layout", f"{mode}: slice {w.name} has no place in staging")
+    piece = layout.piece_bytes
+    passing = {w.name: passing_bytes(dims[w.name], piece) if w.name in dims else min(w.nbytes, piece) for w in weights}
+    if mode == "dma" and layout.staging_bytes < max(passing.values(), default=0):
+        raise PlanViolation("layout", "dma: a piece of the largest slice does not fit the staging ring")
+
+    pool = [_Placed(w.name, layout.offsets[w.name], layout.offsets[w.name] + w.nbytes, *lives(w))
+            for w in weights if w.name in layout.offsets]  # fmt: skip
+    _check_disjoint(f"{mode} pool", pool, layout.pool_bytes)
+
+    _check_slots(mode, layout, [(w, *lives(w)) for w in weights if w.name in layout.slot_of], dims)
+
+    if layout.staging:
+        # W passes through one place, its entrance, which is taken all the time.
+        staged = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.read_layer, w.moves[-1][0])
+                  for w in weights if not w.preload]  # fmt: skip
+        preloaded = [w for w in weights if w.preload]
+        if layout.ring_bytes:
+            if layout.ring_bytes < layout.threads * max(passing.values(), default=0):
+                raise PlanViolation("layout", f"{mode}: pieces of the largest slice do not fit the ring")
+        elif preloaded:
+            start = min(layout.staging[w.name] for w in preloaded)
+            end = max(layout.staging[w.name] for w in preloaded) + layout.threads * layout.entrance_bytes
+            if layout.entrance_bytes < max(passing[w.name] for w in preloaded):
+                raise PlanViolation("layout", f"{mode}: a piece of a slice of W does not fit its entrance")
+            staged.append(_Placed("of W", start, end, 0, layers))
+        _check_disjoint(f"{mode} staging", staged, layout.staging_bytes)
+
+
+def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, int, int]], dims: dict[str, Slice]) -> None:
+    """Texture slots: one slice at a time, and each slice fits."""
+    turns: dict[int, list[tuple[int, int, str]]] = {}
+    for w, first, last in held:
+        number = layout.slot_of[w.name]
+        if not 0 <= number < len(layout.slots):
+            raise PlanViolation("layout", f"{mode}: slice {w.name} names texture slot {number} of {len(layout.slots)}")
+        turns.setdefault(number, []).append((first, last, w.name))
+        slot, part = layout.slots[number], dims.get(w.name)
+        if part and (part.width > slot.width or part.height > slot.height or part.channel != slot.channel):
+            raise PlanViolation("layout", f"{mode}: slice {w.name} does not fit its texture slot")
+    for taken in turns.values():
+        taken.sort()
+        for (_, last, name), (first, _, other) in pairwise(taken):
+            if first <= last:
+                raise PlanViolation("layout", f"{mode}: slices {name} and {other} share a texture slot at layer {first}")
+
+
+def _check_disjoint(where: str, places: Iterable[_Placed], size: int) -> None:
+    """Sweep over the layers; the places alive at once are kept sorted by offset, so a new one has two neighbours to fear."""
+    events = sorted(
+        [(p.first, 1, p) for p in places] + [(p.last + 1, 0, p) for p in places], key=lambda e: (e[0], e[1], e[2].offset)
+    )
+    alive: list[tuple[int, int, str]] = []
+    for _, opens, p in events:
+        if p.offset < 0 or p.end > size:
+            raise PlanViolation("layout", f"{where}: slice {p.name} lies outside its {size} bytes")
+        entry = (p.offset, p.end, p.name)
+        at = bisect_left(alive, entry)
+        if not opens:
+            del alive[at]
+            continue
+        for neighbour in alive[max(0, at - 1) : at + 1]:
+            if neighbour[0] < p.end and p.offset < neighbour[1]:
+                raise PlanViolation("layout", f"{where}: slices {neighbour[2]} and {p.name} overlap")
+        alive.insert(at, entry)

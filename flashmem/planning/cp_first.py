@@ -1,0 +1,258 @@
+"""CP-SAT for the objective `first`: neighbourhoods around a plan, and a bound for plans that are small enough.
+
+A neighbourhood is a range of layers. The weights first used in it that are not read before it get any gates, in any order;
+everything else stays. Layers, reads and memory are those of the clock and of C2; what comes out is accepted only where the
+clock agrees. Where one neighbourhood is the whole plan, the same model with layers that nothing slows down, and a host that
+takes no time, proves a bound for every order of reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from flashmem.planning.clock import Clock, Moves, durations, needed_at, play
+from flashmem.planning.cp_models import cp_solver
+from flashmem.planning.fill import read_order, stalls
+from flashmem.planning.gates import held_bytes
+from flashmem.planning.problem import Problem, WeightSpec
+
+_MOST_CHOICES = 5000
+"""Pairs of a weight and a layer that may open its gate in one model, at the most."""
+
+_TICKS = 4_000_000
+"""Parts into which the time of a plan is divided."""
+
+_FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
+
+
+@dataclass(frozen=True)
+class Improved:
+    """Gates (of streamed weights), and a proven bound on the seconds of any plan that holds no more; 0: none."""
+
+    gates: dict[str, int]
+    bound: float
+
+
+def improve(
+    problem: Problem, gates: Mapping[str, int], moves: Moves, limit: int, *, seconds: float, enough: float, workers: int = 2
+) -> Improved:
+    """Better `gates` for the same `moves` within `limit` bytes, found in `seconds`, and a bound.
+
+    It ends when the clock has no more than `enough` seconds, which are proven to be a bound.
+    """
+    deadline = time.monotonic() + seconds
+    best = dict(gates)
+    clock = play(problem, best, moves)
+    whole = (1, len(problem.layers))
+    small = _choices(problem, best, moves, *whole) <= _MOST_CHOICES
+    ranges = [whole] if small else list(_around_stalls(problem, best, moves, clock))
+    for number, (first, last) in enumerate(ranges):
+        left = deadline - time.monotonic()
+        if left <= 0 or clock.seconds <= enough:
+            break
+        share = 0.6 if small else 1 / (len(ranges) - number)
+        found = _Neighbourhood(problem, best, moves, clock, limit, first, last).solve(left * share, workers)
+        if found is not None and int(held_bytes(problem, found, moves).max()) <= limit:
+            played = play(problem, found, moves)
+            if played.seconds < clock.seconds:
+                best, clock = found, played
+    left = deadline - time.monotonic()
+    bound = 0.0
+    if small and left > 0 and clock.seconds > enough:
+        bound = _proven(problem, best, moves, clock, limit, left, workers)
+    return Improved(best, bound)
+
+
+def _choices(problem: Problem, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> int:
+    return sum(moves[w.name][0][0] - first + 1 for w in _free(problem, gates, moves, first, last))
+
+
+def _free(problem: Problem, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> list[WeightSpec]:
+    """Streamed weights whose gates a neighbourhood decides."""
+    return [w for w in problem.weights if w.name in moves and first < w.first_use <= last and gates[w.name] >= first]
+
+
+def _around_stalls(problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock) -> Iterator[tuple[int, int]]:
+    """Ranges of layers about the longest waits of the disk for memory, as long as a model can have them."""
+    order = read_order(problem, gates, moves)
+    layers = len(problem.layers)
+    taken: set[int] = set()
+    for stall in sorted(stalls(problem, order, clock), key=lambda s: s.begin - s.end):
+        gate = max(1, gates[order[stall.at].name])
+        if gate in taken:
+            continue
+        first, last, step = max(1, gate - 2), gate, 8
+        while last < layers and _choices(problem, gates, moves, first, min(layers, last + step)) <= _MOST_CHOICES:
+            last = min(layers, last + step)
+        if last > gate:
+            taken.update(range(first, last))
+            yield first, last
+
+
+class _Neighbourhood:
+    """The model for the weights first used at layers `first` + 1 to `last`; in ticks from the session's opening."""
+
+    def __init__(
+        self, problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, limit: int, first: int, last: int
+    ) -> None:
+        self.problem, self.gates, self.moves, self.clock = problem, gates, moves, clock
+        self.first, self.last = first, last
+        self.tick = clock.seconds / _TICKS
+        self.free = _free(problem, gates, moves, first, last)
+        names = {w.name for w in self.free}
+        order = read_order(problem, gates, moves)
+        begin = next((at for at, w in enumerate(order) if w.name in names), len(order))
+        self.read_before = order[:begin]
+        # Read among them or after them; what opens behind the last layer is left out.
+        self.others = [w for w in order[begin:] if w.name not in names and gates[w.name] <= last]
+        self.needs = needed_at(problem, moves)
+        self.model = cp_model.CpModel()
+        self._layers()
+        self.opens: dict[str, list[cp_model.IntVar]] = {}  # of layers first + 1 to z_w: whether the gate is there or later
+        self.reads: dict[str, cp_model.IntVar] = {}
+        self._reads()
+        self._memory(limit)
+        ends = [self.reads[w.name] + self._size(w) for w in self.free]
+        finish = self.model.new_int_var(0, self.horizon, "finish")
+        if last < len(problem.layers):
+            for end in ends:
+                self.model.add(finish >= end)
+        self.model.minimize(self.done[last] + finish)
+
+    def _ticks(self, seconds: float) -> int:
+        return round(seconds / self.tick)
+
+    def _size(self, w: WeightSpec) -> int:
+        return self._ticks(w.nbytes / self.problem.load_bandwidth)
+
+    def _layers(self) -> None:
+        """Ends of layers, with what was read before."""
+        problem, clock = self.problem, self.clock
+        self.took = [self._ticks(s) for s in durations(problem, self.moves)]
+        self.horizon = 2 * _TICKS
+        opened = clock.done[self.first - 2] if self.first > 1 else problem.opening_seconds
+        self.done: dict[int, cp_model.IntVar | int] = {self.first - 1: self._ticks(opened)}
+        ready = [0] * (len(problem.layers) + 1)
+        for w in self.read_before:
+            ready[self.needs[w.name]] = max(ready[self.needs[w.name]], self._ticks(clock.loaded[w.name]))
+        for layer in range(self.first, self.last + 1):
+            took = self.took[layer - 1]
+            end = self.model.new_int_var(ready[layer] + took, self.horizon, f"done {layer}")
+            self.model.add(end >= self.done[layer - 1] + took)
+            self.model.add_hint(end, self._ticks(clock.done[layer - 1]))
+            self.done[layer] = end
+
+    def _reads(self) -> None:
+        """One after the other, behind their gates; layers wait for them."""
+        problem, model = self.problem, self.model
+        before = self.read_before
+        begin = self._ticks(self.clock.read[before[-1].name]) + self._size(before[-1]) if before else 0
+        intervals = []
+        for w in (*self.free, *self.others):
+            start = self.reads[w.name] = model.new_int_var(begin, self.horizon, f"read {w.name}")
+            model.add_hint(start, self._ticks(self.clock.read[w.name]))
+            size = self._size(w)
+            intervals.append(model.new_fixed_size_interval_var(start, size, f"reads {w.name}"))
+            piece = self._ticks(min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth)
+            need = self.needs[w.name]
+            if self.first <= need <= self.last:
+                model.add(self.done[need] >= start + size + piece + self.took[need - 1])
+        for w in self.others:
+            if self.gates[w.name] > self.first:
+                model.add(self.reads[w.name] >= self.done[self.gates[w.name] - 1])
+        for w in self.free:
+            chain = self.opens[w.name] = []
+            for layer in range(self.first + 1, self.moves[w.name][0][0] + 1):
+                later = model.new_bool_var(f"{w.name} >= {layer}")
+                model.add_hint(later, self.gates[w.name] >= layer)
+                if chain:
+                    model.add_implication(later, chain[-1])
+                model.add(self.reads[w.name] >= self.done[layer - 1]).only_enforce_if(later)
+                chain.append(later)
+            model.add(self.reads[w.name] >= self.done[self.first - 1] if self.first > 1 else self.reads[w.name] >= 0)
+        model.add_no_overlap(intervals)
+
+    def _memory(self, limit: int) -> None:
+        """What C2 counts, at every layer at which a choice matters."""
+        held = held_bytes(self.problem, self.gates, self.moves)
+        chosen: dict[int, list[cp_model.LinearExpr]] = {}
+        fixed = {layer: int(held[layer]) for layer in range(self.first, self.last + 1)}
+        for w in self.free:
+            for place, later in enumerate(self.opens[w.name]):
+                layer = self.first + place  # held there unless the gate is at the next layer or later
+                chosen.setdefault(layer, []).append(w.nbytes * (1 - later))
+                if self.gates[w.name] <= layer:
+                    fixed[layer] -= w.nbytes
+        for layer, terms in chosen.items():
+            self.model.add(cp_model.LinearExpr.sum(terms) <= limit - fixed[layer])
+
+    def solve(self, seconds: float, workers: int) -> dict[str, int] | None:
+        """Gates of all weights, in the order of the reads that were found; None if nothing was."""
+        if not self.free:
+            return None
+        cp = cp_solver(workers, seconds)
+        if cp.solve(self.model) not in _FOUND:
+            return None
+        found = dict(self.gates)
+        latest = 0
+        free = {w.name for w in self.free}
+        for w in sorted((*self.free, *self.others), key=lambda w: (cp.value(self.reads[w.name]), self.needs[w.name])):
+            if w.name in free:
+                gate = self.first + sum(cp.boolean_value(later) for later in self.opens[w.name])
+                found[w.name] = min(max(gate, latest), self.moves[w.name][0][0])
+            latest = max(latest, found[w.name])
+        return found
+
+
+def _proven(
+    problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, limit: int, seconds: float, workers: int
+) -> float:
+    """A bound on the seconds of every plan with this W that holds at most `limit` bytes: times are rounded down."""
+    model = cp_model.CpModel()
+    tick = clock.seconds / _TICKS
+    most = _TICKS
+    done: list[cp_model.IntVar | int] = [int(problem.opening_seconds / tick)]
+    took = [int(spec.seconds / tick) for spec in problem.layers]
+    for layer in range(1, len(problem.layers) + 1):
+        end = model.new_int_var(0, most, f"done {layer}")
+        model.add(end >= done[-1] + took[layer - 1])
+        done.append(end)
+    intervals = []
+    held: list[list[cp_model.LinearExpr]] = [[] for _ in done]
+    fixed = np.zeros(len(done) + 1, np.int64)
+    for w in problem.weights:
+        size = int(w.nbytes / problem.load_bandwidth / tick)
+        start = model.new_int_var(0, most, f"read {w.name}")
+        model.add_hint(start, int(clock.read[w.name] / tick))
+        intervals.append(model.new_fixed_size_interval_var(start, size, f"reads {w.name}"))
+        need = w.first_use - (problem.mode == "interleave" and w.name in moves)
+        model.add(done[need] >= start + size + took[need - 1])
+        if w.name not in moves:
+            continue
+        chain: list[cp_model.IntVar] = []
+        for layer in range(2, w.first_use):
+            later = model.new_bool_var(f"{w.name} >= {layer}")
+            model.add_hint(later, gates[w.name] >= layer)
+            if chain:
+                model.add_implication(later, chain[-1])
+            model.add(start >= done[layer - 1]).only_enforce_if(later)
+            held[layer - 1].append(w.nbytes * (1 - later))
+            chain.append(later)
+        fixed[w.first_use - 1] += w.nbytes
+        fixed[w.last_use + 1] -= w.nbytes
+    fixed = np.cumsum(fixed)
+    for layer, terms in enumerate(held):
+        if terms:
+            model.add(cp_model.LinearExpr.sum(terms) <= limit - int(fixed[layer]))
+    model.add_no_overlap(intervals)
+    model.minimize(done[-1])
+    cp = cp_solver(workers, seconds)
+    status = cp.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        return 0.0
+    return float(cp.best_objective_bound) * tick

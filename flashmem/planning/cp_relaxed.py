@@ -1,0 +1,119 @@
+"""The linear relaxation of the paper's objective, layer by layer: a bound, and a W to begin with (docs/planner.md).
+
+Of each streamed weight two numbers between 0 and 1 by layer: y, that a part of it was moved at the layer or before, and f, the
+share of it that was. Memory holds y of it at home and, in mode `interleave`, in staging what y has and f has not; C_l limits
+what f gains; and no more is moved at a layer than y of a whole capacity. Weights keep to the window in which waiting costs no
+more than W would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf as infinity
+from typing import Any
+
+from ortools.linear_solver import pywraplp
+
+from flashmem.planning.paper import PaperProblem
+from flashmem.planning.problem import WeightSpec
+
+_SLACK = 1e-7
+"""Of the cost of all weights in W, what may be rounding of the optimum."""
+
+_MOST = 12_000
+"""Pairs of a weight and a layer, at the most: some seconds."""
+
+_Terms = list[tuple[Any, float]]
+"""Variables and their factors."""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """A proven bound on the cost of any plan, and how far the relaxation has each weight in W."""
+
+    bound: int
+    preload: dict[str, float]
+
+
+def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Relaxed | None:
+    """The relaxation's optimum; None if it was not found in time, or would be too large.
+
+    `alone`: the weights that may be streamed, with the least i_w - z_w of each.
+    """
+    problem = paper.problem
+    first = {w.name: _first(paper, w, alone[w.name]) for w in problem.weights if w.name in alone}
+    if sum(w.first_use - first[w.name] for w in problem.weights if w.name in alone) > _MOST:
+        return None
+    solver = pywraplp.Solver.CreateSolver("GLOP")
+    solver.SetTimeLimit(max(1, int(1000 * seconds)))
+    held: defaultdict[int, _Terms] = defaultdict(list)  # by layer, in parts of M_peak
+    served: defaultdict[int, _Terms] = defaultdict(list)  # in chunks
+    free: defaultdict[int, float] = defaultdict(lambda: 1.0)  # of M_peak, beside what must be in use
+    resident: _Terms = []  # bytes of W
+    objective = solver.Objective()
+    everything = max(1, sum(paper.chunks.values())) * max(1, paper.preload_cost)
+    copies = 2 if problem.mode == "interleave" else 1
+
+    def row(least: float, most: float, *terms: tuple[Any, float]) -> None:
+        made = solver.Constraint(least, most)
+        factors: defaultdict[Any, float] = defaultdict(float)
+        for variable, factor in terms:
+            factors[variable] += factor
+        for variable, factor in factors.items():
+            made.SetCoefficient(variable, factor)
+
+    preload = {}
+    for w in problem.weights:
+        if w.name not in alone:
+            continue
+        chunks, share = paper.chunks[w.name], w.nbytes / problem.m_peak
+        p = preload[w.name] = solver.NumVar(0.0, 1.0, "")
+        objective.SetCoefficient(p, paper.preload_cost * chunks / everything)
+        resident.append((p, w.nbytes))
+        begun: _Terms = []
+        before: tuple[Any, Any] | None = None
+        for layer in range(first[w.name], w.first_use):
+            y, f = solver.NumVar(0.0, 1.0, ""), solver.NumVar(0.0, 1.0, "")
+            objective.SetCoefficient(y, paper.distance_cost / everything)
+            begun.append((y, 1.0))
+            held[layer].append((y, copies * share))
+            row(0.0, infinity, (y, 1.0), (f, -1.0))
+            capacity = min(chunks, problem.layers[layer - 1].capacity)
+            gained = [(f, float(chunks))]
+            if before is not None:
+                gained.append((before[1], -float(chunks)))
+                row(0.0, infinity, (y, 1.0), (before[0], -1.0))
+                row(0.0, infinity, (f, 1.0), (before[1], -1.0))
+                if copies == 2:
+                    held[layer].append((before[1], -share))
+            row(-infinity, 0.0, *gained, (y, -float(capacity)))
+            served[layer] += gained
+            before = y, f
+        row(float(alone[w.name]), infinity, (p, float(alone[w.name])), *begun)  # no sooner than if it were alone
+        row(1.0, 1.0, (p, 1.0), *([(before[1], 1.0)] if before else []))
+        for layer in range(w.first_use, w.last_use + 1):
+            held[layer].append((p, -share))
+            free[layer] -= share
+    for layer, terms in held.items():
+        row(-infinity, free[layer], *terms)
+    for layer, terms in served.items():
+        row(-infinity, problem.layers[layer - 1].capacity, *terms)
+    if paper.limit is not None:
+        row(-infinity, paper.limit - sum(n for name, n in paper.sizes.items() if name not in alone), *resident)
+    objective.SetMinimization()
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return None
+    fixed = paper.preload_cost * sum(chunks for name, chunks in paper.chunks.items() if name not in alone)
+    bound = math.ceil(fixed + everything * (objective.Value() - _SLACK))
+    return Relaxed(max(0, bound), {name: p.solution_value() for name, p in preload.items()})
+
+
+def _first(paper: PaperProblem, w: WeightSpec, alone: int) -> int:
+    """The first layer at which a best plan may begin to move `w`."""
+    longest = w.first_use
+    if paper.distance_cost:
+        longest = max(alone, paper.preload_cost * paper.chunks[w.name] // paper.distance_cost)
+    return max(1, w.first_use - longest)
