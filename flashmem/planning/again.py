@@ -31,19 +31,19 @@ def plan_again(
         BudgetError: nothing fits; it names the smallest budget that works.
     """
     if budget is None:
-        return _sealed(program, problem, mode, first_plan(problem, preload))
+        return _sealed(program, problem, mode, first_plan(problem, preload, quick=True))
     problem = staged_within(problem, budget)
     measure = _measure(program, mode)
     try:
-        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0)
+        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0, quick=True)
     except BudgetError:  # staging is given as little as it can do with
         problem = staged_least(problem)
-        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0)
+        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0, quick=True)
     least = smallest_m_peak(problem, preload)[0]
     if plan.m_peak > least:
 
         def make(m_peak: int) -> OverlapPlan:
-            return first_plan(replace(problem, m_peak=m_peak), preload)
+            return first_plan(replace(problem, m_peak=m_peak), preload, quick=True)
 
         lean = leanest(plan, least, make, lambda each: each.objective)
         if measure(lean) <= budget:
@@ -57,7 +57,7 @@ def smallest_budget(program: Program, problem: Problem, mode: TransferMode, prel
     """The least budget, in bytes, that `plan_again` takes."""
     problem = staged_least(problem)
     problem = replace(problem, m_peak=max(1, smallest_m_peak(problem, preload)[0]))
-    return _measure(program, mode)(first_plan(problem, preload))
+    return _measure(program, mode)(first_plan(problem, preload, quick=True))
 
 
 def _measure(program: Program, mode: TransferMode) -> Measure:
