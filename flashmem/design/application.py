@@ -144,7 +144,8 @@ class _Reader:
             objectives = tuple(Objective(each.measure, each.measure.metric in BETTER_HIGH) for each in constraints)
         if not objectives:
             raise UserError(f"{self.path} asks for nothing; add an [[objective]] or a [[constraint]]")
-        self._accuracy_is_given(tasks, [each.measure for each in (*objectives, *constraints)])
+        measures = [*(each.measure for each in objectives), *(each.measure for each in constraints)]
+        self._accuracy_is_given(tasks, measures)
         return Application(tasks, processors, budgets, objectives, constraints)
 
     def _task(self, table: Mapping[str, Any]) -> Task:
