@@ -304,6 +304,25 @@ def queue(
 
 
 @app.command()
+def design(
+    application: Annotated[Path, typer.Argument(metavar="app.toml", help="Tasks, models, objectives.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Where the designs' bundles and design.json go.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=2, help="Answers measured of each candidate, after the first.")] = 20,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Predict candidates from descriptors; measure nothing.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
+    json: Json = False,
+) -> None:
+    """Choose models, devices and budgets for an application's objectives, and what it switches to when a processor or memory is
+    taken.
+    """
+    from flashmem.commands.design import DesignOptions, design_application
+
+    design_application(DesignOptions(application, output, runs, simulate, seed, json))
+
+
+@app.command()
 @with_bundle_options
 def simulate(
     options: CompileOptions,
