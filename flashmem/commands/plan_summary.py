@@ -1,4 +1,4 @@
-"""What commands say of a plan in one object: `run` and `simulate` as `plan` does. Apart, because a phone runs and does not plan."""
+"""What `plan`, `run` and `simulate` say of a plan in one object. Apart from `plan`, because a phone runs and does not plan."""
 
 from __future__ import annotations
 
