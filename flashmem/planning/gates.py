@@ -19,8 +19,11 @@ from flashmem.planning.clock import Clock, Compute, Moves, durations, needed_at,
 from flashmem.planning.plan import LOADER_THREADS
 from flashmem.planning.problem import Problem, WeightSpec
 
-MARGIN = 2.0
+MARGIN = 1.25
 """How many times as long as predicted a read may take before a gate that was closed late would be noticed."""
+
+LEAD_BYTES = 16 << 20
+"""What is to be waiting for the disk before a weight: as much as Linux lets wait (docs/simulation.md)."""
 
 _SCAN = 256
 """Layers looked at in one step when a gate is moved to the front."""
@@ -125,7 +128,8 @@ def closed_late(
     """`gates`, each as late as every layer still starts in time if reads take `margin` times as long as predicted.
 
     In time is when `clock` says, and what the clock says of a file in the page cache, where layers are less far apart. A loader
-    thread is never without an open gate while a layer waits. No gate becomes earlier, none passes z_w, and those of W stay.
+    thread is never without an open gate while a layer waits. Where layers wait for the disk, a gate need not be open much
+    sooner than the disk comes to it. No gate becomes earlier, none passes z_w, and those of W stay.
     """
     closed = _closed_late(problem, gates, moves, clock, margin)
     if problem.host_bandwidth == math.inf:
@@ -146,7 +150,7 @@ def _closed_late(problem: Problem, gates: Mapping[str, int], moves: Moves, clock
     for nth in range(len(order) - 1, -1, -1):
         w = order[nth]
         due = min(begin, clock.started[needs[w.name] - 1])
-        begin = due - margin * w.nbytes * rate
+        begin = max(due - margin * w.nbytes * rate, clock.read[w.name] - margin * (w.nbytes + LEAD_BYTES) * rate)
         # The last layer whose end is no later than that opens the gate of the one behind it.
         opened = bisect_right(done, begin)
         if nth > LOADER_THREADS:

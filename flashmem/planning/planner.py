@@ -268,7 +268,7 @@ def _paper_plan_inside(
     roomy, least = _reading_ahead(problem, plan, program, in_flight)
     if roomy is not None:
         return roomy
-    for share in _SHARES_OF_M_PEAK:
+    for share in _SHARES:
         try:
             smaller = solve(
                 replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
@@ -372,5 +372,4 @@ def _paper_plan_within(
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 _SECONDS_EACH = 4.0
 
-_SHARES_OF_M_PEAK = (0.96, 0.92, 0.88, 0.84, 0.8, 0.72, 0.65, 0.5, 0.35, 0.2, 0.1)
-_SECONDS_FIRST, _SECONDS_AGAIN = 4.0, 1.0
+_SECONDS_FIRST, _SECONDS_AGAIN = 5.0, 2.0
