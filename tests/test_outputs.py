@@ -113,7 +113,8 @@ def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The same, compiled for a device with memory of its own, which the CPU then stands in for."""
     folder = tmp_path_factory.mktemp("apart")
     write_model(folder / "m.onnx")
-    own = replace(load_descriptor(request.param), modes={"buffer": ("dma",)}, memory_paths=("buffer",), capacity_model="")
+    known = load_descriptor(request.param)
+    own = replace(known, modes={"buffer": ("dma",)}, memory_paths=("buffer",), capacity_model="", variants=())
     (folder / "own.toml").write_text(toml(asdict(own)))
     bundle = flashmem.compile(folder / "m.onnx", folder / "m.flashmem", device=str(folder / "own.toml"), build=False)
     return Model(bundle, request.param, draw(0), answers(draw(0)))
