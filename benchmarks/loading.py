@@ -34,8 +34,8 @@ from flashmem.program import Program
 from flashmem.request import device_here, resolve
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.loader import Span
 from flashmem.runtime.opencl import Context
+from flashmem.runtime.schedule import Span
 from flashmem.runtime.session import RunReport
 from flashmem.units import parse_size
 from flashmem.zoo.graphs import zoo_graph

@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashmem.bundle import Bundle as Bundle
     from flashmem.compile import compile as compile
+    from flashmem.runtime.manager import Manager as Manager
+    from flashmem.runtime.many import Runtime as Runtime
     from flashmem.runtime.report import RunReport as RunReport
     from flashmem.runtime.session import Session as Session
 
 __version__ = "0.1.0"
-__all__ = ["Bundle", "RunReport", "Session", "__version__", "compile"]
+__all__ = ["Bundle", "Manager", "RunReport", "Runtime", "Session", "__version__", "compile"]
 
 _HOMES = {
     "Bundle": "flashmem.bundle",
+    "Manager": "flashmem.runtime.manager",
     "RunReport": "flashmem.runtime.report",
+    "Runtime": "flashmem.runtime.many",
     "Session": "flashmem.runtime.session",
     "compile": "flashmem.compile",
 }

@@ -1,4 +1,4 @@
-"""The command line: `flashmem doctor | compile | run | plan | check | replan | cache | profile | tune | simulate | sweep ...`.
+"""The command line: `flashmem doctor | compile | run | queue | plan | check | replan | cache | profile | tune | simulate ...`.
 
 Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
@@ -278,6 +278,48 @@ def tune(
     from flashmem.commands.tune import tune_device
 
     print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))
+
+
+@app.command()
+def queue(
+    bundles: Annotated[list[Path], typer.Argument(metavar="BUNDLE...", help="Compiled models.", show_default=False)],
+    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on the memory of all of them together.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="requests.json", help='Who asks when: [{"model": "a", "at": 0.5, "seed": 1}, ...].'),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Without --trace: runs of each, in random order.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of that order, and of inputs.")] = 0,
+    device: Device = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="memory.png", help="Memory over time, beside sessions that preload each model (plots extra)."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Play requests to several models under one budget, in the order in which they come, and say how long each waited."""
+    from flashmem.commands.queue import QueueOptions, play_queue
+
+    play_queue(QueueOptions(tuple(bundles), budget, trace, iterations, seed, device or "auto", plot, json))
+
+
+@app.command()
+def design(
+    application: Annotated[Path, typer.Argument(metavar="app.toml", help="Tasks, models, objectives.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Where the designs' bundles and design.json go.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=2, help="Answers measured of each candidate, after the first.")] = 20,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Predict candidates from descriptors; measure nothing.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
+    json: Json = False,
+) -> None:
+    """Choose models, devices and budgets for an application's objectives, and what it switches to when a processor or memory is
+    taken.
+    """
+    from flashmem.commands.design import DesignOptions, design_application
+
+    design_application(DesignOptions(application, output, runs, simulate, seed, json))
 
 
 @app.command()

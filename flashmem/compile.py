@@ -30,6 +30,8 @@ from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.ordering import in_lowest_order
+from flashmem.planning.carried import KEY as CARRIED
+from flashmem.planning.carried import carried
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
@@ -158,8 +160,14 @@ def _compile(model: Path, output: Path, options: Options, progress: Progress, ke
     plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
     with BundleWriter(output) as bundle:
         generated.weights.write(bundle, packed)
-        bundle.commit(generated.program, generated.source, plan, options.descriptor.portable, _about(model, options))
+        about = {**_about(model, options), CARRIED: carried(_posed(generated.program, plan, options))}
+        bundle.commit(generated.program, generated.source, plan, options.descriptor.portable, about)
     return Bundle.open(output)
+
+
+def _posed(program: Program, plan: OverlapPlan, options: Options) -> Problem:
+    """The problem that `plan` is of, so that the bundle can be planned again for other budgets."""
+    return planning_problem(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
 
 
 def read_graph(model: Path, options: Options) -> Graph:

@@ -22,8 +22,8 @@ from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.planning.problem import Problem
-from flashmem.runtime.loader import Span
 from flashmem.runtime.report import RunReport
+from flashmem.runtime.schedule import Span
 
 KEY = "learned"
 """Where a bundle's `meta` holds what was learned."""

@@ -31,7 +31,7 @@ from flashmem.runtime.lanes import LayerMoves, Move, Ride
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CompiledKernels
-from flashmem.runtime.transfer import WORD
+from flashmem.runtime.schedule import WORD
 
 from .loads import CHUNK, PARTS, Loads
 from .target import Supply, Target

@@ -18,9 +18,10 @@ from flashmem.pages import page_size
 from flashmem.planning.plan import PoolLayout, TextureSlot
 from flashmem.program import MemoryPath, Slice
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.loader import Load, LoaderRun
+from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context
-from flashmem.runtime.transfer import Transfer, make_transfer, whole
+from flashmem.runtime.schedule import Load, whole
+from flashmem.runtime.transfer import Transfer, make_transfer
 from flashmem.runtime.weight_file import WeightFile
 
 CHUNK = 1 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashmem.runtime.many import Runtime
 from flashmem.runtime.session import Session
 
 APART = (
@@ -16,7 +17,8 @@ APART = (
 @pytest.fixture(autouse=True)
 def _kernels_built_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.module.__name__ not in APART:
-        monkeypatch.setitem(Session.__init__.__kwdefaults__, "build_apart", False)
+        for kind in (Session, Runtime):
+            monkeypatch.setitem(kind.__init__.__kwdefaults__, "build_apart", False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -182,9 +182,10 @@ def write_mini_bundle(
     budget: int | None = None,
     preload: int = 2,
     distance: int = 4,
+    seed: int = 7,
 ) -> MiniModel:
-    """Write the bundle. `preload`: how many slices are of W; `distance`: i_w - z_w of the others."""
-    rng = np.random.default_rng(7)
+    """Write the bundle. `preload`: how many slices are of W; `distance`: i_w - z_w of the others; `seed`: of its weights."""
+    rng = np.random.default_rng(seed)
     dtype = np.float16 if channel == "half" else np.float32
     table = rng.standard_normal((VOCABULARY, WIDTH)).astype(dtype)
     weights = [(rng.standard_normal((WIDTH, WIDTH)) * 0.1).astype(dtype) for _ in range(LAYERS)]

@@ -17,8 +17,8 @@ from flashmem.commands.run import RunOptions, run_model
 from flashmem.errors import UserError
 from flashmem.learn import KEY, Learned, learn, observed
 from flashmem.planning.problem import Problem
-from flashmem.runtime.loader import Span
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.schedule import Span
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 

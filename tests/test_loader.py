@@ -19,10 +19,11 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError, UserError
 from flashmem.program import Slice
 from flashmem.runtime.copier import Copier
-from flashmem.runtime.loader import Load, LoaderRun
+from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context, list_devices
 from flashmem.runtime.residence import free_from
-from flashmem.runtime.transfer import Band, Transfer, Turn
+from flashmem.runtime.schedule import Band, Load
+from flashmem.runtime.transfer import Transfer, Turn
 from flashmem.runtime.weight_file import WeightFile
 
 

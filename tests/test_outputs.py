@@ -113,7 +113,8 @@ def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The same, compiled for a device with memory of its own, which the CPU then stands in for."""
     folder = tmp_path_factory.mktemp("apart")
     write_model(folder / "m.onnx")
-    own = replace(load_descriptor(request.param), modes={"buffer": ("dma",)}, memory_paths=("buffer",), capacity_model="")
+    known = load_descriptor(request.param)
+    own = replace(known, modes={"buffer": ("dma",)}, memory_paths=("buffer",), capacity_model="", variants=())
     (folder / "own.toml").write_text(toml(asdict(own)))
     bundle = flashmem.compile(folder / "m.onnx", folder / "m.flashmem", device=str(folder / "own.toml"), build=False)
     return Model(bundle, request.param, draw(0), answers(draw(0)))
@@ -244,7 +245,7 @@ def test_an_output_that_is_written_in_parts_is_read_after_the_last(tmp_path: Pat
 
 def test_a_program_for_a_cpu_runs_where_memory_is_apart(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(next(d for d in list_devices() if d.descriptor_name == model.device), unified_memory=False)
-    monkeypatch.setattr("flashmem.runtime.session.Session._uses_host_memory", False)
+    monkeypatch.setattr("flashmem.runtime.opened.uses_host_memory", lambda device: False)
     monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: device)
     with Session(model.bundle, mode="dma") as session:
         assert_right(dict(zip(model.expected, session.run(None, model.inputs), strict=True)), model.expected)

@@ -18,7 +18,7 @@ from flashmem.errors import BundleError, UserError
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.runtime.arena import move_out, new_pages
 from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.transfer import bands
+from flashmem.runtime.schedule import bands
 from flashmem.runtime.weight_file import WeightFile
 
 DATA = Path(__file__).parent / "data"

@@ -14,7 +14,7 @@ from mini_bundle import write_mini_bundle
 from planning_problems import keeps_the_rules, layers_of, problems
 
 from flashmem.bundle import Bundle
-from flashmem.commands.plan import summary
+from flashmem.commands.plan_summary import summary
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import lay_out_pools
@@ -92,7 +92,7 @@ def test_spoilt_plans_are_caught(constraint: str, spoil: Callable[[OverlapPlan],
 def test_memory_is_counted_from_the_read_gate_to_the_last_use() -> None:
     assert smallest_m_peak(PROBLEM) == (65, "layer3")  # a (25) and, for the next layer, b (40)
     tight = replace(PROBLEM, m_peak=64)
-    with pytest.raises(PlanViolation, match="65 bytes in flight at layer 1") as violation:
+    with pytest.raises(PlanViolation, match="65 bytes in flight at layer 3") as violation:
         replace(good_plan(), m_peak=64).check(tight)
     assert violation.value.constraint == "C2"
 

@@ -49,11 +49,12 @@ class PlayingQueue(FakeQueue):
         return self.launch(recording[-1])
 
 
-@given(sessions(), st.booleans(), st.sampled_from((5, 1000)))
+@given(sessions(), st.booleans(), st.sampled_from((5, 1000)), st.integers(1, 300))
 @settings(max_examples=200, deadline=None)
 def test_recordings_end_where_something_is_waited_for(
-    session: tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int], streamed: bool, most: int
+    session: tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int], streamed: bool, most: int, quick: int
 ) -> None:
+    """`quick` as in `test_executor`."""
     layers, gates, needs, frees, apart = session
     queue, recorder = PlayingQueue(), FakeRecorder(most)
     steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, layers + 1)]
@@ -70,6 +71,7 @@ def test_recordings_end_where_something_is_waited_for(
         loader = FakeLoader(queue, gates, frees) if streamed else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "wait", queue.wait)
+            patch.setattr(module, "has_ended", lambda event: event % quick == 0)
             patch.setattr(Executor, "_space", lambda *_: None)
             executor.run(loader, None, check)  # type: ignore[arg-type]
         assert queue.enqueued == list(range(1, layers + 1)) and queue.waited == layers

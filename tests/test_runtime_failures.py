@@ -45,15 +45,15 @@ def test_a_file_truncated_while_open_is_one_clear_error(mode: str, device: int, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_truncated_while_open_fails_preloading_too(mode: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmem.runtime.engine import Engine
+    from flashmem.runtime.placement import Placement
 
-    preload = Engine.preload
+    preload = Placement.preload
 
-    def truncate_first(engine: Engine) -> None:
+    def truncate_first(placement: Placement) -> None:
         os.truncate(model.open().weights_path, model.open().program.slices[5].offset + 8)
-        preload(engine)
+        preload(placement)
 
-    monkeypatch.setattr(Engine, "preload", truncate_first)
+    monkeypatch.setattr(Placement, "preload", truncate_first)
     with pytest.raises(RunError, match="short read"):
         Session(model.path, mode=mode, strategy="preload")
     assert loader_threads() == []

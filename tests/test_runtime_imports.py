@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mini_bundle import write_mini_bundle
 
+import flashmem
 from flashmem.runtime import icd
 
 OFFLINE = (
@@ -43,6 +44,47 @@ def test_a_bundle_runs_with_the_offline_half_blocked(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
     with np.load(tmp_path / "in.npz.out.npz") as outputs:
         np.testing.assert_allclose(outputs["arr_0"], model.reference(inputs)[0], rtol=0, atol=2e-5)
+
+
+_REPLAN_BLOCKED = """
+import sys
+blocked = sys.argv[2].split(",")
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == module or name.startswith(module + ".") for module in blocked):
+            raise ImportError(f"{name} is not for the online half")
+sys.meta_path.insert(0, Refuse())
+import flashmem
+from flashmem.inputs import complete_inputs
+with flashmem.Runtime() as runtime:
+    model = runtime.open(sys.argv[1])
+    inputs = complete_inputs(model.bundle.program, {}, 0)
+    (before,) = model.run(None, inputs)
+    runtime.set_budget(model.tenant.smallest).result()
+    (after,) = model.run(None, inputs)
+    assert (before == after).all() and runtime.held <= runtime.budget
+"""
+
+
+def test_a_bundle_is_planned_again_with_the_offline_half_blocked(tmp_path: Path) -> None:
+    bundle = flashmem.compile(Path(__file__).parent / "data/resnet-tiny.onnx", tmp_path / "m.flashmem")
+    blocked = ",".join(module for module in OFFLINE if module != "flashmem.planning.problem")
+    subprocess.run(
+        [sys.executable, "-c", _REPLAN_BLOCKED, str(bundle.path), blocked], check=True, capture_output=True, text=True
+    )
+
+
+def test_schedules_accounts_and_the_simulator_need_no_opencl() -> None:
+    modules = (
+        "runtime.schedule",
+        "runtime.accounts",
+        "runtime.sharing",
+        "runtime.lanes",
+        "runtime.residence",
+        "simulation.simulator",
+    )
+    code = f"import sys; sys.modules['pyopencl'] = None\nfor m in {modules}: __import__('flashmem.' + m)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
 
 _COMPILE = """

@@ -40,7 +40,7 @@ from flashmem.program import MemoryPath, Program, Slice, fixed_bytes
 from flashmem.request import Options
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.transfer import bands
+from flashmem.runtime.schedule import bands
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate

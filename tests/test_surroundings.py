@@ -23,8 +23,8 @@ from flashmem import Session, paths
 from flashmem.errors import RunError, UserError
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.runtime import icd, pocl
-from flashmem.runtime.engine import Engine
 from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.run import Run
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
 CACHES = ("HOME", "XDG_CACHE_HOME", "POCL_CACHE_DIR", "FLASHMEM_CACHE_DIR")
@@ -190,20 +190,20 @@ def test_a_signal_handler_that_runs_the_session_is_told_and_the_run_goes_on(
     session: Session, model: MiniModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    play = Engine.run
+    play = Run.play
 
     def handler(*_: object) -> None:
         with pytest.raises(RunError) as caught:
             session.run(None, model.inputs())
         told.append(str(caught.value))
 
-    def interrupted(engine: Engine, *ports: Any) -> Any:
+    def interrupted(run: Run, *ports: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
-        return play(engine, *ports)
+        return play(run, *ports, **options)
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        monkeypatch.setattr(Engine, "run", interrupted)
+        monkeypatch.setattr(Run, "play", interrupted)
         assert len(session.run(None, model.inputs())) == 3
     finally:
         signal.signal(signal.SIGUSR1, before)

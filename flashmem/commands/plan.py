@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmem.bundle import Bundle
-from flashmem.bundle_check import plan_holds
 from flashmem.commands.compiling import CompileOptions, bundle_of
 from flashmem.commands.extras import offline_half
+from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
@@ -101,23 +101,6 @@ def _smallest(model: Path, options: CompileOptions) -> SmallestBudget:
         from flashmem.smallest import smallest_budget
     resolved = resolve(options.limits(), shapes=dict(parse_shape(text) for text in options.shape), **options.target())
     return smallest_budget(read_graph(model, resolved), resolved)
-
-
-def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
-    """The object under the key `plan`: how good the plan is known to be, and what the checker says of it now."""
-    return {
-        "status": plan.status,
-        "objective": plan.objective,
-        "objective_kind": plan.objective_kind,
-        "bound": plan.bound,
-        "gap": plan.gap,
-        "tier": plan.tier,
-        "preload_ratio": plan.preload_ratio,
-        "distance_ratio": plan.distance_ratio,
-        "expected_slowdown": plan.expected_slowdown,
-        "solve_seconds": plan.solve_seconds,
-        "checked": plan_holds(program, plan),
-    }
 
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:

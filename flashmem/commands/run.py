@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
 from flashmem.commands.extras import offline_half
-from flashmem.commands.plan import summary
+from flashmem.commands.plan_summary import summary
 from flashmem.commands.trace import write_trace
 from flashmem.commands.verify import Verification, compare, complaint, reference
 from flashmem.console import emit_json, print_facts, say, waiting

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, cast
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
-from flashmem.commands.plan import summary
+from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from flashmem.files import written_whole
 
 if TYPE_CHECKING:
-    from flashmem.runtime.loader import Span
     from flashmem.runtime.report import RunReport
+    from flashmem.runtime.schedule import Span
 
 _TRACKS = {"layer": 1, "load": 2}
 

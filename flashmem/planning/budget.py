@@ -34,10 +34,11 @@ def plan_within(
     *,
     preload: Collection[str] = (),
     lambda_: float = 0.9,
+    quick: bool = False,
 ) -> tuple[OverlapPlan, Problem]:
     """The latency plan for the largest M_peak found with `measure(plan) <= budget`, and the problem with that M_peak.
 
-    `problem.m_peak` is ignored.
+    `problem.m_peak` is ignored. `quick`: as `first_plan` has it.
 
     Raises:
         BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
@@ -47,7 +48,7 @@ def plan_within(
         problem,
         budget,
         measure,
-        lambda limited: first_plan(limited, preload, lambda_=lambda_),
+        lambda limited: first_plan(limited, preload, lambda_=lambda_, quick=quick),
         smallest_m_peak(problem, preload),
         chosen,
     )

@@ -233,18 +233,18 @@ def candidate(problem: Problem, preload: frozenset[str], limit: int) -> Candidat
     return Candidate(limit, gates, moves, clock, held, resident + average)
 
 
-def traced(problem: Problem, preload: frozenset[str], lambda_: float) -> Candidate:
+def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
     """The fastest candidate whose average is no more than lambda admits, between that of the fastest and of the smallest.
 
     The same ladder of limits is asked for every lambda, so latency never falls and the average never rises with it. Of many
-    weights only the rung at lambda is made.
+    weights, and if it has to be `quick`, only the rung at lambda is made.
     """
     smallest, _ = smallest_m_peak(problem, preload)
 
     def rung(most: int, share: float) -> Candidate:
         return candidate(problem, preload, most - int((most - smallest) * share))
 
-    if len(problem.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
+    if quick or len(problem.weights) > (_LADDER_WEIGHTS if lambda_ else _THOROUGH_WEIGHTS):
         copies = 2 if problem.mode == "interleave" else 1
         streamed = copies * sum(w.nbytes for w in problem.weights if w.name not in preload)
         return rung(min(problem.m_peak, max(smallest, streamed)), lambda_)
@@ -269,10 +269,11 @@ _LADDER_WEIGHTS, _THOROUGH_WEIGHTS = 1500, 64
 """Most weights for which the whole ladder is asked; at lambda 0, where the widest limit is all but always the fastest."""
 
 
-def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.0) -> OverlapPlan:
+def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.0, quick: bool = False) -> OverlapPlan:
     """The fastest plan inside M_peak (or what lambda leaves of it); `objective` and `bound` are seconds of integrated latency.
 
-    The bound holds for every plan with this W that holds no more at once than the limit of the ladder it was made for.
+    The bound holds for every plan with this W that holds no more at once than the limit of the ladder it was made for. `quick`:
+    as `traced` has it.
 
     Raises:
         BudgetError: M_peak is below `smallest_m_peak`.
@@ -280,7 +281,7 @@ def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: floa
     begun = time.monotonic()
     require_m_peak(problem, preload)
     chosen = forced_preload(problem, preload)
-    made = traced(problem, chosen, lambda_)
+    made = traced(problem, chosen, lambda_, quick=quick)
     seconds, bound = made.clock.seconds, fastest_seconds(replace(problem, m_peak=made.limit), chosen)
     if seconds - bound <= _TIE * seconds:
         bound = seconds

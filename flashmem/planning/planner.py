@@ -19,8 +19,8 @@ from flashmem.planning.latency import first_plan, forced_preload, smallest_m_pea
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES, Objective, OverlapPlan, Units
-from flashmem.planning.problem import Problem, build_problem
+from flashmem.planning.plan import Objective, OverlapPlan, Units
+from flashmem.planning.problem import Problem, build_problem, staged_least, staged_within
 from flashmem.program import Program, fixed_bytes
 
 
@@ -30,18 +30,7 @@ def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: Trans
     m_peak = limits.m_peak or max(2 * total, 1)  # of which one mode holds every byte twice
     problem = build_problem(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
     limit = limits.m_peak or limits.budget
-    if limit is None:
-        return problem
-    piece = max(1, min(PASSING_BYTES, limit // _PIECES))
-    threads = max(min(LOADER_THREADS, problem.loader_threads), min(problem.loader_threads, limit // (_RINGS * piece)))
-    return replace(problem, piece_bytes=piece, loader_threads=threads)
-
-
-_RINGS = 8
-"""What all loader threads together have of staging is no more than this part of the limit; two threads there are always."""
-
-_PIECES = 32
-"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
+    return problem if limit is None else staged_within(problem, limit)
 
 
 def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -65,7 +54,7 @@ def plan_problem(
     try:
         plan = _plan(problem, program, mode, limits)
     except BudgetError:  # staging is given as little as it can do with
-        problem = replace(problem, piece_bytes=1, loader_threads=min(LOADER_THREADS, problem.loader_threads))
+        problem = staged_least(problem)
         plan = _plan(problem, program, mode, limits)
     if complete or limits.resolved_objective == "steady":
         return completed(problem, plan, program, mode, limits)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING
 
-from flashmem.capacity.model import CapacityModel, default_model, load_capacity
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.program import Launch, OperatorClass, Program
+
+if TYPE_CHECKING:
+    from flashmem.capacity.model import CapacityModel
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,10 @@ def build_problem(
     Raises:
         UserError: the descriptor does not say how transfers of that mode slow down what computes.
     """
+    from flashmem.capacity.model import default_model, load_capacity  # the offline half; the rest plans where it runs, too
+
     model = model or default_model(descriptor, program.memory_path)
     mode = mode or descriptor.modes[program.memory_path][0]
-    rates = descriptor.rates
     sizes = {s.name: s.nbytes for s in program.slices}
     known: dict[tuple[object, ...], tuple[float, float, tuple[tuple[float, float], ...]]] = {}
     priced = []
@@ -124,15 +128,50 @@ def build_problem(
         LayerSpec(launch.name, launch.operator_class, int(nbytes // chunk_bytes), seconds, beside)
         for launch, nbytes, seconds, beside in priced
     ]
+    return posed(program, layers, descriptor, mode, chunk_bytes=chunk_bytes, m_peak=m_peak, notes=(model.note,))
+
+
+def posed(
+    program: Program,
+    layers: Sequence[LayerSpec],
+    descriptor: DeviceDescriptor,
+    mode: TransferMode,
+    *,
+    chunk_bytes: int,
+    m_peak: int,
+    notes: tuple[str, ...] = (),
+) -> Problem:
+    """The problem of `program`'s weights and of `layers`, as they run on a device with the rates of `descriptor`."""
+    rates = descriptor.rates
+    sizes = {part.name: part.nbytes for part in program.slices}
     weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
     host = {"map": rates.copy_bandwidth, "dma": min(rates.cached_bandwidth, rates.copy_bandwidth)}
     return Problem(
-        tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, (model.note,), mode,
+        tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, notes, mode,
         host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
         loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory,
     )  # fmt: skip
+
+
+def staged_within(problem: Problem, limit: int) -> Problem:
+    """`problem` with as much staging as `limit` bytes of memory can spare."""
+    piece = max(1, min(PASSING_BYTES, limit // _PIECES))
+    threads = max(min(LOADER_THREADS, problem.loader_threads), min(problem.loader_threads, limit // (_RINGS * piece)))
+    return replace(problem, piece_bytes=piece, loader_threads=threads)
+
+
+def staged_least(problem: Problem) -> Problem:
+    """`problem` with as little staging as it can do with."""
+    return replace(problem, piece_bytes=1, loader_threads=min(LOADER_THREADS, problem.loader_threads))
+
+
+_RINGS = 8
+"""What all loader threads together have of staging is no more than this part of the limit; two threads there are always."""
+
+_PIECES = 32
+"""A piece that passes through staging is no more than this part of the limit: staging must not take the place of weights."""
 
 
 def chosen_chunk(capacities: Sequence[float]) -> int:

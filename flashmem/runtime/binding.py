@@ -80,6 +80,9 @@ class _Quiet:
 QUIET = _Quiet()
 
 
+_INVOKERS = threading.RLock()
+
+
 @contextmanager
 def without_invokers() -> Iterator[None]:
     """Kernels made inside cannot be called as Python functions, which flashmem never does.
@@ -87,16 +90,17 @@ def without_invokers() -> Iterator[None]:
     pyopencl writes and compiles Python code for that, 0.2 ms a kernel object: for a model of 500 layers, a tenth of a second.
     """
     invoker = _invokers()
-    generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
+    with _INVOKERS:  # two threads inside would each put back what the other had set
+        generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
 
-    def skip_here(*args: Any, **kwargs: Any) -> Any:
-        return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
+        def skip_here(*args: Any, **kwargs: Any) -> Any:
+            return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
 
-    invoker.generate_enqueue_and_set_args = skip_here
-    try:
-        yield
-    finally:
-        invoker.generate_enqueue_and_set_args = generate
+        invoker.generate_enqueue_and_set_args = skip_here
+        try:
+            yield
+        finally:
+            invoker.generate_enqueue_and_set_args = generate
 
 
 def _invokers() -> Any:

@@ -23,8 +23,9 @@ from flashmem.program import Arg
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 from flashmem.runtime.launching import Launch, Recorder, Recording, not_recorded
-from flashmem.runtime.loader import LoaderRun, Span
+from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
+from flashmem.runtime.schedule import Span
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
@@ -37,6 +38,10 @@ FEWEST = 4
 """Launches that are worth a recording."""
 
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,21 +172,24 @@ class Executor:
         trace: list[Span] | None = None,
         check: Callable[[], None] | None = None,
         after: Mapping[int, Callable[[], None]] = _NOTHING,
-    ) -> None:
-        """Run all layers; `loader` brings in what they need (None: everything is resident); `check` is called before each, and
-        `after`, by layer, once it is enqueued.
+        *,
+        done: int = 0,
+        halted: Callable[[], bool] = _never,
+    ) -> int:
+        """Run all layers behind `done`; `loader` brings in what they need (None: everything is resident); `check` is called
+        before each, and `after`, by layer, once it is enqueued. No layer begins once `halted()` is true.
 
-        Returns when the last layer is done. Raises RunError when a load or a launch fails, and what `check` raises; layers may
-        then still be running.
+        Returns the last layer when it is done. Raises RunError when a load or a launch fails, and what `check` raises; layers
+        may then still be running.
         """
         queue = self._queue
         waking = loader.wakes if loader is not None else frozenset()
         flying: deque[tuple[int, Event]] = deque()  # layers with events, not known to be done
         traced: list[tuple[str, Event, Event]] = []
         recordings = self._recorded(loader, {*waking, *after}) if self._recorder is not None and trace is None else {}
-        done, since = 0, perf_counter()  # the last layer known to be done, and from when
-        launched, last = 0, len(self._steps)  # the last layer with an event; the last of all
-        layer = 0  # the last one that is enqueued, or is about to be
+        first, since = done + 1, perf_counter()  # `done`: the last layer known to be done, `since` when
+        launched, last = done, len(self._steps)  # the last layer with an event; the last of all
+        layer = done  # the last one that is enqueued, or is about to be
 
         def retire() -> None:
             nonlocal done, since
@@ -194,6 +202,11 @@ class Executor:
                 loader.layer_done(layer)
 
         while layer < last:
+            if halted():
+                if launched < layer:
+                    queue.finish()
+                last = layer
+                break
             step, launches = self._steps[layer], self._launches[layer]
             layer += 1
             if check is not None:
@@ -225,7 +238,7 @@ class Executor:
                 launched = layer
             else:
                 queue.launch_all(launches, alone=loader is None)
-                if layer == 1:
+                if layer == first:
                     queue.flush()
             if layer in after:
                 after[layer]()
@@ -235,6 +248,7 @@ class Executor:
             retire()
         if trace is not None:
             trace.extend(self._spans(traced))
+        return last
 
     def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
         """The recordings for this run; none for the first of its kind. They end at `stops` and before layers that wait."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.program import LANE_UNIT, TEXEL_BYTES, LaneKind, Slice, lane_places
-from flashmem.runtime.transfer import WORD, whole_words
+from flashmem.runtime.schedule import WORD, whole_words
 
 COPY_GROUP = 64
 """Work-items of a work-group of such a kernel."""

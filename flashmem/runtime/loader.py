@@ -11,92 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice, takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
-from flashmem.device import Rates, TransferMode
 from flashmem.errors import RunError
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout
-from flashmem.program import Program, Slice
-from flashmem.runtime.residence import free_from
-from flashmem.runtime.transfer import Band, Step, Transfer, bands, whole
-
-
-@dataclass(frozen=True)
-class Load:
-    """A band of a slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
-
-    part: Slice
-    band: Band
-    gate: int = 0
-    preload: bool = False
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Offset and bytes in the weight file."""
-        return self.part.offset + self.band.first, self.band.nbytes
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`.
-
-    Of a load: `thread` made it, in `steps`, one after the other, each with when it ended.
-    """
-
-    name: str
-    start: float
-    end: float
-    thread: int = 0
-    steps: tuple[tuple[Step, float], ...] = ()
-
-
-def planned_loads(
-    plan: OverlapPlan,
-    slices: Mapping[str, Slice],
-    layout: PoolLayout,
-    mode: TransferMode,
-    *,
-    preload: bool,
-    banded: bool = True,
-) -> tuple[Load, ...]:
-    """The loads of a run in the order of what waits for them, W among them (as from layer 1 on) if `preload`.
-
-    In bands, as slices are loaded in `mode`, or each as a whole.
-    """
-    free = free_from(plan, slices, layout, mode)
-
-    def order(w: PlannedWeight) -> tuple[int, ...]:
-        needed = w.first_mover if mode == "interleave" and not w.preload else w.first_use
-        return (max(w.read_layer, 1) if mode == "map" else 0, needed, w.first_use)
-
-    loads: list[Load] = []
-    for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
-        part, gate = slices[w.name], free.get(w.name, 0)
-        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if banded else (whole(part),))]
-    return tuple(loads)
-
-
-def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) -> tuple[Load, ...]:
-    """The first loads behind no gate, as many as the disk brings in while a session opens.
-
-    A longer queue before the disk would only hold up what nobody could announce: table rows, and whatever opening reads.
-    """
-    first = tuple(takewhile(lambda load: load.gate == 0, loads))
-    kernels = {launch.kernel for launch in program.launches}
-    opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
-    read = accumulate(load.band.nbytes for load in first)
-    return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= opening * rates.disk_bandwidth)
-
-
-def planned_frees(plan: OverlapPlan, slices: Mapping[str, Slice]) -> dict[int, tuple[Slice, ...]]:
-    """The streamed slices that are let go when a layer is done: those that are not kept for later runs."""
-    frees: dict[int, tuple[Slice, ...]] = {}
-    for w in plan.weights:
-        if not (w.preload or w.keep):
-            frees[w.last_use] = (*frees.get(w.last_use, ()), slices[w.name])
-    return frees
+from flashmem.program import Slice
+from flashmem.runtime.schedule import LOOKED_AT, Load, Span, Step
+from flashmem.runtime.transfer import Transfer
 
 
 class _Turn:
@@ -134,7 +55,12 @@ class LoaderRun:
         frees: Mapping[int, Sequence[Slice]],
         *,
         threads: int,
+        done: int = 0,
+        admit: Callable[[Load], bool] | None = None,
     ) -> None:
+        """Begin at once, with `done` layers behind it. `admit` is asked before each load, and again after `wake`, until
+        `admit_all`: whether there is memory for it. Until then nothing is read ahead of its gate.
+        """
         self.loaded = {load.part.name: False for load in loads}
         self._missing = Counter(load.part.name for load in loads)  # bands, by slice
         self.spans: list[Span] = []
@@ -149,7 +75,11 @@ class LoaderRun:
         self._taken = bytearray(len(loads))
         self._announced = bytearray(len(loads))
         self._first = 0  # all loads before this one are taken
-        self._done = 0  # layers that are done
+        self._done = done  # layers that are done
+        self._admit = admit
+        self._loading = 0  # threads that have a load
+        self._at_gates = 0  # of those, the ones that wait for its gate
+        self.when_done: Callable[[int], None] | None = None  # told of layers that something waits for, when they are done
         self._to_free: list[Slice] = []
         self._freeing = 0
         self._failure: BaseException | None = None
@@ -177,6 +107,27 @@ class LoaderRun:
         with self._changed:
             self._done = layer
             self._to_free.extend(self._frees.get(layer, ()))
+            self._changed.notify_all()
+        if self.when_done is not None:
+            self.when_done(layer)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the disk is another's: nothing is being loaded, and nothing can be before a layer is done."""
+        with self._changed:
+            following = self._following()
+            begins = following is not None and (self.is_open(self._loads[following].gate) or self._at_gates < self._count)
+            return self._stopping or (not begins and self._loading == self._at_gates)
+
+    def wake(self) -> None:
+        """There may be memory now for a load that was not admitted."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def admit_all(self) -> None:
+        """From now on there is memory for every load whose gate is open."""
+        with self._changed:
+            self._admit = None
             self._changed.notify_all()
 
     def wait(self, name: str) -> None:
@@ -217,6 +168,7 @@ class LoaderRun:
                 span = Span(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
                 with self._changed:
                     self.spans.append(span)
+                    self._loading -= 1
                     self._missing[name] -= 1
                     if not self._missing[name]:
                         self.loaded[name] = True
@@ -238,25 +190,29 @@ class LoaderRun:
     def wait_for_gate(self, gate: int) -> None:
         """Return once layer `gate` is done. Raises _StoppedError if the run stops before."""
         with self._changed:
+            self._at_gates += 1
             while gate > self._done:
                 if self._stopping:
                     raise _StoppedError
                 self._changed.wait()
+            self._at_gates -= 1
 
     def _take(self) -> Load | None:
         """The next load whose gate is open; frees on the way. None when the run stops."""
         while True:
             with self._changed:
-                while (number := self._next()) is None and not self._stopping and not self._to_free:
+                number = None
+                while not self._stopping and not self._to_free and (number := self._next()) is None:
                     self._changed.wait()
                 if self._stopping:
                     return None
                 frees, self._to_free = self._to_free, []
                 self._freeing += bool(frees)
                 load = None
-                if not frees and number is not None:
+                if number is not None:
                     load = self._loads[number]
                     self._taken[number] = True
+                    self._loading += 1
                     ahead = self._announce(number) if self._announces or self._transfer.file.missed else ()
             if load is not None:
                 for each in ahead:
@@ -271,12 +227,17 @@ class LoaderRun:
                     self._changed.notify_all()
 
     def _next(self) -> int | None:
-        """The load to begin with: the first whose gate is open, else one to read ahead; none while something is freed."""
-        if self._freeing:
-            return None
-        waiting = self._waiting(LOOKED_AT)
+        """The load to begin with; none while something is freed, or where there is no memory for it."""
+        number = None if self._freeing else self._following()
+        if number is None or self._admit is None:
+            return number
+        load = self._loads[number]
+        return number if self.is_open(load.gate) and self._admit(load) else None
+
+    def _following(self) -> int | None:
+        """The first load whose gate is open, else one to read ahead."""
         first = None
-        for number in waiting:
+        for number in self._waiting(LOOKED_AT):
             if self.is_open(self._loads[number].gate):
                 return number
             first = number if first is None else first
@@ -296,10 +257,6 @@ class LoaderRun:
         for number in ahead:
             self._announced[number] = True
         return [self._loads[number] for number in ahead]
-
-
-LOOKED_AT = 64
-"""Loads among which one with an open gate is looked for."""
 
 
 def _as_run_error(error: BaseException) -> BaseException:

@@ -35,6 +35,45 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
+    """The outputs asked for, all for None. Raises ValueError for anything but a sequence of names of `ports`."""
+    outputs = [port.name for port in ports]
+    if output_names is None:
+        return outputs
+    if not isinstance(output_names, Sequence) or isinstance(output_names, str | bytes):
+        raise ValueError(f"the outputs asked for are {described(output_names)}; give a list of names, or None for all")
+    for name in output_names:
+        if not isinstance(name, str):
+            raise ValueError(f"the outputs asked for hold {described(name)}; give their names as text")
+        if name not in outputs:
+            raise ValueError(f"the model has no output {name!r}; it gives: {', '.join(outputs)}")
+    return list(output_names)
+
+
+def arrays_by_name(inputs: Any) -> dict[str, Array]:
+    """The inputs, each asked for once: an .npz file reads it anew every time.
+
+    Raises:
+        ValueError: not a mapping from names, or an array with a mask, which the device would not see.
+    """
+    if not isinstance(inputs, Mapping):
+        raise ValueError(f"the inputs are {described(inputs)}; give a dict of numpy arrays by name")
+    for name in inputs:
+        if not isinstance(name, str):
+            raise ValueError(f"the inputs are called by {described(name)}; call them by their names as text")
+    arrays = {name: inputs[name] for name in inputs}
+    for name, array in arrays.items():
+        if isinstance(array, np.ma.MaskedArray):
+            raise ValueError(f"input {name!r} is a masked array; give one without a mask, for instance with filled")
+    return arrays
+
+
+def described(value: object) -> str:
+    """What kind of thing was given, for a sentence."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
     """Raise ValueError unless `inputs` has exactly the ports' names, shapes and dtypes."""
     names = [port.name for port in ports]

@@ -22,7 +22,7 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,14 +111,17 @@ class CachedKernels:
         wanted: Iterable[Wanted],
         carried: bytes = b"",
         build: Build | None = None,
+        shared: MutableMapping[str, Program] | None = None,
     ) -> None:
-        """Find or build, and begin to load. `carried`: entries that the bundle brings (`packed_entries`).
+        """Find or build, and begin to load. `carried`: entries that the bundle brings (`packed_entries`). `shared`: programs by
+        key that others have in this context; what is loaded here joins them.
 
         Raises:
             UserError: the kernels compute in half, and the device does not.
             RunError: the driver refuses the kernels.
         """
         self._cache, self._context, self._options, self._build = cache, context, options, build
+        self._shared = {} if shared is None else shared
         self._programs: dict[str, Program] = {}
         self._compiled: dict[str, Program] = {}  # by key: what this process has built
         self._error: RunError | None = None
@@ -133,6 +136,10 @@ class CachedKernels:
                     "compile the model for this device"
                 )
             key = kernel_key(context.device, each, options)
+            program = self._shared.get(key)
+            if program is not None:
+                self._programs[each.name] = program
+                continue
             if cache.holds(key):
                 found.append((key, each, None))
                 continue
@@ -157,10 +164,14 @@ class CachedKernels:
         """Build what is missing, by key."""
         if self._build is not None and missing:
             for key, binary in self._build(missing).items():
-                self._programs[missing[key].name] = self._context.load(binary, self._options)
+                self._keep(key, missing[key], self._context.load(binary, self._options))
             return
         for key, each in missing.items():
-            self._programs[each.name] = self._compiled[key] = self._context.build(each.text, self._options)
+            self._compiled[key] = self._keep(key, each, self._context.build(each.text, self._options))
+
+    def _keep(self, key: str, wanted: Wanted, program: Program) -> Program:
+        self._programs[wanted.name] = self._shared[key] = program
+        return program
 
     def _load(self, found: list[tuple[str, Wanted, bytes | None]]) -> None:
         try:
@@ -183,7 +194,7 @@ class CachedKernels:
             if program is None:
                 self._refused[key] = wanted
             else:
-                self._programs[wanted.name] = program
+                self._keep(key, wanted, program)
             self._left -= 1
             self._more.notify_all()
 
@@ -207,6 +218,11 @@ class CachedKernels:
                 self._error = error
         if self._error is not None:
             raise self._error
+
+    def close(self) -> None:
+        """Nothing is loaded any more; what was refused is nobody's business."""
+        with suppress(RunError):
+            self.wait()
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A kernel object of its own with its arguments set (`opencl.Program.kernel`).

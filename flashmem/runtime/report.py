@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashmem.runtime.ledger import Category
-from flashmem.runtime.loader import Span
+from flashmem.runtime.accounts import Category
+from flashmem.runtime.schedule import Span
 
 
 @dataclass(frozen=True)

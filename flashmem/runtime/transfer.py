@@ -6,55 +6,22 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Protocol
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
-from flashmem.pages import page_size, whole_pages
-from flashmem.planning.plan import PoolLayout, passing_bytes
+from flashmem.pages import whole_pages
+from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory
+from flashmem.runtime.schedule import WORD, Band, Step, whole_words
 from flashmem.runtime.weight_file import WeightFile
-
-WORD = 16
-"""Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
-
-
-def whole_words(nbytes: int) -> int:
-    """`nbytes` rounded up to words."""
-    return -(-nbytes // WORD) * WORD
-
-
-@dataclass(frozen=True)
-class Band:
-    """A part of a slice that one thread brings in: `nbytes` bytes from its byte `first` on."""
-
-    first: int
-    nbytes: int
-
-
-def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
-    """The slice as threads share it, each what passes through staging at once: an image in whole rows; where pages are mapped,
-    whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
-    more than their bytes do.
-    """
-    unit = part.row_pitch if part.is_image and mode != "map" else page_size()
-    units = -(-part.file_bytes // unit)
-    passing = passing_bytes(part)
-    count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
-    ends = [min(units * i // count * unit, part.file_bytes) for i in range(count + 1)]
-    return tuple(Band(first, end - first) for first, end in pairwise(ends))
-
-
-def whole(part: Slice) -> Band:
-    """All of a slice."""
-    return Band(0, part.file_bytes)
 
 
 class Turn(Protocol):
@@ -67,10 +34,6 @@ class Turn(Protocol):
     def did(self, what: Step) -> None:
         """What it has done since it began, or since this was called last."""
         ...
-
-
-Step = Literal["read", "gate", "copy"]
-"""What a load spends its time on: reading, waiting for its gate, copying to the device."""
 
 
 class Transfer(ABC):
@@ -152,6 +115,9 @@ class MapTransfer(Transfer):
         super().__init__(file)
         file.missed = True  # populating does not tell
         self._ledger = ledger
+        self._slices = slices
+        self._entered = Counter[str]()  # bytes, by slice
+        self._lock = threading.Lock()
         for part in slices:
             buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
             self.memories[part.name] = _view(context, buffer, part)
@@ -160,14 +126,25 @@ class MapTransfer(Transfer):
         """Bring the pages in."""
         start = part.offset + band.first
         self._ledger.reserve("weights", whole_pages(band.nbytes), f"slice {part.name}")
+        with self._lock:
+            self._entered[part.name] += whole_pages(band.nbytes)
         self.file.populate(start, band.nbytes)
         self._check(part, self.file.mapped[start : start + band.nbytes])
         turn.did("copy")
 
     def free(self, part: Slice) -> None:
         """Drop the pages."""
-        self.file.drop(part.offset, part.file_bytes)
-        self._ledger.release("weights", whole_pages(part.file_bytes))
+        with self._lock:
+            entered = self._entered.pop(part.name, 0)
+        if entered:
+            self.file.drop(part.offset, part.file_bytes)
+            self._ledger.release("weights", entered)
+
+    def close(self) -> None:
+        """Drop all pages that came in."""
+        super().close()
+        for part in self._slices:
+            self.free(part)
 
 
 class AliasTransfer(Transfer):

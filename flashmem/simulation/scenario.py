@@ -28,11 +28,10 @@ from flashmem.program import (
     panel_bytes,
     scratch_bytes,
 )
+from flashmem.runtime.accounts import Category
 from flashmem.runtime.lanes import LayerMoves, Ride, layer_moves, needed_slices
-from flashmem.runtime.ledger import Category
-from flashmem.runtime.loader import Load, planned_frees, planned_loads, read_while_opening
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
-from flashmem.runtime.transfer import Band
+from flashmem.runtime.schedule import Band, Load, planned_frees, planned_loads, read_while_opening
 
 Disk = Literal["cold", "cached"]
 Piece = tuple[Literal["read", "copy"], int]

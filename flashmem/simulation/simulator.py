@@ -1,6 +1,6 @@
 """A scenario played: host, loader threads and disk as processes over shared resources.
 
-What runs at the same time, and what waits for what, is as in runtime/{session,engine,executor,loader}.py:
+What runs at the same time, and what waits for what, is as in runtime/{session,run,executor,loader}.py:
 
 - the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
   cache ends no sooner than the disk brought it in;
@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from flashmem.runtime.ledger import Category
-from flashmem.runtime.loader import LOOKED_AT, Span
+from flashmem.runtime.accounts import Category
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.schedule import LOOKED_AT, Span
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Machine, Scenario, SimulatedLoad
 

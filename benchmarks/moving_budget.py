@@ -1,0 +1,123 @@
+"""A budget that moves at random moments while a model runs: the same bits, never above what was granted, how long a plan takes.
+
+    python -m benchmarks.moving_budget BUNDLE [--device pocl] [--moves 20] [--least 80MB] [--most 600MB] [--seed 0]
+
+Printed are the answers that were compared, the most that was ever held above the limit in force once it was given back, the
+seconds until a move was in force, those of each new plan (processor time and elapsed), and the first run after each move over
+the steady time of that budget, measured afterwards in runtimes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashmem import Bundle, Runtime
+from flashmem.inputs import complete_inputs
+from flashmem.runtime.tenant import Tenant
+from flashmem.units import format_size, parse_size
+
+_STEADY = 3
+"""Runs of a runtime that keeps its budget; the last two count."""
+
+
+def planned(seconds: list[tuple[float, float]]) -> None:
+    """Have every new plan note its elapsed and processor seconds."""
+    make = Tenant._plan
+
+    def timed(tenant: Tenant, limit: int | None, *, keep: bool) -> Any:
+        begun, spent = time.perf_counter(), time.thread_time()
+        try:
+            return make(tenant, limit, keep=keep)
+        finally:
+            seconds.append((time.perf_counter() - begun, time.thread_time() - spent))
+
+    Tenant._plan = timed  # type: ignore[method-assign]
+
+
+def over(over_time: list[tuple[float, int]], settled: list[tuple[float, int]]) -> int:
+    """The most bytes held above the limit in force, from when each move had settled to the next one."""
+    worst = 0
+    for (at, limit), (until, _) in zip(settled, [*settled[1:], (float("inf"), 0)], strict=True):
+        worst = max([worst, *(held - limit for when, held in over_time if at <= when < until)])
+    return worst
+
+
+def steady(bundle: Bundle, budget: int, args: argparse.Namespace, inputs: dict[str, Any]) -> float:
+    """Seconds of a later run in a budget that does not move."""
+    with Runtime(budget, device=args.device) as runtime:
+        model, seconds = runtime.open(bundle, mode=args.mode), []
+        for _ in range(_STEADY):
+            begun = time.perf_counter()
+            model.run(None, inputs)
+            seconds.append(time.perf_counter() - begun)
+    return statistics.mean(seconds[1:])
+
+
+def main() -> None:
+    """Move, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--device", default="pocl")
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--moves", type=int, default=20)
+    parser.add_argument("--least", default="80MB")
+    parser.add_argument("--most", default="600MB")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-steady", dest="steady", action="store_false", help="leave the steady times out")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    least, most = parse_size(args.least), parse_size(args.most)
+    rng, plans = random.Random(args.seed), list[tuple[float, float]]()
+    planned(plans)
+    bundle = Bundle.open(args.bundle)
+    inputs = complete_inputs(bundle.program, {}, args.seed)
+    moves, compared = [], 0
+    with Runtime(most, device=args.device) as runtime:
+        model = runtime.open(bundle, mode=args.mode)
+        begun = time.perf_counter()
+        wanted = model.run(None, inputs)
+        run_seconds = time.perf_counter() - begun
+        settled = [(time.perf_counter(), most)]
+        for _ in range(args.moves):
+            answers = [runtime.submit(model, inputs) for _ in range(2)]
+            time.sleep(rng.random() * run_seconds)
+            limit, at = rng.randrange(least, most), time.perf_counter()
+            was_running = not answers[-1].done()
+            runtime.set_budget(limit).result()
+            settled.append((time.perf_counter(), limit))
+            outputs = [answer.result() for answer in answers]
+            first = time.perf_counter()
+            outputs.append(model.run(None, inputs))
+            run_seconds = time.perf_counter() - first
+            moves.append({"limit": limit, "settled": settled[-1][0] - at, "was_running": was_running, "first": run_seconds})
+            for other in outputs:
+                compared += 1
+                if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(wanted, other, strict=True)):
+                    raise SystemExit(f"the answer under {limit} bytes has other bits")
+        worst = over(runtime.over_time(), settled)
+    if worst > 0:
+        raise SystemExit(f"{worst} bytes above the limit in force were held")
+    for moved in moves if args.steady else ():
+        moved["steady"] = steady(bundle, moved["limit"], args, inputs)
+    row = {"compared": compared, "moves": moves, "plans": plans}
+    print(f"{compared} answers with the same bits; never above the limit in force once a move had settled")
+    print(f"in force after {max(m['settled'] for m in moves):.3f} s at most; {sum(m['was_running'] for m in moves)} in a run")
+    print(f"a new plan: {max(e for e, _ in plans):.3f} s at most, {max(c for _, c in plans):.3f} s of one processor")
+    if args.steady:
+        slower = [moved["first"] / moved["steady"] for moved in moves]
+        print(f"first run after a move over the steady time: {max(slower):.2f} at most, {statistics.median(slower):.2f} median")
+    print(f"budgets from {format_size(least)} to {format_size(most)}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

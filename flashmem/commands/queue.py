@@ -1,0 +1,226 @@
+"""`flashmem queue`: requests to several models under one budget."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from flashmem.bundle import Bundle
+from flashmem.console import emit_json, print_facts, print_table
+from flashmem.errors import MissingFileError, UserError
+from flashmem.files import check_target
+from flashmem.inputs import complete_inputs
+from flashmem.runtime.many import Runtime
+from flashmem.runtime.requests import Answer
+from flashmem.runtime.session import Session
+from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
+from flashmem.units import format_size, parse_size
+
+_ALONE = 3
+"""Runs of each model alone, at most."""
+
+
+@dataclass(frozen=True)
+class QueueOptions:
+    """See the command line's help."""
+
+    bundles: tuple[Path, ...]
+    budget: str | None = None
+    trace: Path | None = None
+    iterations: int = 10
+    seed: int = 0
+    device: str = "auto"
+    plot: Path | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """`model` (by its place among the bundles) is asked `at` seconds after the beginning, with inputs drawn from `seed`."""
+
+    model: int
+    at: float
+    seed: int
+
+
+def play_queue(options: QueueOptions) -> None:
+    """Play the requests and print what they took.
+
+    Raises:
+        UserError: a bundle, the budget or the trace has to be changed.
+        RunError: a run failed.
+    """
+    if options.plot is not None:
+        check_target(options.plot, "--plot")
+        from flashmem.plots.figure import require_matplotlib
+
+        require_matplotlib()
+    bundles = [Bundle.open(path) for path in options.bundles]
+    names = _names(options.bundles)
+    if options.trace is None:
+        order = [number for number in range(len(bundles)) for _ in range(options.iterations)]
+        random.Random(options.seed).shuffle(order)
+        requests = [Request(number, 0.0, options.seed) for number in order]
+    else:
+        requests = read_trace(options.trace, names, options.seed)
+    alone = [
+        _alone(bundle, options, min(_ALONE, sum(request.model == number for request in requests)))
+        for number, bundle in enumerate(bundles)
+    ]
+    answers, over_time, peak = _play(bundles, requests, options)
+    report = _report(names, requests, answers, alone, options, peak)
+    if options.plot is not None:
+        from flashmem.plots.queue import draw_queue
+
+        rows = {"one budget": over_time, "each model preloaded": _preloaded(bundles, requests, options.device)}
+        draw_queue(options.plot, rows, report["budget_bytes"])
+    if options.json:
+        emit_json(report)
+        return
+    lines = [
+        (name, len(model["latencies"]), f"{model['alone']:.3f}", f"{mean(model['latencies']):.3f}", f"{model['ntt']:.2f}")
+        for name, model in report["models"].items()
+    ]
+    print_table(("model", "requests", "alone, s", "latency, s", "NTT"), lines)
+    print_facts(
+        {
+            "all answered in": f"{report['seconds']:.3f} s",
+            "system throughput": f"{report['stp']:.2f} of {len(lines)}",
+            "fairness": f"{report['fairness']:.2f}",
+            "peak memory": format_size(peak),
+        }
+    )
+
+
+def read_trace(path: Path, names: Sequence[str], seed: int) -> list[Request]:
+    """The requests in a JSON file, in the order of their times. A model is named by its bundle, or by its place from 0 on.
+
+    Raises:
+        MissingFileError: no such file.
+        UserError: not a list of requests, or a model that is not there.
+    """
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such trace")
+    how = 'give a list of {"model": NAME, "at": seconds, "seed": number}'
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a trace ({error}); {how}") from error
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"{path} holds no requests; {how}")
+    requests = []
+    for number, row in enumerate(rows):
+        model = row.get("model") if isinstance(row, dict) else None
+        at = names.index(model) if model in names else model
+        if type(at) is not int or not 0 <= at < len(names):
+            raise UserError(f"{path}: request {number} is for {model!r}; name one of: {', '.join(names)}")
+        when, chosen = row.get("at", 0.0), row.get("seed", seed)
+        if type(when) not in (int, float) or not 0 <= when < float("inf") or type(chosen) is not int or chosen < 0:
+            raise UserError(f"{path}: request {number} has no sensible time or seed; {how}")
+        requests.append(Request(at, float(when), chosen))
+    return sorted(requests, key=lambda request: request.at)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    names = [path.stem for path in paths]
+    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
+
+
+def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
+    """Average latency of a model that has the budget for itself, in seconds."""
+    with Runtime(options.budget, device=options.device) as runtime:
+        model, seconds = runtime.open(bundle), []
+        for number in range(runs):
+            inputs = complete_inputs(bundle.program, {}, options.seed + number)
+            begun = time.perf_counter()
+            model.run(None, inputs)
+            seconds.append(time.perf_counter() - begun)
+        return mean(seconds) if seconds else 0.0
+
+
+def _play(
+    bundles: Sequence[Bundle], requests: Sequence[Request], options: QueueOptions
+) -> tuple[list[Answer], list[tuple[float, int]], int]:
+    with Runtime(options.budget, device=options.device) as runtime:
+        models = [runtime.open(bundle) for bundle in bundles]
+        answers, begun = [], time.perf_counter()
+        for request in requests:
+            inputs = complete_inputs(bundles[request.model].program, {}, request.seed)
+            time.sleep(max(0.0, request.at - (time.perf_counter() - begun)))
+            answers.append(models[request.model].submit(inputs))
+        wait(answers)
+        for answer in answers:
+            if (error := answer.exception()) is not None:
+                raise error
+        return answers, [(at - begun, held) for at, held in runtime.over_time()], runtime.peak
+
+
+def _report(
+    names: Sequence[str],
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    alone: Sequence[float],
+    options: QueueOptions,
+    peak: int,
+) -> dict[str, Any]:
+    begun = answers[0].submitted
+    models: dict[str, dict[str, Any]] = {}
+    progress = []
+    for number, name in enumerate(names):
+        asked = zip(requests, answers, strict=True)
+        latencies = [answer.finished - answer.submitted for request, answer in asked if request.model == number]
+        if not latencies:
+            continue
+        models[name] = {
+            "alone": alone[number],
+            "latencies": latencies,
+            "ntt": normalised_turnaround(alone[number], mean(latencies)),
+        }
+        progress.append(normalised_progress(alone[number], mean(latencies)))
+    return {
+        "budget_bytes": None if options.budget in (None, "auto") else parse_size(str(options.budget), what="budget"),
+        "peak_bytes": peak,
+        "seconds": max(answer.finished for answer in answers) - begun,
+        "models": models,
+        "stp": system_throughput(progress),
+        "fairness": fairness(progress),
+        "requests": [
+            {
+                "model": names[request.model],
+                "submitted": answer.submitted - begun,
+                "started": answer.started - begun,
+                "finished": answer.finished - begun,
+            }
+            for request, answer in zip(requests, answers, strict=True)
+        ],
+    }
+
+
+def _preloaded(bundles: Sequence[Bundle], requests: Sequence[Request], device: str) -> list[tuple[float, int]]:
+    """Memory over time where each model is loaded whole when its turn comes, and let go for the next one."""
+    begun, over_time = time.perf_counter(), list[tuple[float, int]]()
+    session: Session | None = None
+    last = -1
+    try:
+        for request in requests:
+            if request.model != last:
+                if session is not None:
+                    session.close()
+                    over_time.append((time.perf_counter() - begun, 0))
+                session, last = Session(bundles[request.model], device=device, strategy="preload"), request.model
+            assert session is not None
+            session.run(None, complete_inputs(bundles[request.model].program, {}, request.seed))
+            report = session.last_run
+            assert report is not None
+            over_time += [(at - begun, held) for at, held in report.memory.over_time]
+    finally:
+        if session is not None:
+            session.close()
+    return [*over_time, (time.perf_counter() - begun, 0)]

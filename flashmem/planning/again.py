@@ -1,0 +1,72 @@
+"""A plan for another budget, where the bundle runs: in well below a second, with nothing but numpy.
+
+The plan is `first_plan`'s in the least memory in which it answers about as soon as in all of the budget: what is left over is
+of more use to what stays resident, and to other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from flashmem.device import TransferMode
+from flashmem.errors import BudgetError
+from flashmem.planning.budget import Measure, plan_within
+from flashmem.planning.keep import leanest, with_kept
+from flashmem.planning.latency import first_plan, smallest_m_peak
+from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.problem import Problem, staged_least, staged_within
+from flashmem.program import Program, fixed_bytes
+
+
+def plan_again(
+    program: Program, problem: Problem, mode: TransferMode, budget: int | None, preload: Collection[str], *, keep: bool
+) -> OverlapPlan:
+    """The checked plan of `problem` within `budget` bytes, with its layout for `mode`.
+
+    `preload`: weights that are of W whatever the budget. `keep`: what the budget has beside it holds weights for later runs.
+
+    Raises:
+        BudgetError: nothing fits; it names the smallest budget that works.
+    """
+    if budget is None:
+        return _sealed(program, problem, mode, first_plan(problem, preload, quick=True))
+    problem = staged_within(problem, budget)
+    measure = _measure(program, mode)
+    try:
+        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0, quick=True)
+    except BudgetError:  # staging is given as little as it can do with
+        problem = staged_least(problem)
+        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0, quick=True)
+    least = smallest_m_peak(problem, preload)[0]
+    if plan.m_peak > least:
+
+        def make(m_peak: int) -> OverlapPlan:
+            return first_plan(replace(problem, m_peak=m_peak), preload, quick=True)
+
+        lean = leanest(plan, least, make, lambda each: each.objective)
+        if measure(lean) <= budget:
+            plan = lean
+    if keep:
+        plan = with_kept(problem, plan, budget, measure)
+    return _sealed(program, problem, mode, plan)
+
+
+def smallest_budget(program: Program, problem: Problem, mode: TransferMode, preload: Collection[str]) -> int:
+    """The least budget, in bytes, that `plan_again` takes."""
+    problem = staged_least(problem)
+    problem = replace(problem, m_peak=max(1, smallest_m_peak(problem, preload)[0]))
+    return _measure(program, mode)(first_plan(problem, preload, quick=True))
+
+
+def _measure(program: Program, mode: TransferMode) -> Measure:
+    fixed = fixed_bytes(program)
+    return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
+
+
+def _sealed(program: Program, problem: Problem, mode: TransferMode, plan: OverlapPlan) -> OverlapPlan:
+    layouts = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)
+    plan = replace(plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes))
+    plan.check(replace(problem, m_peak=plan.m_peak), program.slices)
+    return plan

@@ -1,0 +1,161 @@
+"""Who holds how much: one limit, and an account for each of those who share it.
+
+Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.ledger`) allocates what is counted here. Bytes are *held* while
+they are allocated, and may be *promised* before: a run is promised its peak, so that nothing that others take meanwhile can
+make one of its loads fail. What an account may count on is the larger of the two, its commitment; the commitments of all
+accounts never pass the limit, unless the limit was lowered below what had been granted before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from itertools import pairwise
+from typing import Literal
+
+from flashmem.errors import RunError
+from flashmem.units import format_size
+
+Category = Literal["constants", "arena", "outputs", "staging", "weights"]
+
+_REMEMBERED = 1 << 16
+"""Changes of the total that a budget remembers at most."""
+
+
+class Budget:
+    """The limit that accounts share, in bytes; None for no limit. Safe to use from several threads.
+
+    `changed` is notified whenever there may be more room than before.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.changed = threading.Condition()
+        self.total = 0  # held
+        self.peak = 0
+        self.committed = 0
+        self.history: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)  # (seconds, bytes held from then on)
+        self._limit = limit
+
+    @property
+    def limit(self) -> int | None:
+        """The limit in force."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, nbytes: int | None) -> None:
+        """Lowering it takes nothing from anybody: what is committed beyond it stays until its holder gives it back."""
+        with self.changed:
+            self._limit = nbytes
+            self.changed.notify_all()
+
+    @property
+    def room(self) -> float:
+        """Bytes that nobody counts on; below 0 where the limit was lowered."""
+        return float("inf") if self._limit is None else self._limit - self.committed
+
+
+class Account:
+    """What one holder has of a budget, by category, and over time."""
+
+    def __init__(self, budget: int | Budget | None) -> None:
+        """`budget`: one that is shared, or the limit of this account alone."""
+        self.shared = budget if isinstance(budget, Budget) else Budget(budget)
+        self.by_category: dict[Category, int] = {}
+        self.peak_by_category: dict[Category, int] = {}  # when the total was highest
+        self.total = 0
+        self.peak = 0
+        self.changes: list[tuple[float, Category, int]] = []  # (seconds, category, its bytes from then on)
+        self._began = (time.perf_counter(), dict[Category, int]())  # what the changes start from
+        self._promised = 0
+        self._lock = self.shared.changed
+
+    def reserve(self, category: Category, nbytes: int, what: str) -> None:
+        """Hold `nbytes` more.
+
+        Raises:
+            RunError: they were not promised, and would pass the budget; nothing is counted.
+        """
+        with self._lock:
+            budget = self.shared
+            more = max(self._promised, self.total + nbytes) - self._commitment
+            if more and budget.limit is not None and budget.committed + more > budget.limit:
+                raise RunError(
+                    f"{what} needs {format_size(nbytes)}, but {format_size(budget.committed)} of the budget of "
+                    f"{format_size(budget.limit)} are in use; raise the budget or compile for it"
+                )
+            self._change(category, nbytes)
+
+    def release(self, category: Category, nbytes: int) -> None:
+        """Hold `nbytes` less."""
+        with self._lock:
+            self._change(category, -nbytes)
+
+    def promise(self, nbytes: int) -> bool:
+        """From now on count on holding `nbytes` in all; True unless that would pass the budget. Less is always granted."""
+        with self._lock:
+            more = max(nbytes, self.total) - self._commitment
+            if more > self.shared.room and more > 0:
+                return False
+            self._promised = nbytes
+            self._commit(more)
+            return True
+
+    def extend(self, nbytes: int) -> bool:
+        """Count on `nbytes` more than is promised or held; False where that would pass the budget."""
+        with self._lock:
+            return self.promise(self._commitment + nbytes)
+
+    @property
+    def _commitment(self) -> int:
+        return max(self._promised, self.total)
+
+    def _commit(self, more: int) -> None:
+        self.shared.committed += more
+        if more < 0:
+            self.shared.changed.notify_all()
+
+    def _change(self, category: Category, nbytes: int) -> None:
+        budget, now, before = self.shared, time.perf_counter(), self._commitment
+        self.total += nbytes
+        self.by_category[category] = self.by_category.get(category, 0) + nbytes
+        self.changes.append((now, category, self.by_category[category]))
+        if self.total > self.peak:
+            self.peak = self.total
+            self.peak_by_category = dict(self.by_category)
+        self._commit(self._commitment - before)
+        budget.total += nbytes
+        budget.peak = max(budget.peak, budget.total)
+        budget.history.append((now, budget.total))
+
+    def restart_history(self) -> None:
+        """Begin a new account over time: a new run."""
+        with self._lock:
+            self._began = (time.perf_counter(), dict(self.by_category))
+            self.changes = [(self._began[0], category, nbytes) for category, nbytes in self.by_category.items()]
+            self.peak, self.peak_by_category = self.total, dict(self.by_category)
+
+    @property
+    def history(self) -> list[tuple[float, int]]:
+        """(seconds, bytes of all categories from then on)."""
+        with self._lock:
+            begun, held = self._began[0], dict(self._began[1])
+            moments = [(begun, sum(held.values()))]
+            for at, category, nbytes in self.changes[len(held) :]:
+                held[category] = nbytes
+                moments.append((at, sum(held.values())))
+            return moments
+
+    def average(self, until: float) -> float:
+        """Time-weighted mean of the total since the history began, in bytes; `until` as `time.perf_counter()` gives it."""
+        moments = [*self.history, (until, 0)]
+        weighted = sum(held * (after - at) for (at, held), (after, _) in pairwise(moments))
+        duration = until - moments[0][0]
+        return weighted / duration if duration > 0 else float(moments[0][1])
+
+    def clear(self) -> None:
+        """Hold nothing, and count on nothing."""
+        with self._lock:
+            for category, nbytes in self.by_category.items():
+                self._change(category, -nbytes)
+            self.promise(0)

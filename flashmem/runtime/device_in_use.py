@@ -1,0 +1,48 @@
+"""What lives with a device: its context, the queue that layers run on, compiled programs, and the budget that all share."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+from flashmem.runtime.accounts import Budget
+from flashmem.runtime.devices import Device
+from flashmem.runtime.launching import Recorder
+from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.opencl import Context, Program, Queue
+from flashmem.runtime.report import process_rss
+
+
+class DeviceInUse:
+    """A device for as long as somebody uses it. Placements (`flashmem.runtime.placement`) come and go on it."""
+
+    def __init__(self, device: Device, budget: int | None, *, profiling: bool = False) -> None:
+        """Make the context and the queue.
+
+        Raises:
+            RunError: the driver refuses.
+        """
+        self.device = device
+        self.context = Context(device)
+        self.queue = self.context.queue(profiling=profiling)
+        self.traced = profiling
+        self.budget = Budget(budget)
+        self.programs: WeakValueDictionary[str, Program] = WeakValueDictionary()  # by key, as long as a bundle holds them
+        self.start_rss = process_rss()
+        self._beside: Queue | None = None
+
+    def ledger(self) -> Ledger:
+        """A new account on the budget."""
+        return Ledger(self.context, self.budget)
+
+    @cached_property
+    def recorder(self) -> Recorder | None:
+        """What records launches on the queue, where the device has that."""
+        return self.context.recorder(self.queue)
+
+    @property
+    def beside(self) -> Queue:
+        """A queue for what must not wait for the layers that run; made when it is first asked for."""
+        if self._beside is None:
+            self._beside = self.context.queue()
+        return self._beside

@@ -1,0 +1,439 @@
+"""Several models under one budget: requests in the order in which they come, weights in the room that others leave.
+
+One thread plays the requests. While the layers of one run, another thread makes the places of the next one and lets its loads
+go on as far as memory is given back (docs/many-models.md).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from numpy.typing import NDArray
+
+from flashmem.bundle import Bundle
+from flashmem.device import TransferMode
+from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.program import Port
+from flashmem.request import device_here
+from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.occupancy import Occupancy
+from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
+from flashmem.runtime.pressure import Follower
+from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
+from flashmem.runtime.requests import Answer, Model
+from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
+from flashmem.runtime.schedule import Span
+from flashmem.runtime.tenant import Tenant
+from flashmem.units import parse_size
+
+Array = NDArray[Any]
+OnPressure = Literal["finish", "fail"]
+
+_GLANCE = 0.05
+"""Seconds after which a thread looks again at what it is not told of."""
+
+
+class Runtime:
+    """A device, a budget, and the models that share both. Use it as a context manager, or call `close`.
+
+    All methods may be called from any thread. Futures may be awaited: `await asyncio.wrap_future(runtime.submit(...))`.
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        *,
+        device: str = "auto",
+        on_pressure: OnPressure = "finish",
+        build_apart: bool = True,
+    ) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            budget: most bytes that all models together hold on the device and in host staging; None for no limit, "auto" for
+                what the system can spare (`flashmem.runtime.pressure`).
+            device: "auto", or what `flashmem.request.device_here` understands.
+            on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
+                end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
+            build_apart: as for `Session`.
+
+        Raises:
+            UserError: not a size, no such device, another word.
+            RunError: the device refuses.
+        """
+        if on_pressure not in get_args(OnPressure):
+            raise UserError(f"on_pressure {on_pressure!r} is unknown; name one of: {', '.join(get_args(OnPressure))}")
+        self._follower: Follower | None = None
+        self._device = DeviceInUse(device_here(device), None)
+        self._occupancy = Occupancy(self._device, self._queue)
+        if budget == "auto":
+            self._follower = Follower(lambda: self._occupancy.beside_files(), self._follow, perf_counter)
+            self._device.budget.limit = self._follower.state.budget
+        elif budget is not None:
+            self._device.budget.limit = parse_size(budget, what="budget")
+        self._on_pressure, self._build_apart = on_pressure, build_apart
+        self._process = os.getpid()
+        self._state = threading.Condition()
+        self._waiting: deque[Answer] = deque()
+        self._chores: deque[tuple[Callable[[], None], Future[None]]] = deque()  # for the runtime's own thread, between runs
+        self._running: Model | None = None
+        self._pressed = threading.Event()  # the run under way has to give memory back
+        self._relieved: list[Future[None]] = []
+        self._closing: str | None = None
+        self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        if self._follower is not None:
+            self._follower.start()
+
+    # What users call.
+
+    @property
+    def budget(self) -> int | None:
+        """The limit in force, in bytes."""
+        return self._device.budget.limit
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held now."""
+        return self._device.budget.total
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were ever held."""
+        return self._device.budget.peak
+
+    def over_time(self) -> list[tuple[float, int]]:
+        """(seconds of `time.perf_counter()`, bytes held from then on): the latest 65,536 changes."""
+        with self._device.budget.changed:
+            return list(self._device.budget.history)
+
+    def open(self, bundle: Bundle | str | Path, *, mode: TransferMode | Literal["auto"] = "auto") -> Model:
+        """Open a bundle; its kernels are built or loaded now, its weights when it runs.
+
+        Raises:
+            UserError: a damaged bundle, or one that the device or the budget is too small for.
+            RunError: the device refuses, or the runtime is closed.
+        """
+        if not isinstance(bundle, Bundle | str | Path):
+            raise UserError(f"a model is opened with a bundle or its path, not with {type(bundle).__name__}")
+        self._refuse_closed()
+        tenant = Tenant(
+            bundle if isinstance(bundle, Bundle) else Bundle.open(bundle), self._device, mode, build_apart=self._build_apart
+        )
+        try:
+            tenant.plan_for(self.budget, alone=not self._occupancy.tenants())
+            _ = tenant.smallest  # known when the budget moves
+            with self._state:
+                self._refuse_closed()
+                self._occupancy.enter(tenant)
+        except BaseException:
+            tenant.close("opening failed")
+            raise
+        return Model(self, tenant)
+
+    def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+        """Have `model` run once, after all that was submitted before. The inputs must stay as they are until it has.
+
+        Raises:
+            ValueError: an input or an output name that does not fit.
+            RunError: the model or the runtime is closed.
+        """
+        program = model.bundle.program
+        names, arrays = chosen_outputs(program.outputs, output_names), arrays_by_name(inputs)
+        check_inputs(program.inputs, arrays)
+        answer = Answer(model, arrays, names)
+        with self._state:
+            self._refuse_closed()
+            if model.tenant.failure is not None:
+                raise RunError(f"the model is closed ({model.tenant.failure}); open it again")
+            self._waiting.append(answer)
+            self._state.notify_all()
+        return answer
+
+    def set_budget(self, budget: int | str | None) -> Future[None]:
+        """Change the limit: in force at once for all that is not granted yet, and for a run under way at its next layer.
+
+        Returns a future that is done when no more than that is held, or when the run that may finish above it is over.
+
+        Raises:
+            UserError: not a size, or the budget is "auto".
+        """
+        limit = None if budget is None else parse_size(budget, what="budget")
+        if self._follower is not None:
+            raise UserError("the budget follows the system; make the runtime with a size to set it")
+        return self._set_limit(limit)
+
+    def _follow(self, limit: int) -> None:
+        with suppress(RunError):  # closed meanwhile
+            self._set_limit(limit)
+
+    def _set_limit(self, limit: int | None) -> Future[None]:
+        done: Future[None] = Future()
+        with self._state:
+            self._refuse_closed()
+            self._device.budget.limit = limit
+            if self._device.budget.room >= 0:
+                done.set_result(None)
+                self._state.notify_all()
+                return done
+            self._relieved.append(done)
+            running = self._running
+            if running is None or self._on_pressure == "fail" or limit is None or running.tenant.smallest <= limit:
+                self._pressed.set()
+            self._state.notify_all()
+        return done
+
+    def close_model(self, model: Model) -> None:
+        """See `Model.close`."""
+        with self._state:
+            mine = [answer for answer in self._waiting if answer.model is model]
+            self._waiting = deque(answer for answer in self._waiting if answer.model is not model)
+        for answer in mine:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(RunError("the model was closed before its turn came; open it again"))
+        self._have_done(lambda: self._forget(model, "close was called"))
+
+    def close(self) -> None:
+        """Give everything back when the run under way is over. Waiting requests are cancelled. Closing again does nothing."""
+        if os.getpid() != self._process:
+            return
+        atexit.unregister(self.close)
+        if self._follower is not None:
+            self._follower.stop()
+        with self._state:
+            self._closing = self._closing or "close was called"
+            self._state.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise RunError in the runtime's own thread, where waiting for an answer would never end."""
+        if threading.current_thread() is self._thread:
+            raise RunError(f"{what} was called by a callback of a future, and would wait for itself; call submit instead")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _refuse_closed(self) -> None:
+        if self._closing is not None:
+            raise RunError(f"the runtime is closed ({self._closing}); make a new one")
+        if os.getpid() != self._process:
+            raise RunError("the runtime was made before this process was forked; make one in the child")
+
+    def _have_done(self, chore: Callable[[], None]) -> None:
+        """Have the runtime's own thread do it between two runs, and wait for that."""
+        done: Future[None] = Future()
+        with self._state:
+            if threading.current_thread() is not self._thread and self._thread.is_alive() and self._closing is None:
+                self._chores.append((chore, done))
+                self._state.notify_all()
+            else:
+                done.cancel()
+        if not done.cancelled():
+            done.result()
+        elif threading.current_thread() is self._thread:
+            chore()
+        else:
+            self._thread.join()  # it gives everything back as it ends
+
+    # The runtime's own thread.
+
+    def _work(self) -> None:
+        try:
+            self._serve_all()
+            why = self._closing or ""
+        except BaseException as error:  # nothing that a request may cause, but nobody must wait for ever
+            why = f"its thread failed: {type(error).__name__}: {error}"
+        with self._state:
+            self._closing = self._closing or why
+            left, self._waiting = self._waiting, deque()
+            chores, self._chores = self._chores, deque()
+            relieved, self._relieved = self._relieved, []
+        for tenant in self._occupancy.tenants():
+            self._occupancy.leave(tenant)
+            tenant.close(why)
+        for answer in left:
+            answer.cancel()
+            answer.set_running_or_notify_cancel()
+        for done in (*(done for _, done in chores), *relieved):
+            done.set_result(None)
+
+    def _serve_all(self) -> None:
+        while True:
+            with self._state:
+                while not (self._waiting or self._chores or self._closing or self._pressed.is_set()):
+                    self._state.wait()
+                chores, self._chores = self._chores, deque()
+                answer = self._waiting.popleft() if self._waiting and not chores and not self._closing else None
+                if answer is not None and answer.set_running_or_notify_cancel():
+                    self._running = answer.model
+                else:
+                    answer = None
+            for chore, done in chores:
+                try:
+                    chore()
+                except BaseException as error:
+                    done.set_exception(error)
+                else:
+                    done.set_result(None)
+            if answer is not None:
+                self._serve(answer)
+            elif self._closing and not chores:
+                return
+            self._relieve()
+
+    def _serve(self, answer: Answer) -> None:
+        """Answer one request. Whatever fails is the request's, and its model's."""
+        model = answer.model
+        answer.started = perf_counter()
+        try:
+            outputs = self._play(answer)
+        except BudgetError as error:
+            failure: BaseException | None = error
+            model.tenant.leave()
+        except ValueError as error:  # of this request alone
+            failure = error
+        except BaseException as error:
+            failure = error
+            self._forget(model, f"its last run failed: {error}")
+        else:
+            failure = None
+        answer.inputs.clear()
+        answer.finished = perf_counter()
+        with self._state:
+            self._running = None
+        self._occupancy.has_run(model.tenant)
+        if failure is not None:
+            answer.set_exception(failure)
+        else:
+            model.last_run = answer.report
+            answer.set_result(outputs)
+
+    def _play(self, answer: Answer) -> list[Array]:
+        tenant = answer.model.tenant
+        if tenant.failure is not None:
+            raise RunError(f"the model is closed ({tenant.failure}); open it again")
+        placement = self._occupancy.placed(tenant)
+        placement.ledger.restart_history()
+        ports = {port.name: port for port in tenant.opened.program.outputs}
+        wanted = [ports[name] for name in dict.fromkeys(answer.names)]
+        write_inputs(placement, answer.inputs)
+        loads: list[Span] = []
+        read: dict[str, Array] = {}
+        done, last = 0, len(tenant.opened.program.launches)
+        while True:
+            played = self._play_from(tenant, wanted, done)
+            loads += played.loads
+            read |= played.read
+            if played.done == last:
+                break
+            self._give_way(tenant)
+            done = played.done
+            if tenant.opened.mode == "interleave":  # what kernels were to move before is not at home
+                done, read = 0, {}
+                write_inputs(placement, answer.inputs)
+        check_status(placement)
+        results = collect(placement, wanted, read)
+        ledger, ended = placement.ledger, perf_counter()
+        answer.report = RunReport(
+            Latency(ended - answer.started, 0.0, ended - answer.started),
+            MemoryUse(
+                ledger.peak,
+                ledger.average(ended),
+                self.budget,
+                dict(ledger.peak_by_category),
+                process_peak_rss(),
+                tuple(ledger.history),
+                self._device.start_rss,
+                tuple(ledger.changes),
+            ),
+            tuple(loads),
+            (),
+        )
+        return [results[name] for name in answer.names]
+
+    def _play_from(self, tenant: Tenant, wanted: Sequence[Port], done: int) -> Played:
+        """Play the layers behind `done`; meanwhile the next model begins to load."""
+        run = self._occupancy.begin(tenant, done)
+        if run is None:  # the budget has been moved
+            return Played((), (), {}, done)
+        stop = threading.Event()
+        ahead = threading.Thread(target=self._look_ahead, args=(run, stop), name="flashmem-ahead")
+        if len(self._occupancy.tenants()) > 1:
+            ahead.start()
+        try:
+            return run.play(wanted, halted=self._pressed.is_set)
+        finally:
+            stop.set()
+            with self._device.budget.changed:
+                self._device.budget.changed.notify_all()
+            if ahead.ident is not None:
+                ahead.join()
+            tenant.end()
+
+    def _look_ahead(self, run: Run, stop: threading.Event) -> None:
+        """While `run` plays: when its loads wait, those of the next model go on, as far as there is memory."""
+        budget = self._device.budget
+        begun: Run | None = None
+        while not stop.is_set():
+            if run.loader is not None and not run.loader.idle:
+                pass
+            elif begun is None:
+                with self._state:
+                    following = next((answer.model for answer in self._waiting if not answer.cancelled()), None)
+                if following is not None and not self._pressed.is_set():
+                    begun = self._occupancy.begin_ahead(following.tenant, run)
+            elif begun.loader is not None:
+                begun.loader.wake()
+            with budget.changed:
+                if not stop.is_set():
+                    budget.changed.wait(_GLANCE)
+
+    def _give_way(self, tenant: Tenant) -> None:
+        """It was halted: it gives its weights back, others what is still too much, and it goes on under another plan.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        self._pressed.clear()
+        tenant.give_weights_back()
+        self._occupancy.relieve(but=tenant)
+        self._tell_relieved()
+        self._occupancy.place_again(tenant)
+
+    def _relieve(self) -> None:
+        """Between two runs: give back what passes the budget."""
+        self._pressed.clear()
+        self._occupancy.relieve()
+        self._tell_relieved()
+
+    def _tell_relieved(self) -> None:
+        with self._state:
+            if self._device.budget.room < 0:
+                return
+            relieved, self._relieved = self._relieved, []
+        for done in relieved:
+            done.set_result(None)
+
+    def _forget(self, model: Model, why: str) -> None:
+        """Close a model; the runtime's own thread calls it, outside of runs."""
+        self._occupancy.leave(model.tenant)
+        model.tenant.close(why)
+
+    def _queue(self) -> list[Tenant]:
+        with self._state:
+            return [answer.model.tenant for answer in self._waiting]

@@ -1,0 +1,103 @@
+"""A bundle opened to run on a device, before anything of it is there: its weight file, tables, transfer mode and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flashmem.bundle import Bundle
+from flashmem.device import TransferMode
+from flashmem.digests import Digest, table_blocks
+from flashmem.planning.plan import OverlapPlan
+from flashmem.program import Program, lane_kind
+from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.devices import Device
+from flashmem.runtime.kernel_list import Wanted, wanted_kernels
+from flashmem.runtime.kernel_processes import build_apart
+from flashmem.runtime.lanes import LayerMoves, layer_moves
+from flashmem.runtime.program_cache import CachedKernels, ProgramCache
+from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
+
+
+def program_on(program: Program, device: Device) -> Program:
+    """`program` as `device` runs it: where kernels do not use the host's memory, outputs are copied."""
+    return program if uses_host_memory(device) or not program.hands_over else replace(program, hands_over=False)
+
+
+def uses_host_memory(device: Device) -> bool:
+    """Whether kernels use the host's memory where it is."""
+    return device.kind == "cpu"
+
+
+class OpenedBundle:
+    """What placements and runs of a bundle have in common. `close` closes its weight file."""
+
+    def __init__(self, bundle: Bundle, device: Device, mode: TransferMode, *, verify_weights: bool, lanes: bool = True) -> None:
+        """Open the weight file. `verify_weights`: compare every slice and table row that is read with its digest.
+
+        Raises:
+            BundleError: the weight file is not there, or not as long as it was.
+        """
+        program = program_on(bundle.program, device)
+        self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
+        self.slices = {part.name: part for part in program.slices}
+        self.tensors = {tensor.name: tensor for tensor in program.tensors}
+        self.digests: Mapping[str, Digest] | None = bundle.digests.slices if verify_weights else None
+        self.banded = not verify_weights  # a digest is of a whole slice
+        self.file = WeightFile(bundle.weights_path, program.weights_bytes)
+        self.tables: list[Reader] = [
+            CheckedTable(self.file, table_blocks(gather), values) if verify_weights else self.file
+            for gather, values in zip(program.row_gathers, bundle.digests.tables, strict=True)
+        ]
+
+    def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
+        """What kernels move in a run of `plan`, by layer."""
+        if self.mode != "interleave":
+            return {}
+        return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
+
+    def close(self) -> None:
+        """Close the weight file; placements have to be closed before."""
+        self.file.close()
+
+
+class Kernels:
+    """The kernels of a bundle on a device: `plain` ones, and those with a stream lane for runs of `plan`."""
+
+    def __init__(self, opened: OpenedBundle, device: DeviceInUse, plan: OverlapPlan, *, apart: bool) -> None:
+        """Load what the cache or the bundle has, build the rest; `apart`: in child processes.
+
+        Raises:
+            UserError: the kernels compute in half, and the device does not.
+            RunError: the driver refuses the kernels.
+        """
+        program, cache = opened.program, ProgramCache()
+
+        def build(missing: Mapping[str, Wanted]) -> Mapping[str, bytes]:
+            return build_apart(missing, program, device.device, cache)
+
+        moves = opened.moves(plan)
+        later = plan.later()
+        later_moves = moves if later is plan or not moves else opened.moves(later)
+        self.plain, self.lane = (
+            CachedKernels(
+                cache,
+                device.context,
+                program.build_options,
+                wanted,
+                opened.bundle.binaries or b"",
+                build if apart else None,
+                device.programs,
+            )
+            for wanted in wanted_kernels(program, opened.bundle.source, moves, later_moves)
+        )
+
+    def close(self) -> None:
+        """Nothing is loaded any more."""
+        for kernels in (self.plain, self.lane):
+            kernels.close()
+
+    def save(self) -> None:
+        """Put what this process has compiled into the cache; its kernels must all have run. Raises RunError."""
+        for kernels in (self.plain, self.lane):
+            kernels.save()

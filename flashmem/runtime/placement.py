@@ -1,0 +1,238 @@
+"""What lives with a placement: where activations, constants and weights lie under one plan, and the kernels bound to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+from numpy.typing import NDArray
+
+from flashmem.digests import digest
+from flashmem.errors import RunError
+from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.program import Port, array_bytes, output_bytes, scratch_bytes
+from flashmem.runtime.arena import Bytes, move_out, new_pages
+from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.executor import Executor, Resources, make_steps
+from flashmem.runtime.lanes import needed_slices
+from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.loader import LoaderRun
+from flashmem.runtime.opencl import Event, Memory, Queue
+from flashmem.runtime.opened import Kernels, OpenedBundle
+from flashmem.runtime.schedule import Schedule, scheduled, staying
+from flashmem.runtime.transfer import InterleaveTransfer, Transfer, make_transfer
+
+Array = NDArray[Any]
+
+
+class Placement:
+    """A bundle on a device, ready for one run after the other."""
+
+    def __init__(
+        self,
+        device: DeviceInUse,
+        opened: OpenedBundle,
+        kernels: Kernels,
+        plan: OverlapPlan,
+        layout: PoolLayout,
+        ledger: Ledger,
+        queue: Queue,
+    ) -> None:
+        """Allocate and set the kernels' arguments. Reads the constants by way of `queue`, no weights.
+
+        Raises:
+            RunError: the device or the budget refuses; nothing is held then.
+        """
+        self.opened, self.ledger, self._device, self._kernels = opened, ledger, device, kernels
+        self.resident: frozenset[str] = frozenset()  # slices that the next run finds
+        self.has_run = False
+        program, context = opened.program, device.context
+        try:
+            arena = self._make_arena()
+            constants = self._load_constants(queue)
+            self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
+            self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
+            self._places = arena, constants
+            self._below = self.ledger.objects
+            ports = (
+                {port.tensor for port in (*program.inputs, *program.outputs)}
+                | {g.tensor for g in program.row_gathers}
+                | {program.status}
+            )
+            self._ports: dict[str, Memory] = {
+                name: context.sub_buffer(arena, tensor.offset, tensor.nbytes)
+                for name, tensor in opened.tensors.items()
+                if name in ports
+            }
+            self._lay_out(plan, layout)
+        except BaseException:
+            kernels.close()
+            self.ledger.close()
+            raise
+
+    def _make_arena(self) -> Memory:
+        """The arena; in `_host`, where it is host memory, as the host sees it."""
+        program, what = self.opened.program, "the activation arena"
+        self._host: Bytes | None = None
+        if not program.hands_over:
+            self._arena = self.ledger.buffer("arena", program.arena_bytes, what)
+        else:
+            self._host = new_pages(program.arena_bytes)[: program.arena_bytes]
+            self._arena = self.ledger.wrapped("arena", self._host, what)
+        return self._arena
+
+    def _load_constants(self, queue: Queue) -> Memory | None:
+        program, file = self.opened.program, self.opened.file
+        if not program.constants_bytes:
+            return None
+        constants = self.ledger.buffer("constants", program.constants_bytes, "the constants", host_visible=True)
+        view = queue.map(constants, program.constants_bytes, invalidate=True)
+        file.read_into(view, program.constants_offset)
+        file.check_digest("the part with the constants", digest(view.data), self.opened.bundle.digests.constants)
+        queue.unmap(view)
+        return constants
+
+    def _lay_out(self, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Places for the weights under `plan`, and kernels bound to them."""
+        opened, context = self.opened, self._device.context
+        self.plan, self.layout = plan, layout
+        self._last_schedule: tuple[object, Schedule] | None = None
+        self._transfer: Transfer | None = make_transfer(
+            opened.mode, context, self.ledger, opened.file, opened.program.slices, layout, opened.digests
+        )
+        staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
+        arena, constants = self._places
+        self._resources: Resources | None = Resources(context, arena, constants, self.transfer.memories, staged)
+        self._bind(plan)
+
+    def _bind(self, plan: OverlapPlan) -> None:
+        assert self._resources is not None
+        moves = self.opened.moves(plan)
+        needs = needed_slices(plan, moves)
+        steps = make_steps(self.opened.program, needs, moves, self._resources, self._kernels.plain, self._kernels.lane)
+        recorder = self._device.recorder if self.opened.bundle.descriptor.command_buffers else None
+        self._executor: Executor | None = Executor(self._device.queue, steps, recorder)
+        if not moves or plan.later() is plan:
+            self._resources = None  # every run has these steps
+
+    def let_weights_go(self) -> None:
+        """Give the places of all weights back; activations stay. No run may be loading, and none can begin."""
+        self.resident = frozenset()
+        self._executor = self._resources = None
+        self.transfer.close()
+        self._transfer = None
+        self.ledger.give_back(self._below)
+
+    def lay_out_again(self, plan: OverlapPlan, layout: PoolLayout, kernels: Kernels) -> None:
+        """After `let_weights_go`: take the places that another plan has for weights.
+
+        Raises:
+            RunError: the device or the budget refuses; the placement can only be closed then.
+        """
+        self._kernels = kernels
+        self._lay_out(plan, layout)
+
+    @property
+    def transfer(self) -> Transfer:
+        """What brings weights in."""
+        assert self._transfer is not None
+        return self._transfer
+
+    @property
+    def executor(self) -> Executor:
+        """The layers, bound to what is here."""
+        assert self._executor is not None
+        return self._executor
+
+    def ready_executor(self) -> Executor:
+        """The layers as the next run plays them: what was kept is not moved again. Raises RunError."""
+        if self._resources is not None and staying(self.plan) <= self.resident:
+            self._bind(self.plan.later())
+            self._resources = None
+        return self.executor
+
+    def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
+        """The next run, as `scheduled` has it: with what is resident now."""
+        opened, resident = self.opened, self.resident
+        key = (resident, None if kept is None else frozenset(kept), done)
+        if self._last_schedule is None or self._last_schedule[0] != key:
+            made = scheduled(
+                self.plan, opened.slices, self.layout, opened.mode,
+                resident=resident, kept=kept, done=done, banded=opened.banded,
+            )  # fmt: skip
+            self._last_schedule = key, made
+        return self._last_schedule[1]
+
+    def preload(self) -> None:
+        """Make W resident. Raises RunError when a load fails."""
+        loads = [load for load in self.schedule().loads if load.preload]
+        if not loads:
+            return
+        with self.guarded():
+            loader = LoaderRun(self.transfer, loads, {}, threads=self.layout.threads)
+            try:
+                for load in loads:
+                    loader.wait(load.part.name)
+            finally:
+                loader.stop()
+        self.resident |= {load.part.name for load in loads}
+
+    def drop(self, names: Collection[str]) -> None:
+        """Let resident slices go, in a mode that can let slices go one by one; no run may be loading."""
+        for name in names:
+            self.transfer.free(self.opened.slices[name])
+        self.resident -= frozenset(names)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Held while kernels or checks read the mapped file, if they do."""
+        return self.opened.file.guarded() if self.transfer.in_place else nullcontext()
+
+    def settle(self, resident: frozenset[str]) -> None:
+        """A run is over, after which these slices are resident."""
+        self.has_run, self.resident = True, resident
+
+    def write(self, tensor: str, data: NDArray[Any]) -> None:
+        """Fill a tensor of a port from contiguous host memory."""
+        if data.nbytes:
+            self._device.queue.write(self._ports[tensor], data)
+
+    def read(self, data: NDArray[Any], tensor: str) -> None:
+        """Read a tensor of a port into contiguous host memory."""
+        if data.nbytes:
+            self._device.queue.read(data, self._ports[tensor])
+
+    def read_later(self, data: NDArray[Any], tensor: str) -> Event:
+        """Read a tensor of a port behind the layers that are enqueued; the event completes when it is there."""
+        return self._device.queue.read_later(data, self._ports[tensor])
+
+    def hand_over(self, ports: Sequence[Port]) -> dict[str, Array]:
+        """Outputs by name, as arrays that were their places in the arena. Nothing can be read from it before the next run."""
+        if self._host is None or not ports:
+            return {}
+        tensors, queue = self.opened.tensors, self._device.queue
+        places = [(tensors[str(port.tensor)].offset, array_bytes(port)) for port in ports]
+        view = queue.map(self._arena, self._host.nbytes)  # the host may look at it now
+        if view.ctypes.data == self._host.ctypes.data:
+            taken = move_out(self._host, places)
+        else:  # a driver that has the buffer elsewhere, too
+            taken = [view[offset : offset + nbytes].copy() for offset, nbytes in places]
+        queue.unmap(view)
+        return {port.name: data.view(port.dtype).reshape(port.shape) for port, data in zip(ports, taken, strict=True)}
+
+    def close(self) -> None:
+        """Give everything back. Kernels that were compiled go into the cache if they have all run."""
+        if self.has_run:
+            with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+                self._kernels.save()
+        self._kernels.close()
+        with suppress(RunError):  # a lost device has nothing left to wait for
+            self._device.queue.finish()
+        if self._transfer is not None:
+            with suppress(RunError):  # nor to give back
+                self._transfer.close()
+        self._ports.clear()
+        self._arena = self._host = self._executor = self._resources = None
+        self._places = None, None
+        with suppress(RunError):
+            self.ledger.close()

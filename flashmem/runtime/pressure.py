@@ -1,0 +1,181 @@
+"""`budget="auto"`: how much memory the system can spare, from what Linux and Android say of it.
+
+`wanted` is a pure function of a sample and the state before; `sample` reads /proc and the cgroup of this process.
+
+What there is: the least of `MemAvailable` and what is left below the memory limit of the cgroup and of every one above it
+(pages of files count as free in both), and the memory that flashmem holds beside such pages, which is its own to keep. Of that
+a share stays free (`RESERVE`, more under pressure), so that what else runs here need not be killed. Pressure is PSI
+(`/proc/pressure/memory` or the cgroup's `memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some
+task waited for memory. Under pressure the budget also falls below what is held.
+
+Hysteresis: the budget falls at once, and rises only where at least an eighth more can be had and there was no pressure for
+`QUIET_SECONDS`, so that it does not go up and down with what flashmem holds itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+RESERVE = 0.1
+"""The share of what there is that stays free without pressure."""
+
+PRESSED = ((20.0, 0.5), (5.0, 0.35), (1.0, 0.2))
+"""(percent of time that some task waited for memory, the share that stays free from there on)."""
+
+QUIET_SECONDS = 10.0
+RISE = 1.125
+STEP = 1 << 20
+"""Budgets are whole multiples of it."""
+
+SAMPLE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the system said at `seconds`: bytes that can be had beside what is `held`, and PSI's `some avg10` in percent.
+
+    `held` leaves pages of files out. `available` is None where the system says nothing.
+    """
+
+    seconds: float
+    available: int | None
+    waited: float
+    held: int
+
+
+@dataclass(frozen=True)
+class State:
+    """The budget in force, and since when there was no pressure."""
+
+    budget: int | None
+    quiet_since: float
+
+
+def wanted(state: State, now: Sample) -> State:
+    """The budget that follows from a sample. It never depends on anything else."""
+    free = next((share for percent, share in PRESSED if now.waited >= percent), RESERVE)
+    quiet_since = now.seconds if free > RESERVE else min(state.quiet_since, now.seconds)
+    if now.available is None:
+        return State(state.budget, quiet_since)
+    target = max(STEP, int(now.available * (1 - free) + now.held) // STEP * STEP)
+    if free > RESERVE:
+        target = min(target, max(STEP, int(now.held * (1 - free / 2)) // STEP * STEP))
+    if state.budget is None or target < state.budget:
+        return State(target, quiet_since)
+    if target >= state.budget * RISE and now.seconds - quiet_since >= QUIET_SECONDS:
+        return State(target, quiet_since)
+    return State(state.budget, quiet_since)
+
+
+def sample(seconds: float, held: int, root: Path = Path("/")) -> Sample:
+    """Read the system's files below `root`."""
+    groups = _groups(root)
+    available = _meminfo(root / "proc/meminfo")
+    for group in groups:
+        left = _left(group)
+        if left is not None:
+            available = left if available is None else min(available, left)
+    waits = [_waited(path) for path in (root / "proc/pressure/memory", *(group / "memory.pressure" for group in groups[:1]))]
+    return Sample(seconds, available, max((waited for waited in waits if waited is not None), default=0.0), held)
+
+
+class Follower:
+    """A thread that samples every second and hands on the budgets that follow."""
+
+    def __init__(
+        self, held: Callable[[], int], apply: Callable[[int], object], clock: Callable[[], float], root: Path = Path("/")
+    ) -> None:
+        self._held, self._apply, self._clock, self._root = held, apply, clock, root
+        self._stop = threading.Event()
+        begun = clock()
+        self.state = wanted(State(None, begun), sample(begun, held(), root))
+        self._thread = threading.Thread(target=self._follow, name="flashmem-pressure", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            before, self.state = self.state, wanted(self.state, sample(self._clock(), self._held(), self._root))
+            if self.state.budget is not None and self.state.budget != before.budget:
+                self._apply(self.state.budget)
+
+    def stop(self) -> None:
+        """End the thread, unless it is the one that asks."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _meminfo(path: Path) -> int | None:
+    for line in _text(path).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _groups(root: Path) -> list[Path]:
+    """The memory cgroup of this process and those above it, version 2 or 1, as far as they are visible."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            top = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        own = top / path.lstrip("/")
+        groups = [group for group in (own, *own.parents) if group == top or top in group.parents]
+        found = [group for group in groups if _limit_file(group) is not None]
+        if found:
+            return found
+    return []
+
+
+def _limit_file(group: Path) -> Path | None:
+    return next((group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).is_file()), None)
+
+
+_FILE_PAGES = ("inactive_file", "active_file")
+
+
+def _left(group: Path) -> int | None:
+    """Bytes below the limit of a cgroup; None without one. Pages of files, which it would rather drop, count as free."""
+    path = _limit_file(group)
+    limit = _text(path).strip() if path is not None else "max"
+    if not limit.isdecimal() or int(limit) >= 1 << 60:
+        return None
+    name = "memory.current" if path is not None and path.name == "memory.max" else "memory.usage_in_bytes"
+    used = _text(group / name).strip()
+    if not used.isdecimal():
+        return None
+    cached = 0
+    for line in _text(group / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in _FILE_PAGES and value.strip().isdecimal():
+            cached += int(value)
+    return max(0, int(limit) - max(0, int(used) - cached))
+
+
+def _waited(path: Path) -> float | None:
+    """`some avg10` of a PSI file."""
+    for line in _text(path).splitlines():
+        if line.startswith("some "):
+            for part in line.split()[1:]:
+                key, _, value = part.partition("=")
+                if key == "avg10":
+                    with suppress(ValueError):
+                        return float(value)
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

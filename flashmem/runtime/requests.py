@@ -1,0 +1,67 @@
+"""What a user holds of a runtime: models that are open in it, and the answers to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from numpy.typing import NDArray
+
+from flashmem.runtime.report import RunReport
+from flashmem.runtime.tenant import Tenant
+
+if TYPE_CHECKING:
+    from flashmem.runtime.many import Runtime
+
+Array = NDArray[Any]
+
+
+class Answer(Future[list[Array]]):
+    """The outputs of a request, when they are there. A request can be cancelled until it begins.
+
+    `submitted`, `started` and `finished` are seconds of `time.perf_counter()`; `report` is of the run. `inputs` are held until
+    it is over.
+    """
+
+    def __init__(self, model: Model, inputs: Mapping[str, Array], names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+        self.submitted = perf_counter()
+        self.started = self.finished = 0.0
+        self.report: RunReport | None = None
+        self.inputs: dict[str, Array] = dict(inputs)
+
+
+class Model:
+    """A bundle open in a runtime. It runs like a session, among others."""
+
+    def __init__(self, runtime: Runtime, tenant: Tenant) -> None:
+        self._runtime, self.tenant = runtime, tenant
+        self.bundle = tenant.opened.bundle
+        self.last_run: RunReport | None = None
+
+    def submit(self, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
+        """See `Runtime.submit`."""
+        return self._runtime.submit(self, inputs, output_names)
+
+    def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
+        """Run the model once, when its turn comes; what `Session.run` gives and raises.
+
+        Raises:
+            RunError: also in a callback of a future: the runtime's own thread would wait for itself.
+        """
+        self._runtime.refuse_inside("run")
+        return self.submit(inputs, output_names).result()
+
+    def close(self) -> None:
+        """Give everything of the model back, once a run of it that is under way is over. Its waiting requests fail."""
+        self._runtime.close_model(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,244 @@
+"""A bundle open in a runtime: its plans by budget, its placement while it has one, and the run that loads ahead."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+
+from flashmem.bundle import Bundle
+from flashmem.device import TransferMode
+from flashmem.errors import BudgetError, RunError
+from flashmem.pages import whole_pages
+from flashmem.planning.carried import carried_problem
+from flashmem.planning.plan import OverlapPlan, PoolLayout
+from flashmem.program import fixed_bytes
+from flashmem.request import choose_mode
+from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.opencl import Queue
+from flashmem.runtime.opened import Kernels, OpenedBundle
+from flashmem.runtime.placement import Placement
+from flashmem.runtime.residence import streamed_layout
+from flashmem.runtime.run import Run
+from flashmem.runtime.schedule import Load, kept_within, pages
+from flashmem.runtime.sharing import Need
+from flashmem.runtime.target import playable
+from flashmem.units import format_size
+
+_PLANS = 16
+"""Plans that are remembered, by budget."""
+
+
+class Tenant:
+    """All of this but `plan_for` is called by one thread at a time: the runtime's own, or the one that loads ahead for it."""
+
+    def __init__(self, bundle: Bundle, device: DeviceInUse, mode: TransferMode | str, *, build_apart: bool) -> None:
+        """Open the bundle and its kernels; nothing on the device yet.
+
+        Raises:
+            UserError: a mode that the device lacks, kernels that it does not take.
+            RunError: the driver refuses the kernels.
+        """
+        planned = bundle.meta.get("mode")
+        chosen = choose_mode(playable(bundle, device.device, mode), mode, path=bundle.program.memory_path, planned=planned)
+        self.device = device
+        self.opened = OpenedBundle(bundle, device.device, chosen, verify_weights=False)
+        self.placement: Placement | None = None
+        self.run: Run | None = None  # under way, or loading ahead
+        self.begun_under: int | None = None  # the limit when `run` began
+        self.placed_under: int | None = None  # the limit that the placement's plan is for, when its turn came
+        self.failure: str | None = None  # why it was closed
+        self._apart = build_apart
+        self._planning = threading.Lock()
+        self._plans: dict[tuple[int | None, bool], OverlapPlan | BudgetError] = {}
+        self._planned: OverlapPlan | None = None  # what the kernels are for
+        try:
+            program = self.opened.program
+            problem = carried_problem(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
+            shares = device.device.unified_memory
+            self._problem = problem if problem is None else replace(problem, shares_memory=shares)
+            self._kernels_for(bundle.plan)
+        except BaseException:
+            self.opened.close()
+            raise
+
+    @property
+    def streams_pages(self) -> bool:
+        """Whether weights come and go slice by slice (mode `map`); in every other mode a plan has places for all of them."""
+        return self.opened.mode == "map"
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that a placement holds whatever the plan."""
+        return fixed_bytes(self.opened.program)
+
+    @cached_property
+    def smallest(self) -> int:
+        """The least budget in which it runs, in bytes."""
+        if self._problem is None:
+            return self.fixed + self._layout(self.opened.bundle.plan).total_bytes
+        from flashmem.planning.again import smallest_budget
+
+        return smallest_budget(self.opened.program, self._problem, self.opened.mode, self.opened.bundle.plan.asked)
+
+    def plan_for(self, limit: int | None, *, alone: bool) -> OverlapPlan:
+        """The plan within `limit` bytes. `alone`: no other model wants what it leaves over.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        key = (limit, alone and not self.streams_pages)
+        with self._planning:
+            if key not in self._plans:
+                while len(self._plans) >= _PLANS:
+                    del self._plans[next(iter(self._plans))]
+                try:
+                    self._plans[key] = self._plan(limit, keep=key[1])
+                except BudgetError as error:
+                    self._plans[key] = error
+            plan = self._plans[key]
+        if isinstance(plan, BudgetError):
+            raise plan
+        return plan
+
+    def _plan(self, limit: int | None, *, keep: bool) -> OverlapPlan:
+        opened = self.opened
+        if self._problem is not None:
+            from flashmem.planning.again import plan_again
+
+            return plan_again(opened.program, self._problem, opened.mode, limit, opened.bundle.plan.asked, keep=keep)
+        plan = opened.bundle.plan
+        needed = self.fixed + self._layout(plan).total_bytes
+        if limit is not None and needed > limit:
+            raise BudgetError(
+                f"{opened.bundle.path.name} needs {needed} bytes as it was planned, the budget is {format_size(limit)}, and it "
+                "carries no times of layers to be planned again with: compile the model again, or raise the budget",
+                smallest_bytes=needed,
+                binding=f"the layout for transfer mode {opened.mode}",
+            )
+        return plan
+
+    def _layout(self, plan: OverlapPlan) -> PoolLayout:
+        opened, device = self.opened, self.device.device
+        return streamed_layout(opened.program, plan, opened.mode, shares_memory=device.unified_memory)
+
+    def need(self, plan: OverlapPlan) -> Need:
+        """What a placement under `plan` holds, and a run beside it; in mode `map` without what stays resident."""
+        weights = self._layout(plan).total_bytes
+        return Need(self.fixed, weights) if self.streams_pages else Need(self.fixed + weights, 0)
+
+    def _kernels_for(self, plan: OverlapPlan) -> Kernels:
+        """Kernels change with the plan where they move weights."""
+        if self._planned is None or (self.opened.mode == "interleave" and self._planned is not plan):
+            self._kernels, self._planned = Kernels(self.opened, self.device, plan, apart=self._apart), plan
+        return self._kernels
+
+    def place(self, plan: OverlapPlan, queue: Queue) -> bool:
+        """Take places under `plan`; False where the budget has no room for them now. Raises RunError if the device refuses."""
+        ledger = self.device.ledger()
+        if not ledger.promise(self.need(plan).fixed):
+            return False
+        self.placement = Placement(self.device, self.opened, self._kernels_for(plan), plan, self._layout(plan), ledger, queue)
+        return True
+
+    def give_weights_back(self) -> None:
+        """Hold activations and constants only; `place_again` must follow. No run may be loading."""
+        assert self.placement is not None
+        self.placement.let_weights_go()
+        self.placement.ledger.promise(0)
+
+    def place_again(self, plan: OverlapPlan) -> bool:
+        """Take places for the weights under another plan; False where there is no room.
+
+        Raises:
+            RunError: the device refuses.
+        """
+        assert self.placement is not None
+        if not self.placement.ledger.promise(self.need(plan).fixed):
+            return False
+        self.placement.lay_out_again(plan, self._layout(plan), self._kernels_for(plan))
+        return True
+
+    def begin(self, resident_bytes: float, *, done: int = 0, ahead_of: Run | None = None) -> Run:
+        """A run behind layer `done` that leaves up to `resident_bytes` of weights.
+
+        It loads what it is granted (`grant`) or, while another one plays, what there is room for when that one's loads wait.
+        """
+        placement, self.begun_under = self.placement, self.device.budget.limit
+        assert placement is not None
+        if not self.streams_pages:
+            self.run = Run(placement, placement.schedule(done=done), done=done)
+            return self.run
+        kept = kept_within(placement.plan, self.opened.slices, placement.resident, resident_bytes)
+        placement.drop(placement.resident - kept)
+
+        def admit(load: Load) -> bool:
+            if ahead_of is None or not (ahead_of.loader is None or ahead_of.loader.idle):
+                return False
+            return placement.ledger.extend(whole_pages(load.band.nbytes))
+
+        self.run = Run(placement, placement.schedule(kept=kept, done=done), done=done, admit=admit)
+        return self.run
+
+    def end(self) -> None:
+        """Its run is over, or halted."""
+        self.run = None
+        if self.placement is not None:
+            self.placement.ledger.promise(0)
+
+    def grant(self, run: Run, done: int = 0) -> bool:
+        """Promise `run` all that it will hold, and let it go on; False where that would pass the budget."""
+        placement = self.placement
+        assert placement is not None
+        if self.streams_pages:
+            ledger, fixed, peaks = placement.ledger, self.fixed, run.schedule.peaks()
+            if not ledger.promise(fixed + peaks[done]):
+                return False
+
+            def give_back(layer: int) -> None:
+                ledger.promise(fixed + peaks[layer])
+
+            if run.loader is not None:
+                run.loader.when_done = give_back
+        if run.loader is not None:
+            run.loader.admit_all()
+        return True
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights that stay where they are between two runs (mode `map`)."""
+        if self.placement is None or not self.streams_pages:
+            return 0
+        return sum(pages(self.opened.slices[name]) for name in self.placement.resident)
+
+    def drop_residents(self, nbytes: float = inf) -> None:
+        """Let resident slices go, the last ones in use first, until at least `nbytes` are given back."""
+        placement = self.placement
+        if placement is None or not self.streams_pages or self.run is not None:
+            return
+        uses = {w.name: w.first_use for w in placement.plan.weights}
+        for name in sorted(placement.resident, key=lambda name: -uses[name]):
+            if nbytes <= 0:
+                break
+            placement.drop([name])
+            nbytes -= pages(self.opened.slices[name])
+        placement.ledger.promise(0)
+
+    def leave(self) -> None:
+        """Give all places back; what loads ahead stops."""
+        run, placement, self.run, self.placement = self.run, self.placement, None, None
+        if run is not None:
+            with suppress(RunError):  # nobody waits for those loads any more
+                run.stop()
+        if placement is not None:
+            placement.close()
+
+    def close(self, why: str) -> None:
+        """Give everything back, for good."""
+        if self.failure is None:
+            self.failure = why
+            self.leave()
+            self._kernels.close()
+            self.opened.close()

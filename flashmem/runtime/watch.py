@@ -1,0 +1,111 @@
+"""Whether a processor is overloaded or memory is short: what the manager of an application decides by (CARIn, section 4.3.2).
+
+`Watch` is a function of what it is told, with two levels for each answer so that it does not flap:
+
+- a processor has trouble when each of its last `RUNS` runs took `SLOW` times what its profile says, or, of the CPU, when other
+  processes use `LOAD_HIGH` of it. It is over after `REST_SECONDS`, and of the CPU not before others use less than `LOAD_LOW`.
+  The next runs on it say whether that was right; each time it was not, the rest is twice as long, up to `LONGEST_REST`.
+- memory is short when tasks waited for it in `WAITED` percent of the last 10 s (PSI), or less than a quarter of what the best
+  design holds could still be had. It is over when one and a half times what that design holds could be had, and nothing
+  waited, for `QUIET_SECONDS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashmem.runtime.designs import State
+from flashmem.runtime.pressure import Sample
+
+RUNS = 2
+SLOW = 1.5
+LOAD_HIGH = 0.25
+LOAD_LOW = 0.1
+REST_SECONDS = 5.0
+LONGEST_REST = 80.0
+WAITED = 5.0
+QUIET_SECONDS = 3.0
+
+
+@dataclass
+class _Processor:
+    slow_runs: int = 0
+    since: float | None = None  # has had trouble since then
+    rest: float = REST_SECONDS
+    on_trial: bool = False
+
+
+@dataclass
+class Watch:
+    """`best`: bytes that the design without trouble holds. `cpu`: the processor that the load of this machine is of, if any."""
+
+    best: int
+    cpu: str | None = None
+    _processors: dict[str, _Processor] = field(default_factory=dict)
+    _memory: bool = False
+    _quiet_since: float | None = None
+
+    def ran(self, processor: str, seconds: float, usual: float, now: float) -> None:
+        """A run on `processor` took `seconds`, where its profile says `usual`."""
+        known = self._processors.setdefault(processor, _Processor())
+        known.slow_runs = known.slow_runs + 1 if seconds >= SLOW * usual else 0
+        if not known.slow_runs:
+            known.on_trial, known.rest = False, REST_SECONDS
+        elif known.slow_runs >= RUNS and known.since is None:
+            known.since = now
+            known.rest = min(2 * known.rest, LONGEST_REST) if known.on_trial else known.rest
+
+    def sampled(self, sample: Sample, others: float | None) -> None:
+        """What the system says now, and the share of the CPU that other processes use (None: nobody knows)."""
+        self._watch_memory(sample)
+        for name, known in self._processors.items():
+            loaded = name == self.cpu and others is not None and others >= LOAD_LOW
+            if known.since is not None and sample.seconds - known.since >= known.rest and not loaded:
+                known.since, known.slow_runs, known.on_trial = None, 0, True
+        if self.cpu is not None and others is not None and others >= LOAD_HIGH:
+            known = self._processors.setdefault(self.cpu, _Processor())
+            known.since = sample.seconds if known.since is None else known.since
+
+    @property
+    def state(self) -> State:
+        """What the device is like, as far as was told."""
+        return State(frozenset(name for name, known in self._processors.items() if known.since is not None), self._memory)
+
+    def _watch_memory(self, sample: Sample) -> None:
+        if sample.available is None:
+            return
+        if sample.waited >= WAITED or sample.available < self.best / 4:
+            self._memory, self._quiet_since = True, None
+        elif sample.available + sample.held < 1.5 * self.best or sample.waited > 0:
+            self._quiet_since = None
+        else:
+            self._quiet_since = sample.seconds if self._quiet_since is None else self._quiet_since
+            if sample.seconds - self._quiet_since >= QUIET_SECONDS:
+                self._memory = False
+
+
+@dataclass(frozen=True)
+class Ticks:
+    """Clock ticks since the start: of all processors together, those not idle, and those of this process."""
+
+    all: int
+    busy: int
+    own: int
+
+
+def ticks(root: Path = Path("/")) -> Ticks | None:
+    """What /proc says now; None where it says nothing."""
+    try:
+        counts = [int(word) for word in (root / "proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+        own = (root / "proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    everything, idle = sum(counts), counts[3] + counts[4]
+    return Ticks(everything, everything - idle, int(own[11]) + int(own[12]))
+
+
+def load_of_others(before: Ticks, now: Ticks) -> float | None:
+    """The share of all processors' time that other processes used between two readings; None if no time has passed."""
+    passed = now.all - before.all
+    return max(0, now.busy - before.busy - (now.own - before.own)) / passed if passed > 0 else None
