@@ -101,8 +101,12 @@ def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...
     planned = flashmem("plan", *ZOO, *options, "--json").json
     assert (played["device"], played["device_measured"], played["simulated"]) == ("adreno750", False, True)
     assert played["memory_path"] == planned["memory_path"]
-    assert {k: v for k, v in played["plan"].items() if k != "solve_seconds"} == {
-        k: planned["plan"][k] for k in played["plan"] if k != "solve_seconds"
+    timed = {"solve_seconds"}
+    if planned["plan"]["status"] == "FEASIBLE":  # a solver that the clock stops ends elsewhere each time, but not far away
+        timed |= {"objective", "gap"}
+        assert played["plan"]["objective"] == pytest.approx(planned["plan"]["objective"], rel=0.01)
+    assert {k: v for k, v in played["plan"].items() if k not in timed} == {
+        k: planned["plan"][k] for k in played["plan"] if k not in timed
     }
     memory, latency = played["memory"], played["latency_ms"]
     assert memory["budget_bytes"] == (128_000_000 if "--budget" in options else None)

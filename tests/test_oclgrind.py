@@ -74,7 +74,7 @@ def _run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
         "OCLGRIND_LOCAL_MEM_SIZE": "49152",
         "FLASHMEM_CACHE_DIR": str(folder / "cache"),
     }
-    command = [sys.executable, "-X", "faulthandler", "-c", script, *arguments]
+    command = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", script, *arguments]
     for _ in range(_TRIES):
         done = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode >= 0 or "answered" in done.stdout:
