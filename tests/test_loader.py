@@ -87,6 +87,31 @@ def test_without_such_staging_nothing_begins_before_its_gate() -> None:
     assert [what for span in run.spans for what, _ in span.steps] == ["read", "copy"] * 2
 
 
+def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile() -> None:
+    transfer, room = Noted(reads_ahead=True), 1
+
+    def admit(load: Load) -> bool:
+        nonlocal room
+        room -= 1
+        return room >= 0
+
+    run = LoaderRun(transfer, loads(3, 3, 4, 5), {}, threads=2, done=3, admit=admit)
+    run.wait("w0")
+    time.sleep(0.02)
+    assert transfer.done == [("read", "w0"), ("copy", "w0")] and not run.idle
+    room = 1
+    run.wake()
+    run.wait("w1")
+    assert len(transfer.done) == 4
+    run.admit_all()
+    until(lambda: run.idle)  # both threads wait at gates
+    assert set(transfer.done[4:]) == {("read", "w2"), ("read", "w3")}
+    run.layer_done(4)
+    run.wait("w2")
+    run.stop()
+    assert ("copy", "w3") not in transfer.done
+
+
 @pytest.mark.parametrize("failing", ["", "w0"])
 def test_threads_that_wait_at_a_gate_end_with_the_run(failing: str) -> None:
     transfer = Noted(reads_ahead=True, failing=failing)
