@@ -101,7 +101,7 @@ def test_rass_keeps_what_an_exhaustive_search_finds() -> None:
     assert metrics.workload(answer.decisions[roles["lightest"]]) == min(map(metrics.workload, kept))
     for mapping in answer.solution.mappings:
         on_it = [row for row in allowed if metrics.mapping(answer.decisions[row]) == mapping]
-        best = roles[f"best on {' and '.join(dict.fromkeys(mapping))}"]  # type: ignore[call-overload]
+        best = roles[f"best on {' and '.join(dict.fromkeys(mapping))}"]
         assert scores[best] == max(scores[row] for row in on_it)
     assert len(designs) <= 5
 
@@ -152,7 +152,7 @@ def test_constraints_that_nothing_keeps_are_one_sentence_that_names_the_worst() 
     )
     with pytest.raises(UserError, match=r"average latency of see is to be at most 0\.001, and 0\.003 is the best"):
         solved(application(1, limits), SEEING)
-    assert solve(np.zeros((1, 1)), [False], [1], np.array([False]), ["a"], np.zeros(1), np.zeros(1)) is None
+    assert solve(np.zeros((1, 1)), [False], [1], np.array([False]), [("a",)], np.zeros(1), np.zeros(1)) is None
 
 
 TOML = """

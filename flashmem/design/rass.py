@@ -12,34 +12,19 @@ An objective that is the same for all of X says nothing about which to take, and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.runtime.designs import SwitchingRule
+
 MOST_SETS = 3
 """Sets of processors that designs are kept for (section 4.3.4)."""
 
 Rows = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A row of the switching policy: which `design` is used in which state.
-
-    `sets`: whether each set of processors has trouble, None where it does not matter; `memory`: whether memory is short.
-    """
-
-    sets: tuple[bool | None, ...]
-    memory: bool | None
-    design: int
-
-    def holds(self, sets: Sequence[bool], memory: bool) -> bool:
-        """Whether the rule is for this state."""
-        wanted = (*self.sets, self.memory)
-        return all(asked is None or asked == is_so for asked, is_so in zip(wanted, (*sets, memory), strict=True))
 
 
 @dataclass(frozen=True)
@@ -50,8 +35,8 @@ class Solution:
 
     designs: tuple[int, ...]
     roles: tuple[tuple[str, ...], ...]
-    mappings: tuple[Hashable, ...]
-    policy: tuple[Rule, ...]
+    mappings: tuple[tuple[str, ...], ...]
+    policy: tuple[SwitchingRule, ...]
     optimality: Rows
 
 
@@ -74,7 +59,7 @@ def solve(
     maximise: Sequence[bool],
     weights: Sequence[float],
     allowed: NDArray[np.bool_],
-    mappings: Sequence[Hashable],
+    mappings: Sequence[tuple[str, ...]],
     memory: Rows,
     workload: Rows,
 ) -> Solution | None:
@@ -94,7 +79,7 @@ def solve(
     scores = np.full(len(values), np.nan)
     scores[kept] = optimality(values[kept], maximise, weights)
     ranked = sorted(kept.tolist(), key=lambda row: (-scores[row], memory[row], row))
-    best: dict[Hashable, int] = {}
+    best: dict[tuple[str, ...], int] = {}
     for row in ranked:
         best.setdefault(mappings[row], row)
     sets = list(best)[:MOST_SETS]
@@ -102,7 +87,7 @@ def solve(
     light = min(ranked, key=lambda row: (workload[row], ranked.index(row)))
     share = _normalised(memory, kept) + _normalised(workload, kept)
     both = min((small, light), key=lambda row: (share[row], ranked.index(row)))
-    named = [(best[each], f"best on {_text(each)}") for each in sets]
+    named = [(best[each], f"best on {' and '.join(dict.fromkeys(each))}") for each in sets]
     named += [(small, "least memory"), (light, "lightest"), (both, "light and small")]
     designs = tuple(dict.fromkeys(row for row, _ in named))
     roles = tuple(tuple(role for row, role in named if row == design) for design in designs)
@@ -116,13 +101,16 @@ def _normalised(values: Rows, kept: NDArray[Any]) -> Rows:
     return (values - low) / (high - low) if high > low else np.zeros_like(values)
 
 
-def _policy(sets: int, chosen: Sequence[int]) -> tuple[Rule, ...]:
+def _policy(sets: int, chosen: Sequence[int]) -> tuple[SwitchingRule, ...]:
     """The shape of CARIn's Tables 7 and 8; the first rule that holds is meant."""
     *best, small, light, both = chosen
-    rules = [Rule((True,) * number + (False,) + (None,) * (sets - number - 1), False, best[number]) for number in range(sets)]
-    rules += [Rule((True,) * sets, False, light), Rule((True,) * sets, True, both), Rule((None,) * sets, True, small)]
+    rules = [
+        SwitchingRule((True,) * number + (False,) + (None,) * (sets - number - 1), False, best[number])
+        for number in range(sets)
+    ]
+    rules += [
+        SwitchingRule((True,) * sets, False, light),
+        SwitchingRule((True,) * sets, True, both),
+        SwitchingRule((None,) * sets, True, small),
+    ]
     return tuple(rules)
-
-
-def _text(mapping: Hashable) -> str:
-    return " and ".join(dict.fromkeys(map(str, mapping))) if isinstance(mapping, tuple) else str(mapping)

@@ -17,7 +17,7 @@ from flashmem.design.profiles import compiled
 from flashmem.design.rass import Solution, solve
 from flashmem.errors import UserError
 from flashmem.files import written_whole
-from flashmem.runtime.designs import FILE, Design, Designs, Part, SwitchingRule
+from flashmem.runtime.designs import FILE, Design, Designs, Part
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def described(solved: Solved) -> Designs:
     solution = solved.solution
     rows = [solved.decisions[row] for row in solution.designs]
     return Designs(
-        tuple(tuple(dict.fromkeys(mapping)) for mapping in solution.mappings if isinstance(mapping, tuple)),
+        tuple(tuple(dict.fromkeys(mapping)) for mapping in solution.mappings),
         tuple(Design(roles, _parts(decision)) for roles, decision in zip(solution.roles, rows, strict=True)),
-        tuple(SwitchingRule(rule.sets, rule.memory, rule.design) for rule in solution.policy),
+        solution.policy,
     )
 
 

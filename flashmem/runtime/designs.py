@@ -51,7 +51,9 @@ class State:
 
 @dataclass(frozen=True)
 class SwitchingRule:
-    """`sets`: whether each set of processors has trouble; None where it does not matter."""
+    """A row of the policy: the design for a state. `sets`: whether each set of processors has trouble, `memory`: whether memory
+    is short; None where it does not matter.
+    """
 
     sets: tuple[bool | None, ...]
     memory: bool | None

@@ -29,7 +29,7 @@ from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.occupancy import Occupancy
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
 from flashmem.runtime.pressure import Follower
-from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
+from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
 from flashmem.runtime.schedule import Span
@@ -348,19 +348,10 @@ class Runtime:
                 write_inputs(placement, answer.inputs)
         check_status(placement)
         results = collect(placement, wanted, read)
-        ledger, ended = placement.ledger, perf_counter()
+        ended = perf_counter()
         answer.report = RunReport(
             Latency(ended - answer.started, 0.0, ended - answer.started),
-            MemoryUse(
-                ledger.peak,
-                ledger.average(ended),
-                self.budget,
-                dict(ledger.peak_by_category),
-                process_peak_rss(),
-                tuple(ledger.history),
-                self._device.start_rss,
-                tuple(ledger.changes),
-            ),
+            MemoryUse.of(placement.ledger, ended, self.budget, self._device.start_rss),
             tuple(loads),
             (),
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
-from flashmem.runtime.accounts import Category
+from flashmem.runtime.accounts import Account, Category
 from flashmem.runtime.schedule import Span
 
 
@@ -39,6 +40,20 @@ class MemoryUse:
     over_time: tuple[tuple[float, int], ...]
     process_start_rss_bytes: int | None = None
     changes: tuple[tuple[float, Category, int], ...] = ()
+
+    @classmethod
+    def of(cls, account: Account, until: float, budget: int | None, start_rss: int | None) -> Self:
+        """What `account` counted since its history began, `until` as `time.perf_counter()` gives it."""
+        return cls(
+            account.peak,
+            account.average(until),
+            budget,
+            dict(account.peak_by_category),
+            process_peak_rss(),
+            tuple(account.history),
+            start_rss,
+            tuple(account.changes),
+        )
 
 
 @dataclass(frozen=True)

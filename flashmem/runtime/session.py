@@ -22,7 +22,7 @@ from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.opened import Kernels, OpenedBundle, program_on
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs, described
-from flashmem.runtime.report import Latency, MemoryUse, RunReport, process_peak_rss
+from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
 from flashmem.runtime.schedule import planned_loads, read_while_opening
@@ -190,19 +190,9 @@ class Session:
     def _report(self, begun: float, played: Played) -> None:
         ended = perf_counter()
         init = 0.0 if self._runs else self._init_seconds
-        ledger = self._placement.ledger
         self.last_run = RunReport(
             Latency(init + ended - begun, init, ended - begun),
-            MemoryUse(
-                ledger.peak,
-                ledger.average(ended),
-                self.budget,
-                dict(ledger.peak_by_category),
-                process_peak_rss(),
-                tuple(ledger.history),
-                self._device.start_rss,
-                tuple(ledger.changes),
-            ),
+            MemoryUse.of(self._placement.ledger, ended, self.budget, self._device.start_rss),
             played.loads,
             played.layers,
         )
