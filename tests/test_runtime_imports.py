@@ -19,14 +19,20 @@ OFFLINE = (
     "flashmem.graph", "flashmem.capacity", "flashmem.codegen", "flashmem.compile", "flashmem.planning.problem",
 )  # fmt: skip
 
-_RUN_BLOCKED = """
+_REFUSING = """
 import sys
-blocked = sys.argv[3].split(",")
+blocked = sys.argv[-1].split(",")
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if any(name == module or name.startswith(module + ".") for module in blocked):
             raise ImportError(f"{name} is not for the online half")
 sys.meta_path.insert(0, Refuse())
+"""
+"""The last argument says which modules are not to be imported."""
+
+_RUN_BLOCKED = (
+    _REFUSING
+    + """
 import numpy as np
 import flashmem
 with flashmem.Session(sys.argv[1]) as session:
@@ -34,6 +40,7 @@ with flashmem.Session(sys.argv[1]) as session:
 np.savez(sys.argv[2] + ".out.npz", *outputs)
 print(sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)))
 """
+)
 
 
 def test_a_bundle_runs_with_the_offline_half_blocked(tmp_path: Path) -> None:
@@ -46,14 +53,9 @@ def test_a_bundle_runs_with_the_offline_half_blocked(tmp_path: Path) -> None:
         np.testing.assert_allclose(outputs["arr_0"], model.reference(inputs)[0], rtol=0, atol=2e-5)
 
 
-_REPLAN_BLOCKED = """
-import sys
-blocked = sys.argv[2].split(",")
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if any(name == module or name.startswith(module + ".") for module in blocked):
-            raise ImportError(f"{name} is not for the online half")
-sys.meta_path.insert(0, Refuse())
+_REPLAN_BLOCKED = (
+    _REFUSING
+    + """
 import flashmem
 from flashmem.inputs import complete_inputs
 with flashmem.Runtime() as runtime:
@@ -64,6 +66,7 @@ with flashmem.Runtime() as runtime:
     (after,) = model.run(None, inputs)
     assert (before == after).all() and runtime.held <= runtime.budget
 """
+)
 
 
 def test_a_bundle_is_planned_again_with_the_offline_half_blocked(tmp_path: Path) -> None:
