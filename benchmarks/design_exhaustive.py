@@ -95,8 +95,8 @@ def exhaustive(application: Application, candidates: Sequence[Candidate]) -> Exh
         values = {number: measured(decisions[number], objective.measure) for number in kept}
         best = (max if objective.maximise else min)(values.values())
         furthest = max(abs(value - best) for value in values.values())
-        if furthest == 0:
-            continue
+        if furthest <= 1e-9 * max(map(abs, values.values())):
+            continue  # the same for all, but for rounding
         scale = objective.weight / statistics.pvariance(values.values())
         largest += scale * furthest**2
         for number, value in values.items():

@@ -142,6 +142,13 @@ def test_sets_of_processors_are_those_that_can_be_switched_to() -> None:
         assert not troubled & {part.processor for part in chosen.parts}
 
 
+def test_an_objective_that_differs_by_rounding_alone_is_the_same_for_all() -> None:
+    latency = np.array([1.0, 2.0, 4.0])
+    rounded = np.array([0.1 + 0.2, 0.3, 0.3])
+    found = optimality(np.stack([latency, rounded], axis=1), [False, True], [1, 1])
+    assert found.tolist() == optimality(latency[:, None], [False], [1]).tolist() == [math.inf, 3.0, 1.0]
+
+
 def test_weights_move_the_choice() -> None:
     def best(weight: float) -> str:
         objectives = (

@@ -27,6 +27,9 @@ from flashmem.runtime.designs import SwitchingRule
 MOST_SETS = 3
 """Sets of processors that designs are kept for (section 4.3.4)."""
 
+SAME = 1e-9
+"""Values of an objective that differ by less than this share are the same: they come from sums in different orders."""
+
 Rows = NDArray[np.float64]
 
 
@@ -48,7 +51,7 @@ def optimality(values: Rows, maximise: Sequence[bool], weights: Sequence[float])
     signs = np.where(np.asarray(maximise), -1.0, 1.0)
     costs = values * signs
     variance = costs.var(axis=0)
-    told = variance > 0
+    told = np.ptp(costs, axis=0) > SAME * np.abs(costs).max(axis=0)
     scale = np.asarray(weights, np.float64)[told] / variance[told]
     best, worst = costs.min(axis=0)[told], costs.max(axis=0)[told]
     distance = np.sqrt((scale * (costs[:, told] - best) ** 2).sum(axis=1))

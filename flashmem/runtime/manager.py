@@ -153,8 +153,8 @@ class Manager:
                         outputs = opened.session.run(None, given)
                         now = self._clock()
                 except RunError:
-                    self._sessions.pop(task, None)
                     opened.session.close()
+                    self._sessions.pop(task, None)
                     raise
                 cold, opened.cold = opened.cold, False
             if not cold:
@@ -192,7 +192,7 @@ class Manager:
         if chosen == self.current or self._closed:
             return
         next_parts = self.designs.designs[chosen].parts
-        seconds = self._leave([task for task, opened in self._sessions.items() if opened.part not in next_parts])
+        seconds = self._leave([task for task, opened in list(self._sessions.items()) if opened.part not in next_parts])
         self.current = chosen
         self.switches.append(Switch(self._clock(), chosen, seconds))
 
