@@ -188,7 +188,9 @@ def tell_pressure(kind: str, story: Any) -> None:
     answered = f"{'not answered' if count is None else f'answered in run {count}'} (bar {MOST_RUNS}: {met})"
     reverted = "not reverted" if back is None else f"reverted {back:.1f} s after it ended"
     used = sorted({f"d{run['design']}" for run in story["runs"] if run["phase"] == "during"})
-    print(f"a process takes {kind}: {answered}, {reverted}; designs meanwhile: {', '.join(used)}")
+    print(
+        f"a process takes {'a core' if kind == 'core' else kind}: {answered}, {reverted}; designs meanwhile: {', '.join(used)}"
+    )
 
 
 def main() -> None:
