@@ -238,7 +238,8 @@ def test_a_switch_waits_for_the_run_that_is_under_way(tmp_path: Path, monkeypatc
     designs_of(tmp_path)
     model = write_mini_bundle(tmp_path / "again.flashmem", seed=0)
     inside, go_on, order = threading.Event(), threading.Event(), []
-    with Manager(tmp_path) as manager:
+    write_system(tmp_path / "system", available=GB, busy=0, ticks=0)
+    with Manager(tmp_path, root=tmp_path / "system") as manager:
         first, run, close = manager._sessions["see"].session, Session.run, Session.close
 
         def slow_run(session: Session, *given: Any) -> Any:
