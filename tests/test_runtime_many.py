@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -356,16 +357,30 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def test_the_examples_of_the_page_run(compiled: list[Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, one after the other, in one namespace."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(compiled[0].path, tmp_path / "gptneo-copy.flashmem")
     for name, bundle in zip(("gptneo-125m", "resnet50"), compiled, strict=True):
         (tmp_path / f"{name}.flashmem").symlink_to(bundle.path)
     (ids,), (image,) = (drawn(bundle, 0).values() for bundle in compiled)
     page = (Path(__file__).parent.parent / "docs/many-models.md").read_text(encoding="utf-8")
-    first, second = (block.partition("```")[0] for block in page.split("```python\n")[1:])
+    blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
     names = {"image": next(iter(drawn(compiled[1], 0))), "ids": next(iter(drawn(compiled[0], 0)))}
-    for said, named in names.items():
-        first = first.replace(f'"{said}"', repr(named))
-    exec(first, {"image": image, "ids": ids})
+    space: dict[str, Any] = {"image": image, "ids": ids, "asyncio": asyncio, "flashmem": flashmem}
+    moved = 0
     with Runtime("200MB") as many:
-        exec(second, {"runtime": many})
-        assert many.budget == 120_000_000
+        for block in blocks:
+            for said, named in names.items():
+                block = block.replace(f'"{said}"', repr(named))
+            if "with flashmem.Runtime" not in block:  # what follows an example is about its runtime
+                space["runtime"] = many
+            exec(block, space)
+            if "set_budget" in block:
+                moved += 1
+                assert many.budget == 120_000_000
+        assert moved == 1
+        opened = [many.open(name) for name in ("resnet50.flashmem", "gptneo-125m.flashmem")]
+        answers = asyncio.run(space["both"](*opened, image, ids))
+        for answer, model, inputs in zip(answers, reversed(compiled), (image, ids), strict=True):
+            assert same(answer, expected(model, {next(iter(drawn(model, 0))): inputs}))
+    assert space["other"].last_run.memory.by_category.get("weights", 0) == 0
