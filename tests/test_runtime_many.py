@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.planning import again
 from flashmem.program import fixed_bytes
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.requests import Answer, Model
@@ -121,6 +122,33 @@ def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monk
         for answer, model in zip(answers, models, strict=False):
             assert same(answer.result(60), expected(model.path, model.inputs(), mode="map"))
         assert seen.is_set()
+
+
+def test_the_first_answer_waits_for_no_plan(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the next one, for any but its own."""
+    made, go, begun = again.plan_again, threading.Event(), list[str]()
+
+    def later(program: Any, *rest: Any, **options: Any) -> Any:
+        begun.append(next(bundle.path.name for bundle in compiled if bundle.program.slices == program.slices))
+        assert go.wait(30)
+        return made(program, *rest, **options)
+
+    monkeypatch.setattr(again, "plan_again", later)
+    inputs = [drawn(bundle, 4) for bundle in compiled]
+    with Runtime(2 * max(needed(bundle, "map") for bundle in compiled)) as many:
+        opened = [many.open(bundle, mode="map") for bundle in compiled]
+        assert begun == []
+        first, second = (many.submit(model, x) for model, x in zip(opened, inputs, strict=True))
+        outputs = first.result(30)
+        deadline = time.monotonic() + 30
+        while not begun and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert begun == [compiled[1].path.name]  # whose turn is next
+        go.set()
+        assert same(second.result(30), expected(compiled[1], inputs[1], mode="map"))
+        assert same(outputs, expected(compiled[0], inputs[0], mode="map"))
+        assert same(opened[0].run(None, inputs[0]), outputs)
+        assert all(model.tenant.placement.plan is not model.bundle.plan for model in opened)  # type: ignore[union-attr]
 
 
 def test_what_fits_stays_resident_and_no_more(models: list[MiniModel]) -> None:

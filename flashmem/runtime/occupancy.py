@@ -148,8 +148,12 @@ class Occupancy:
         return run
 
     def begin_ahead(self, tenant: Tenant, running: Run) -> Run | None:
-        """Place a model whose turn is next, and begin its loads, if there is room and it is not the one that runs."""
+        """Place a model whose turn is next, and begin its loads, if there is room, its plan is made and it is not the one that
+        runs.
+        """
         if tenant.placement is running.placement or tenant.failure is not None:
+            return None
+        if tenant.awaits_plan(self._device.budget.limit):  # the end of this run must not wait for it
             return None
         if tenant.run is not None:
             return tenant.run
