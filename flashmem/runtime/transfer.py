@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from flashmem.device import TransferMode
@@ -68,6 +69,12 @@ class Transfer(ABC):
         """Whether `free` does anything."""
         return type(self).free is not Transfer.free
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """The memory of slices that are `whole` together, side by side in the file, as one buffer; None where they are apart
+        here.
+        """
+        return None
+
     def expect(self, part: Slice, band: Band) -> None:
         """A band of `part` will be loaded soon."""
         self.file.expect(part.offset + band.first, band.nbytes)
@@ -111,16 +118,29 @@ class MapTransfer(Transfer):
 
     in_place = True
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], together: Mapping[str, Slice]
+    ) -> None:
         super().__init__(file)
         file.missed = True  # populating does not tell
         self._ledger = ledger
         self._slices = slices
         self._entered = Counter[str]()  # bytes, by slice
         self._lock = threading.Lock()
+        self._together: dict[str, Memory] = {}  # by the slices that they join
         for part in slices:
-            buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
-            self.memories[part.name] = _view(context, buffer, part)
+            whole = together.get(part.name)
+            if whole is None:
+                self.memories[part.name] = _view(context, _mapped(context, file, part), part)
+                continue
+            if whole.name not in self._together:  # buffers over one mapping must not overlap, parts of a buffer may
+                self._together[whole.name] = _mapped(context, file, whole)
+            buffer = self._together[whole.name]
+            self.memories[part.name] = context.sub_buffer(buffer, part.offset - whole.offset, part.file_bytes)
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """The buffer of which they are parts."""
+        return self._together.get(whole.name)
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring the pages in."""
@@ -143,6 +163,7 @@ class MapTransfer(Transfer):
     def close(self) -> None:
         """Drop all pages that came in."""
         super().close()
+        self._together.clear()
         for part in self._slices:
             self.free(part)
 
@@ -152,12 +173,12 @@ class AliasTransfer(Transfer):
 
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
         super().__init__(file)
-        self._queue = context.queue()
+        self._queue, self._context = context.queue(), context
         self._offsets = layout.offsets
-        self._pool = None
+        self._pool = self._memory = None
         if not slices:  # a device has no buffers without bytes
             return
-        pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
+        self._memory = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         self._pool = self._queue.map(pool, layout.pool_bytes)
         for part in slices:
             place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
@@ -169,9 +190,14 @@ class AliasTransfer(Transfer):
         assert self._pool is not None
         self._read(part, band, self._pool[start : start + band.nbytes], turn)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return _in_pool(self._context, self._memory, self._offsets, parts)
+
     def close(self) -> None:
         """Unmap the pool."""
         super().close()
+        self._memory = None
         if self._pool is not None:
             self._queue.unmap(self._pool)
 
@@ -185,12 +211,17 @@ class _Homes:
             ledger.image("weights", slot.width, slot.height, slot.channel, f"texture slot {number}")
             for number, slot in enumerate(layout.slots)
         ]
-        pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
+        self._context, self._offsets = context, layout.offsets
+        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
         for part in slices:
             if part.name in layout.slot_of:
                 self.memories[part.name] = textures[layout.slot_of[part.name]]
             else:
                 self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return _in_pool(self._context, self._pool, self._offsets, parts)
 
     def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> None:
         """Copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
@@ -247,6 +278,10 @@ class DmaTransfer(Transfer):
         for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
     def close(self) -> None:
         """Unmap staging."""
         super().close()
@@ -300,6 +335,10 @@ class InterleaveTransfer(Transfer):
         for piece, first in self._pieces(part, band, through, turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
     def _place(self, part: Slice, first: int, nbytes: int) -> Bytes:
         """Where bytes of the slice are staged, as the host sees them."""
         assert self._mapped is not None
@@ -323,11 +362,17 @@ def make_transfer(
     slices: Sequence[Slice],
     layout: PoolLayout,
     digests: Mapping[str, Digest] | None = None,
+    together: Mapping[str, Slice] = MappingProxyType({}),
 ) -> Transfer:
-    """The transfer of `mode`, which checks slices against `digests`. Raises RunError where device or budget refuse."""
+    """The transfer of `mode`, which checks slices against `digests`. `together`: by slice, the whole that may be asked for by
+    `joined`.
+
+    Raises:
+        RunError: device or budget refuse.
+    """
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices)
+        made = MapTransfer(context, ledger, file, slices, together)
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout)
     elif mode == "dma":
@@ -336,6 +381,23 @@ def make_transfer(
         made = InterleaveTransfer(context, ledger, file, slices, layout)
     made.digests = digests
     return made
+
+
+def _mapped(context: Context, file: WeightFile, part: Slice) -> Memory:
+    return context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
+
+
+def _in_pool(context: Context, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:
+    """The part of a pool that holds `parts`, if they lie there side by side."""
+    places = [offsets.get(part.name) for part in parts]
+    start, nbytes = places[0], 0
+    if start is None or pool is None:
+        return None
+    for part, place in zip(parts, places, strict=True):
+        if place != start + nbytes:
+            return None
+        nbytes += part.nbytes
+    return context.sub_buffer(pool, start, whole_words(nbytes))
 
 
 def _view(context: Context, buffer: Memory, part: Slice) -> Memory:
