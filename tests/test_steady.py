@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 from command_line import command_line
 from compared import PLACES, Nodes
+from mini_bundle import MiniModel, write_mini_bundle
 
 import flashmem
 from flashmem import Bundle, Session
@@ -22,7 +23,7 @@ from flashmem.bundle_check import check_bundle
 from flashmem.codegen.choices import Choices, Use
 from flashmem.codegen.variants import Product
 from flashmem.device import Variant, load_descriptor
-from flashmem.errors import BudgetError, BundleError, FlashmemWarning
+from flashmem.errors import BundleError, FlashmemWarning, RunError
 from flashmem.kernel_bounds import check_reach
 from flashmem.program import SteadyLaunch, fixed_bytes
 from flashmem.runtime import preparation
@@ -106,40 +107,34 @@ def test_later_runs_have_other_kernels_and_fewer_launches(
         assert not np.array_equal(first[1], second[1]), "a kernel that sums in another order was played"
 
 
-def budgeted(wide: Wide, output: Path, device: str, path: str, room: int) -> Bundle:
-    """A bundle whose budget has `room` bytes beside what it holds anyway, or the least that it works in."""
-    whole = flashmem.compile(wide[0], output, device=device, memory_path=path)  # type: ignore[arg-type]
-    budget = fixed_bytes(whole.program) + room
-    try:
-        return flashmem.compile(wide[0], output, device=device, memory_path=path, budget=budget)  # type: ignore[arg-type]
-    except BudgetError as error:
-        budget = error.smallest_bytes
-    return flashmem.compile(wide[0], output, device=device, memory_path=path, budget=budget)  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MiniModel]:
+    """By memory path, a model of which nothing stays."""
+    folder = tmp_path_factory.mktemp("mini")
+    return {path: write_mini_bundle(folder / f"{path}.flashmem", path) for path in ("buffer", "texture")}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
-def test_the_next_run_has_begun_to_load(place: tuple[str, str], wide: Wide, tmp_path: Path) -> None:
+def test_the_next_run_has_begun_to_load(place: tuple[str, str], streamed: dict[str, MiniModel]) -> None:
     device, path = place
-    bundle = budgeted(wide, tmp_path / "b", device, path, 7 * MIB)
-    assert sum(part.nbytes for part in bundle.program.slices) > 8 * MIB
-    assert bundle.budget_bytes is not None
+    model = streamed[path]
+    inputs = model.inputs(seed=1)
     for mode in load_descriptor(device).modes[path]:  # type: ignore[index]
-        if bundle.plan.layouts[mode].total_bytes + fixed_bytes(bundle.program) > bundle.budget_bytes:
-            continue  # it was planned for another one
-        with Session(bundle, device=device, mode=mode) as session:
-            first = session.run(None, wide[1])
-            close_to(first, wide[2])
+        layout = Bundle.open(model.path).plan.layouts[mode]
+        budget = fixed_bytes(Bundle.open(model.path).program) + layout.total_bytes
+        with Session(model.path, device=device, mode=mode, budget=budget) as session:
+            first = session.run(None, inputs)
             for _ in range(2):
-                time.sleep(0.05)
+                time.sleep(0.02)
                 begun = time.perf_counter()
-                assert equal(first, session.run(None, wide[1]))
+                assert equal(first, session.run(None, inputs))
                 assert session.last_run is not None
-                assert session.last_run.memory.peak_bytes <= bundle.budget_bytes
+                assert session.last_run.memory.peak_bytes <= budget
                 assert any(span.start < begun for span in session.last_run.loads)
-        with Session(bundle, device=device, mode=mode, prepare=False) as session:
-            assert equal(first, session.run(None, wide[1]))
+        with Session(model.path, device=device, mode=mode, prepare=False) as session:
+            assert equal(first, session.run(None, inputs))
             begun = time.perf_counter()
-            assert equal(first, session.run(None, wide[1]))
+            assert equal(first, session.run(None, inputs))
             assert session.last_run is not None and not any(span.start < begun for span in session.last_run.loads)
 
 
@@ -152,17 +147,18 @@ def joined(wide: Wide, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return flashmem.compile(wide[0], tmp_path_factory.mktemp("joined") / "b", device=DEVICE, memory_path="buffer")
 
 
-def test_launches_are_joined_where_their_slices_stay(joined: Bundle, wide: Wide, tmp_path: Path) -> None:
+def test_launches_are_joined_where_their_slices_stay(joined: Bundle, wide: Wide) -> None:
     [each] = joined.program.steady
     assert (each.first, each.last) == (1, 2)
     assert each.launch.kernel == joined.program.launches[0].kernel
-    bundle = budgeted(wide, tmp_path / "b", DEVICE, "buffer", 7 * MIB)
-    assert bundle.program.steady
-    with Session(bundle, device=DEVICE) as session:
-        first = session.run(None, wide[1])
-        session.prepared()
-        assert equal(first, session.run(None, wide[1]))
-        assert session.last_run is not None and not session.last_run.steady
+    weights = tuple(replace(w, keep=w.keep and w.name != "c0[1]") for w in joined.plan.weights)
+    without = replace(joined, plan=replace(joined.plan, weights=weights))
+    for bundle in (joined, without):
+        with Session(bundle, device=DEVICE, mode="map") as session:
+            first = session.run(None, wide[1])
+            session.prepared()
+            assert equal(first, session.run(None, wide[1]))
+            assert session.last_run is not None and session.last_run.steady == (bundle is joined)
 
 
 def test_a_session_may_prepare_nothing(joined: Bundle, wide: Wide) -> None:
@@ -177,7 +173,7 @@ def test_a_session_may_prepare_nothing(joined: Bundle, wide: Wide) -> None:
 
 def test_what_cannot_be_prepared_is_said_once(joined: Bundle, wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise flashmem.RunError("no more")
+        raise RunError("no more")
 
     monkeypatch.setattr(preparation, "CachedKernels", refuse)
     with Session(joined, device=DEVICE) as session:
@@ -205,9 +201,9 @@ def test_closing_ends_what_is_prepared(wide: Wide, tmp_path: Path, monkeypatch: 
         assert session.last_run is not None and session.last_run.steady
 
 
-def test_a_forgotten_session_leaves_no_thread(wide: Wide, tmp_path: Path) -> None:
-    session = Session(budgeted(wide, tmp_path / "b", DEVICE, "buffer", 7 * MIB), device=DEVICE)
-    session.run(None, wide[1])
+def test_a_forgotten_session_leaves_no_thread(streamed: dict[str, MiniModel]) -> None:
+    session = Session(streamed[PATH].path, device=DEVICE)
+    session.run(None, streamed[PATH].inputs(seed=1))
     assert [each for each in threading.enumerate() if each.name.startswith("flashmem-loader")]
     del session
     gc.collect()  # the fixture waits for the threads

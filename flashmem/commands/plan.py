@@ -279,8 +279,8 @@ def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all:
         _print_shortened(("weight", "slices", "bytes", "why"), cells, show_all)
     if steady:
         print("\nwhat later runs play instead")
-        cells = [(f"{row.first}-{row.last}" if row.last > row.first else row.first, row.name, row.why) for row in steady]
-        _print_shortened(("layer", "computes", "why"), cells, show_all)
+        decisions = [(f"{row.first}-{row.last}" if row.last > row.first else row.first, row.name, row.why) for row in steady]
+        _print_shortened(("layer", "computes", "why"), decisions, show_all)
 
 
 def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, ...]]:
