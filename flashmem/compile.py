@@ -18,6 +18,7 @@ from flashmem.bundle_cache import find_or_make
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import FINEST, Slicing
+from flashmem.codegen.steady import with_steady
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, MissingFileError, UserError
@@ -155,6 +156,7 @@ def _compile(model: Path, output: Path, options: Options, progress: Progress, ke
     graph = read_graph(model, options)
     progress("plan", 0.0)
     generated, plan = plan_graph(graph, options, final=begin)
+    generated = with_steady(generated)
     begin(generated, plan)
     plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
     plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
@@ -232,7 +234,16 @@ def _plan(
     def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
         made = generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
-        return replace(made, program=replace(made.program, order=order))
+
+        def again() -> Generated | None:
+            if not choices.later_differ() and all(len(parts) == 1 for parts in made.cuts.values()):
+                return None
+            later = choices.beside()
+            return generate(
+                graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=later, cuts=made.cuts
+            )
+
+        return replace(made, program=replace(made.program, order=order), again=again)
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):

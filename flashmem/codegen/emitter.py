@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.codegen.packing_list import PackingList
 from flashmem.codegen.places import Place, Places
-from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.slicing import MOST_BYTES, Slicing
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.codegen.variants import Product
 from flashmem.device import DeviceDescriptor, Variant
@@ -31,6 +31,21 @@ RESIDENT_CONSTANT_BYTES = 1 << 20
 
 WORK_GROUP = 64
 """Work-items of a work-group where a kernel has no tile of its own."""
+
+
+Cuts = Mapping[tuple[Value, Packing], Sequence[PackedSlice]]
+"""The slices of packed weights."""
+
+
+def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list[PackedSlice]:
+    """Slices as a launch for all of them reads them: one where they lie in the file without a gap, as plain buffers, and are
+    no larger together than a slice may be.
+    """
+    total, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
+    gaps = any(part.nbytes % descriptor.page_bytes for part in parts[:-1])
+    if gaps or any(part.width for part in parts) or total > min(MOST_BYTES, descriptor.max_alloc_bytes):
+        return list(parts)
+    return [PackedSlice(parts[0].first_panel, sum(part.panels for part in parts), total, raw)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,7 @@ class Held:
 class Emitter:
     """Collects a program. Values become tensors by where they lie: those of one place and size share one.
 
-    `half`: float weights are packed in half.
+    `half`: float weights are packed in half. `cuts`: slices that weights have already, where they are read once more.
     """
 
     descriptor: DeviceDescriptor
@@ -68,6 +83,7 @@ class Emitter:
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
     variants: dict[tuple[Value, Product, bool], Variant] = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
     _asked: set[Value] = field(default_factory=set)
@@ -140,6 +156,8 @@ class Emitter:
         """The slices of a packed weight as its first launch wants them, which has `row_items` work-items for each panel."""
         if (weight, packing) in self.packed:
             return [part for _, part in self.packed[weight, packing]]
+        if (weight, packing) in self.cuts:
+            return joinable(self.cuts[weight, packing], self.descriptor)
         return self.slicing.slices(packing, row_items)
 
     def zeros(self, count: int) -> Arg:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.codegen.arena import Use, place_blocks, shapes
 from flashmem.codegen.choices import Choices
-from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitter import Cuts, Emitter
 from flashmem.codegen.emitters import emit
 from flashmem.codegen.outputs import read_early
 from flashmem.codegen.packing_list import PackingList
@@ -46,6 +46,8 @@ class Generated:
     source: Source
     weights: PackingList
     constants: NDArray[np.uint8]
+    cuts: Cuts = field(default_factory=dict, repr=False)  # the slices of its packed weights
+    again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # for later runs, over the same weights
 
 
 def generate(
@@ -56,10 +58,12 @@ def generate(
     precision: Literal["fp32", "fp16"] = "fp32",
     slicing: Slicing = FINEST,
     choices: Choices | None = None,
+    cuts: Cuts | None = None,
 ) -> Generated:
     """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later.
 
-    `choices` says which variant computes a contraction; without it the one that does so soonest.
+    `choices` says which variant computes a contraction; without it the one that does so soonest. `cuts`: the slices that
+    weights have already; those that lie side by side become one.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
@@ -82,6 +86,7 @@ def generate(
     places = find_places(launched, early, [port.value for port in results if port.value.size], ranges, storage)
     weights = PackingList(descriptor.page_bytes)
     emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights)
+    emitter.cuts = cuts or {}
     for value in gathered:
         emitter.tensor(value)
     for layer in launched:
@@ -120,7 +125,8 @@ def generate(
         status=None if emitter.status_value is None else str(emitter.status().value),
     )
     channels = {part.channel for part in program.slices if part.is_image}
-    return Generated(program, emitter.kernels.source(lane_kind(program), channels), emitter.weights, constants)
+    made = {key: tuple(part for _, part in parts) for key, parts in emitter.packed.items()}
+    return Generated(program, emitter.kernels.source(lane_kind(program), channels), emitter.weights, constants, made)
 
 
 def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]]:

@@ -36,6 +36,10 @@ class Place:
         self._bands: dict[Band, _Pages] = {}
         self._changed = threading.Condition()
 
+    def is_in(self, file: WeightFile, offset: int) -> bool:
+        """Whether this is where `file` has it."""
+        return self.file is file and self.offset == offset
+
     @property
     def mapped(self) -> Bytes:
         """The bytes, where they are mapped."""

@@ -22,6 +22,7 @@ from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.opened import Kernels, OpenedBundle, program_on
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs, described
+from flashmem.runtime.preparation import Idle
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
@@ -52,6 +53,7 @@ class Session:
         trace: bool = False,
         verify_weights: bool = False,
         build_apart: bool = True,
+        prepare: bool = True,
     ) -> None:
         """Make everything ready that is not weights (`strategy` "preload": weights too).
 
@@ -69,6 +71,8 @@ class Session:
                 Constants are compared always.
             build_apart: kernels that no cache has are built in child processes, whose memory goes with them; if not, in this
                 one, which keeps a compiler's 200 to 400 MB. For those who open many sessions, or cannot start processes.
+            prepare: between two runs, load what the next one begins with, and get the bundle's steady kernels ready, which
+                later runs are then played by. A session that traces prepares nothing.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
@@ -118,6 +122,8 @@ class Session:
         except BaseException:
             self._opened.close()
             raise
+        idle = Idle(self._placement, self._device, apart=build_apart, owner=self)
+        self._idle = idle if prepare and not trace else None
         if self.strategy == "preload":
             try:
                 self._placement.preload()
@@ -156,11 +162,14 @@ class Session:
             inputs.clear()  # of this run: who calls may have given them for good
             ports = [outputs[name] for name in dict.fromkeys(chosen)]
             with self._closed_by_failure():
-                played = Run(self._placement, self._placement.schedule()).play(ports, traced=self._device.traced)
+                run, steady = self._idle.take() if self._idle else (Run(self._placement, self._placement.schedule()), False)
+                played = run.play(ports, traced=self._device.traced)
             check_status(self._placement)
             with self._closed_by_failure():
                 results = collect(self._placement, ports, played.read)
-            self._report(begun, played)
+            self._report(begun, played, steady=steady)
+            if self._idle is not None:
+                self._idle.begin()
             return [results[name] for name in chosen]
 
     @contextmanager
@@ -187,7 +196,17 @@ class Session:
                 self._close(f"its last run failed: {error}")
             raise
 
-    def _report(self, begun: float, played: Played) -> None:
+    def prepared(self) -> None:
+        """Return when the steady kernels are ready that the next run is played by, where there are any: to measure with.
+
+        Raises:
+            RunError: called inside a run of the same thread.
+        """
+        with self._alone("prepared"):
+            if self._idle is not None and self._closed is None:
+                self._idle.wait()
+
+    def _report(self, begun: float, played: Played, *, steady: bool) -> None:
         ended = perf_counter()
         init = 0.0 if self._runs else self._init_seconds
         self.last_run = RunReport(
@@ -195,6 +214,7 @@ class Session:
             MemoryUse.of(self._placement.ledger, ended, self.budget, self._device.start_rss),
             played.loads,
             played.layers,
+            steady,
         )
         self._runs += 1
 
@@ -211,6 +231,8 @@ class Session:
     def _close(self, why: str) -> None:
         if self._closed is None:
             self._closed = why
+            if self._idle is not None:
+                self._idle.stop()
             self._placement.close()
             self._opened.close()
 

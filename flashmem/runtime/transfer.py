@@ -7,7 +7,8 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from flashmem.device import TransferMode
@@ -67,6 +68,12 @@ class Transfer(ABC):
         """Whether `free` does anything."""
         return type(self).free is not Transfer.free
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """The memory of slices that are `whole` together, side by side in the file, as one buffer; None where they are apart
+        here.
+        """
+        return None
+
     def expect(self, part: Slice, band: Band) -> None:
         """A band of `part` will be loaded soon."""
         self.file.expect(part.offset + band.first, band.nbytes)
@@ -121,20 +128,38 @@ class MapTransfer(Transfer):
         slices: Sequence[Slice],
         places: Places,
         identities: Mapping[str, bytes],
+        together: Mapping[str, Slice],
     ) -> None:
         super().__init__(file)
         file.missed = True  # populating does not tell
         self._ledger = ledger
         self._all, self._identities = places, identities
         self._places: dict[str, Place] = {}
+        self._together: dict[str, Memory] = {}  # by the slices that they join
         try:
             for part in slices:
-                place = self._places[part.name] = places.take(file, part, identities[part.name])
-                self.memories[part.name] = _view(context, context.wrap(place.mapped), part)
+                self._places[part.name] = places.take(file, part, identities[part.name])
+            elsewhere = {part.name for part in slices if not self._places[part.name].is_in(file, part.offset)}
+            apart = {whole.name for name, whole in together.items() if name in elsewhere}
+            for part in slices:
+                self.memories[part.name] = self._memory(context, part, together.get(part.name), apart)
         except BaseException:
             self.close()
             raise
         self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
+
+    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
+        """A slice where it is mapped, by itself or as a part of the one buffer over its `whole`."""
+        if whole is None or whole.name in apart:
+            return _view(context, context.wrap(self._places[part.name].mapped), part)
+        if whole.name not in self._together:  # buffers over one mapping must not overlap, parts of a buffer may
+            mapped = self.file.mapped[whole.offset : whole.offset + whole.file_bytes]
+            self._together[whole.name] = context.wrap(mapped)
+        return context.sub_buffer(self._together[whole.name], part.offset - whole.offset, part.file_bytes)
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """The buffer of which they are parts."""
+        return self._together.get(whole.name)
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring the pages in."""
@@ -156,6 +181,7 @@ class MapTransfer(Transfer):
     def close(self) -> None:
         """Let all pages go, and their places."""
         super().close()
+        self._together.clear()
         for name, place in self._places.items():
             place.free((self, name))
             self._all.give_up(place, self._identities[name])
@@ -167,12 +193,12 @@ class AliasTransfer(Transfer):
 
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
         super().__init__(file)
-        self._queue = context.queue()
+        self._queue, self._context = context.queue(), context
         self._offsets = layout.offsets
-        self._pool = None
+        self._pool = self._memory = None
         if not slices:  # a device has no buffers without bytes
             return
-        pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
+        self._memory = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         self._pool = self._queue.map(pool, layout.pool_bytes)
         for part in slices:
             place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
@@ -184,9 +210,14 @@ class AliasTransfer(Transfer):
         assert self._pool is not None
         self._read(part, band, self._pool[start : start + band.nbytes], turn)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return _in_pool(self._context, self._memory, self._offsets, parts)
+
     def close(self) -> None:
         """Unmap the pool."""
         super().close()
+        self._memory = None
         if self._pool is not None:
             self._queue.unmap(self._pool)
 
@@ -200,12 +231,17 @@ class _Homes:
             ledger.image("weights", slot.width, slot.height, slot.channel, f"texture slot {number}")
             for number, slot in enumerate(layout.slots)
         ]
-        pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
+        self._context, self._offsets = context, layout.offsets
+        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
         for part in slices:
             if part.name in layout.slot_of:
                 self.memories[part.name] = textures[layout.slot_of[part.name]]
             else:
                 self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return _in_pool(self._context, self._pool, self._offsets, parts)
 
     def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> None:
         """Copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
@@ -262,6 +298,10 @@ class DmaTransfer(Transfer):
         for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
     def close(self) -> None:
         """Unmap staging."""
         super().close()
@@ -315,6 +355,10 @@ class InterleaveTransfer(Transfer):
         for piece, first in self._pieces(part, band, through, turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
     def _place(self, part: Slice, first: int, nbytes: int) -> Bytes:
         """Where bytes of the slice are staged, as the host sees them."""
         assert self._mapped is not None
@@ -340,11 +384,17 @@ def make_transfer(
     places: Places,
     identities: Mapping[str, bytes],
     digests: Mapping[str, Digest] | None = None,
+    together: Mapping[str, Slice] = MappingProxyType({}),
 ) -> Transfer:
-    """The transfer of `mode`, which checks slices against `digests`. Raises RunError where device or budget refuse."""
+    """The transfer of `mode`, which checks slices against `digests`. `together`: by slice, the whole that may be asked for by
+    `joined`.
+
+    Raises:
+        RunError: device or budget refuse.
+    """
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices, places, identities)
+        made = MapTransfer(context, ledger, file, slices, places, identities, together)
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout)
     elif mode == "dma":
@@ -353,6 +403,19 @@ def make_transfer(
         made = InterleaveTransfer(context, ledger, file, slices, layout)
     made.digests = digests
     return made
+
+
+def _in_pool(context: Context, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:
+    """The part of a pool that holds `parts`, if they lie there side by side."""
+    places = [offsets.get(part.name) for part in parts]
+    start, nbytes = places[0], 0
+    if start is None or pool is None:
+        return None
+    for part, place in zip(parts, places, strict=True):
+        if place != start + nbytes:
+            return None
+        nbytes += part.nbytes
+    return context.sub_buffer(pool, start, whole_words(nbytes))
 
 
 def _view(context: Context, buffer: Memory, part: Slice) -> Memory:
