@@ -105,16 +105,22 @@ def phone(unpacked: Path, cache: Path, *words: object, program: str = _COMMAND) 
 
 
 def test_the_wheel_is_small_and_asks_for_two_packages(wheel: Path) -> None:
-    assert wheel.stat().st_size < 320_000
+    assert wheel.stat().st_size < 300_000
     names = zipfile.ZipFile(wheel).namelist()
     (metadata,) = [name for name in names if name.endswith("/METADATA")]
     said = Parser().parsestr(zipfile.ZipFile(wheel).read(metadata).decode())
     wanted = {line.split(">")[0].strip() for line in said.get_all("Requires-Dist", [])}
     assert (said["Name"], wanted) == ("flashmem-runtime", {"numpy", "pyopencl"})
-    for part in ("flashmem/graph/", "flashmem/codegen/", "flashmem/compile.py", "flashmem/kernels/", ".ubj", ".csv"):
+    for part in ("flashmem/graph/", "flashmem/codegen/", "flashmem/compile.py", "flashmem/kernels/", "paper", ".ubj", ".csv"):
         assert not [name for name in names if part in name], part
     descriptors = {Path(name).stem for name in names if name.endswith(".toml")}
     assert descriptors == {path.stem for path in (ROOT / "devices").glob("*.toml")}
+
+
+def test_descriptors_come_without_where_their_numbers_are_from(unpacked: Path) -> None:
+    for path in sorted((ROOT / "devices").glob("*.toml")):
+        desk, there = (tomllib.loads(file.read_text()) for file in (path, unpacked / "flashmem/devices" / path.name))
+        assert desk.pop("sources") and there == desk, path.name
 
 
 def test_the_wheel_has_the_version_of_the_whole() -> None:
@@ -146,6 +152,22 @@ def test_a_phone_runs_learns_and_plans_again(unpacked: Path, bundle: Path, tmp_p
     small = phone(unpacked, tmp_path, "replan", bundle, "--budget", "1000")
     assert small.returncode == 2 and "raise the budget to" in small.stderr
     assert phone(unpacked, tmp_path, "check", bundle).returncode == 0
+
+
+def test_a_plan_of_the_paper_s_objective_is_made_on_a_desk(unpacked: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.flashmem"
+    flashmem.compile(MODEL, path, device=DEVICE.descriptor_name, objective="paper", build=False)
+    done = phone(unpacked, tmp_path, "replan", path, "--budget", "4MB")
+    assert done.returncode == 2 and "plan it where the compiler is" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_phone_has_the_names_of_the_package(unpacked: Path, tmp_path: Path) -> None:
+    """All of `flashmem.__all__` that needs no compiler can be imported."""
+    program = _ONLY + "print(*[getattr(flashmem, name).__name__ for name in flashmem.__all__ if name[0].isupper()])"
+    done = phone(unpacked, tmp_path, program=program)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {name for name in flashmem.__all__ if name[0].isupper()}
 
 
 def test_the_words_of_a_phone_are_those_of_a_desk() -> None:

@@ -17,7 +17,7 @@ from flashmem.bundle import replace_plan
 from flashmem.compile import plan_program
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, UserError
-from flashmem.planning import planner
+from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan, PlanViolation, Strategy
 from flashmem.planning.why import reasons
@@ -133,18 +133,20 @@ def test_strategies_that_cannot_be_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("planned_by", "options"),
+    ("module", "planned_by", "options"),
     [
-        ("fastest", {}),
-        ("fastest_within", {"m_peak": "300KB"}),
-        ("_baseline", {"strategy": "always-next"}),
-        ("solve", {"m_peak": "300KB", "objective": "paper"}),
-        ("_paper_plan_within", {"budget": "300KB", "objective": "paper"}),
+        (planner, "fastest", {}),
+        (planner, "fastest_within", {"m_peak": "300KB"}),
+        (planner, "_baseline", {"strategy": "always-next"}),
+        (paper_limits, "solve", {"m_peak": "300KB", "objective": "paper"}),
+        (paper_limits, "paper_plan_within", {"budget": "300KB", "objective": "paper"}),
     ],
 )
-def test_no_plan_leaves_the_planner_unchecked(planned_by: str, options: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_no_plan_leaves_the_planner_unchecked(
+    module: Any, planned_by: str, options: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Whoever makes a plan: one that moves a weight after its use does not get out."""
-    make = getattr(planner, planned_by)
+    make = getattr(module, planned_by)
 
     def broken(*given: Any, **named: Any) -> OverlapPlan:
         plan: OverlapPlan = make(*given, **named)
@@ -152,7 +154,7 @@ def test_no_plan_leaves_the_planner_unchecked(planned_by: str, options: Any, tmp
         late = replace(plan.weights[at], moves=((plan.weights[at].first_use, plan.weights[at].chunks),))
         return replace(plan, weights=(*plan.weights[:at], late, *plan.weights[at + 1 :]))
 
-    monkeypatch.setattr(planner, planned_by, broken)
+    monkeypatch.setattr(module, planned_by, broken)
     with pytest.raises(PlanViolation, match="C0"):
         flashmem.compile(DATA / "gptneo-tiny.onnx", tmp_path / "m.flashmem", chunk="4KiB", **options)
 

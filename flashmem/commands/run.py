@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
 
@@ -15,7 +15,6 @@ from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
 from flashmem.commands.extras import offline_half
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.trace import write_trace
-from flashmem.commands.verify import Verification, compare, complaint, reference
 from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
@@ -24,6 +23,9 @@ from flashmem.inputs import check_input_file, complete_inputs, read_inputs, writ
 from flashmem.runtime.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
 from flashmem.units import format_size
+
+if TYPE_CHECKING:
+    from flashmem.commands.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         _learn(outcome)
     verification = None
     if options.verify:
+        from flashmem.commands.verify import compare, reference  # a phone has neither ONNX Runtime nor the model
+
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
         verification = compare(outcome.outputs, reference(original, make_inputs(), names), bundle.program.precision)
     if options.json:
@@ -107,6 +111,8 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     else:
         _print(outcome, options, verification)
     if verification is not None and not verification.ok:
+        from flashmem.commands.verify import complaint
+
         raise RunError(complaint(verification, bundle.program.precision))
 
 

@@ -16,10 +16,9 @@ from flashmem.planning.clock import unlimited_seconds
 from flashmem.planning.gates import held_bytes, settled
 from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan, Units
+from flashmem.planning.plan import Objective, OverlapPlan
 from flashmem.planning.problem import Problem, build_problem, staged_least, staged_within
 from flashmem.program import Program, fixed_bytes
 
@@ -140,19 +139,22 @@ def _in_flight(program: Program, mode: TransferMode) -> Measure:
 
 def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
     preload = _slices_of(program, limits.preload)
-    objective, lambda_ = limits.resolved_objective, limits.resolved_lambda
     in_all, in_flight = _in_all(program, mode), _in_flight(program, mode)
     if limits.strategy != "stream":
         return _baseline(problem, program, limits, preload, in_all)
-    if objective != "paper":
+    if limits.resolved_objective != "paper":
         measure = in_flight if limits.m_peak is not None else in_all
         limit = limits.m_peak if limits.m_peak is not None else limits.budget
         return _first_plan(problem, program, limits, preload, limit, measure)
-    if limits.budget is None:
-        return _paper_plan_inside(
-            problem, preload, lambda_, limits.units, program, in_flight, limited=limits.m_peak is not None
-        )
-    return _paper_plan_within(problem, program, limits, preload, in_all)
+    try:
+        from flashmem.planning import paper_limits as paper
+    except ImportError as error:  # flashmem-runtime has not got it
+        what = "the bundle is planned by the paper's objective, which is not installed here"
+        raise UserError(f"{what}; plan it where the compiler is, or compile the model without --objective") from error
+    if limits.budget is not None:
+        return paper.paper_plan_within(problem, program, limits, preload, in_all)
+    limited = limits.m_peak is not None
+    return paper.paper_plan_inside(problem, preload, limits.resolved_lambda, limits.units, program, in_flight, limited=limited)
 
 
 def _first_plan(
@@ -245,77 +247,6 @@ _SEARCHED = 20_000
 """Plans of more weights are kept as they are: a search would take as long as planning it several times."""
 
 
-def _paper_plan_inside(
-    problem: Problem,
-    preload: frozenset[str],
-    lambda_: float,
-    units: Units,
-    program: Program,
-    in_flight: Measure,
-    *,
-    limited: bool,
-) -> OverlapPlan:
-    """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak.
-
-    First the reads are given less room to run ahead; then the plan itself.
-
-    Raises:
-        BudgetError: nothing fits; it names what the plan with the least takes.
-    """
-    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST)
-    if not limited:
-        return plan
-    roomy, least = _reading_ahead(problem, plan, program, in_flight)
-    if roomy is not None:
-        return roomy
-    for share in _SHARES:
-        try:
-            smaller = solve(
-                replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
-                time_limit=_SECONDS_AGAIN, units=units,
-            )  # fmt: skip
-        except BudgetError:
-            break
-        smaller = replace(smaller, m_peak=problem.m_peak, bound=min(plan.bound, smaller.objective))
-        roomy, needed = _reading_ahead(problem, smaller, program, in_flight)
-        least = min(least, needed)
-        if roomy is not None:
-            return replace(roomy, status="OPTIMAL" if roomy.bound >= roomy.objective else "FEASIBLE")
-    raise BudgetError(
-        f"M_peak of {problem.m_peak} bytes is too small: {least} bytes are in flight with what staging and the layout take; "
-        f"raise the limit to {least} bytes or more",
-        smallest_bytes=least,
-        binding="",
-    )
-
-
-def _reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, in_flight: Measure) -> tuple[OverlapPlan | None, int]:
-    """`plan` with its reads running as far ahead as its layout has room in M_peak; None if it has none even without that.
-
-    And the bytes that it takes with no read ahead of the first move.
-    """
-    if (taken := in_flight(plan)) <= problem.m_peak:
-        return plan, taken
-    tight = with_room(problem, plan, 0)
-    needed = in_flight(tight)
-    if needed > problem.m_peak:
-        return None, needed
-    staging = problem.mode == "interleave"
-    most = problem.m_peak
-    if staging:  # what reads ahead waits in staging, and takes nothing else
-        layout = lay_out_pools(program.slices, tight, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
-        most -= needed - layout.staging_bytes + layout.threads * layout.entrance_bytes
-    for share in _READ_AHEAD:
-        roomy = with_room(problem, plan, int(most * share), staging=staging)
-        if in_flight(roomy) <= problem.m_peak:
-            return roomy, needed
-    return tight, needed
-
-
-_READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-"""Parts of what there is within which reads may run ahead, where a layout wastes the rest."""
-
-
 def _slices_of(program: Program, names: tuple[str, ...]) -> frozenset[str]:
     """Slices named by themselves or by their weight.
 
@@ -339,37 +270,3 @@ def _baseline(problem: Problem, program: Program, limits: Limits, preload: froze
     if limits.strategy == "resident-first":
         raise UserError("strategy resident-first fills a budget; name one with --budget")
     return baseline.plan(problem)
-
-
-def _paper_plan_within(
-    program_problem: Problem, program: Program, limits: Limits, preload: frozenset[str], measure: Measure
-) -> OverlapPlan:
-    """The paper's objective under a budget: W and M_peak share it, the largest share for M_peak that works."""
-    assert limits.budget is not None
-    smallest, _ = smallest_m_peak(program_problem, preload)
-    for share in _SHARES:
-        m_peak = max(smallest, int(limits.budget * share))
-        plan = solve(
-            replace(program_problem, m_peak=m_peak),
-            objective="paper",
-            lambda_=limits.resolved_lambda,
-            preload=preload,
-            time_limit=_SECONDS_EACH,
-            preload_limit=max(0, limits.budget - m_peak),
-            units=limits.units,
-        )
-        for ahead in (None, *_READ_AHEAD[1::2], 0.0):
-            roomy = plan if ahead is None else with_room(replace(program_problem, m_peak=m_peak), plan, int(m_peak * ahead))
-            if measure(roomy) <= limits.budget:
-                return roomy
-    # The other planner knows the smallest budget, or finds the plan that the shares above stepped over.
-    plan = fastest_within(program_problem, operators_of(program), limits.budget, measure, preload, 0.0)
-    return replace(
-        plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
-    )
-
-
-_SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
-_SECONDS_EACH = 4.0
-
-_SECONDS_FIRST, _SECONDS_AGAIN = 5.0, 2.0

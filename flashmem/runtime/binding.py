@@ -13,6 +13,9 @@ from typing import Any
 
 from flashmem.errors import NoDeviceError, RunError
 
+# Of pytools, where the package that it would like, which is compiled, is not installed: two lines on stderr in each process.
+warnings.filterwarnings("ignore", "Unable to import recommended hash")
+
 try:
     import pyopencl
 except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 COMMANDS = (
-    "flashmem.__main__", "flashmem.cli_plain", "flashmem.runtime.session", "flashmem.runtime.many", "flashmem.planning.again",
-    "flashmem.capacity.model", "flashmem.runtime.kernel_worker", "flashmem.learn",
+    "flashmem.__main__", "flashmem.cli_plain", "flashmem.runtime.session", "flashmem.runtime.many", "flashmem.runtime.manager",
+    "flashmem.planning.again", "flashmem.capacity.model", "flashmem.runtime.kernel_worker", "flashmem.learn",
     "flashmem.commands.bundles", "flashmem.commands.devices", "flashmem.commands.doctor", "flashmem.commands.profile",
     "flashmem.commands.run", "flashmem.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
     "flashmem.profiler.opening", "flashmem.planning.check",
 )  # fmt: skip
 """Where it is entered. What these import as they are imported comes along; what they import later is listed, or left out."""
 
-DATA = ("flashmem/py.typed", "flashmem/devices/*.toml")
+DESCRIPTORS = "flashmem/devices/*.toml"
+SOURCES = "\n[sources]\n"
+"""The last table of a descriptor: where its numbers are from. Only who writes descriptors reads that."""
 
 
 class Hook(BuildHookInterface[Any]):
@@ -28,9 +31,19 @@ class Hook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before the wheel is built."""
-        files = [*modules(COMMANDS), *(file for pattern in DATA for file in sorted(ROOT.glob(pattern)))]
-        build_data["force_include"].update({str(file): str(file.relative_to(ROOT)) for file in files})
-        build_data["force_include"][str(ROOT / "LICENSE")] = "flashmem/LICENSE"
+        included = build_data["force_include"]
+        files = [*modules(COMMANDS), ROOT / "flashmem/py.typed"]
+        included.update({str(file): str(file.relative_to(ROOT)) for file in files})
+        included[str(ROOT / "LICENSE")] = "flashmem/LICENSE"
+        self._made = tempfile.TemporaryDirectory()
+        for file in sorted(ROOT.glob(DESCRIPTORS)):
+            numbers = Path(self._made.name, file.name)
+            numbers.write_text(file.read_text(encoding="utf-8").partition(SOURCES)[0] + "\n", encoding="utf-8")
+            included[str(numbers)] = str(file.relative_to(ROOT))
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Called when the wheel is built."""
+        self._made.cleanup()
 
 
 def modules(names: tuple[str, ...]) -> list[Path]:
