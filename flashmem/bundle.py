@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from flashmem import __version__, digests
 from flashmem.bundle_check import check_bundle, check_types
 from flashmem.device import DeviceDescriptor
-from flashmem.digests import Digests, Piece, digest
+from flashmem.digests import Digests, Piece, digest, identity
 from flashmem.errors import BundleError, MissingFileError, UserError
 from flashmem.generations import MANIFEST, Draft, is_generation, named_generation
 from flashmem.kernel_bounds import check_reach
@@ -47,7 +47,7 @@ from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source, parsed
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 TEXT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl")
 DIGESTS = "digests.bin"
 WEIGHTS = "weights.bin"
@@ -150,10 +150,16 @@ class Bundle:
 
 def _digest_of_file(descriptor: int, part: Piece) -> int:
     """The digest of a part of an open file, as far as the file goes."""
-    value, end = digest(b""), part.offset + part.nbytes
-    for offset in range(part.offset, end, _READ_BYTES):
-        value = digest(os.pread(descriptor, min(_READ_BYTES, end - offset), offset), value)
+    value = digest(b"")
+    for block in _blocks_of_file(descriptor, part):
+        value = digest(block, value)
     return value
+
+
+def _blocks_of_file(descriptor: int, part: Piece) -> Iterator[bytes]:
+    """The bytes of a part of an open file, as far as the file goes."""
+    end = part.offset + part.nbytes
+    return (os.pread(descriptor, min(_READ_BYTES, end - offset), offset) for offset in range(part.offset, end, _READ_BYTES))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -244,7 +250,7 @@ class BundleWriter:
             self._draft = Draft(self.path)
         self._size = 0
         self._sha256 = hashlib.sha256()
-        self._appended: dict[tuple[int, int], int] = {}  # digests of what was appended, by offset and bytes
+        self._appended: dict[tuple[int, int], tuple[int, bytes]] = {}  # digest and identity of what was, by offset and bytes
         with self._cleaned_up():
             self._weights = (self._draft.folder / WEIGHTS).open("w+b", buffering=0)
 
@@ -276,7 +282,7 @@ class BundleWriter:
         """In a thread beside the writing: both take about as long, and none needs the interpreter."""
         self._sha256.update(padding)
         self._sha256.update(data)
-        self._appended[offset, len(data)] = digest(data)
+        self._appended[offset, len(data)] = digest(data), identity([data])
 
     def _write(self, data: memoryview) -> None:
         while len(data):
@@ -312,7 +318,7 @@ class BundleWriter:
                 "plan.json": _compact(plan.to_json()),
                 "kernels.cl": source.plain.encode(),
                 "kernels_lane.cl": source.lane.encode(),
-                DIGESTS: digests.make(program, self._digest),
+                DIGESTS: digests.make(program, self._digest, self._identity),
             }
             os.fsync(self._weights.fileno())
             self._weights.close()
@@ -332,7 +338,12 @@ class BundleWriter:
     def _digest(self, part: Piece) -> int:
         """The digest of a part as it was appended; of what is only a part of that, as it was written."""
         known = self._appended.get((part.offset, part.nbytes))
-        return _digest_of_file(self._weights.fileno(), part) if known is None else known
+        return _digest_of_file(self._weights.fileno(), part) if known is None else known[0]
+
+    def _identity(self, part: Piece) -> bytes:
+        """Its identity, likewise."""
+        known = self._appended.get((part.offset, part.nbytes))
+        return identity(_blocks_of_file(self._weights.fileno(), part)) if known is None else known[1]
 
     @contextmanager
     def _cleaned_up(self) -> Iterator[None]:

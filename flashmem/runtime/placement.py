@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ class Placement:
         self.resident: frozenset[str] = frozenset()  # slices that the next run finds
         self.has_run = False
         program, context = opened.program, device.context
+        self._transfer: Transfer | None = None
         try:
             arena = self._make_arena()
             constants = self._load_constants(queue)
@@ -68,6 +69,8 @@ class Placement:
             self._lay_out(plan, layout)
         except BaseException:
             kernels.close()
+            if self._transfer is not None:
+                self._transfer.close()
             self.ledger.close()
             raise
 
@@ -98,9 +101,10 @@ class Placement:
         opened, context = self.opened, self._device.context
         self.plan, self.layout = plan, layout
         self._last_schedule: tuple[object, Schedule] | None = None
-        self._transfer: Transfer | None = make_transfer(
-            opened.mode, context, self.ledger, opened.file, opened.program.slices, layout, opened.digests
-        )
+        self._transfer = make_transfer(
+            opened.mode, context, self.ledger, opened.file, opened.program.slices, layout,
+            self._device.places, opened.bundle.digests.identities, opened.digests,
+        )  # fmt: skip
         staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
         arena, constants = self._places
         self._resources: Resources | None = Resources(context, arena, constants, self.transfer.memories, staged)
@@ -132,6 +136,10 @@ class Placement:
         """
         self._kernels = kernels
         self._lay_out(plan, layout)
+
+    def follow(self, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Have the next run follow another plan in the same places, in mode `map`: no place there is the plan's."""
+        self.plan, self.layout, self._last_schedule = plan, layout, None
 
     @property
     def transfer(self) -> Transfer:
@@ -184,9 +192,18 @@ class Placement:
             self.transfer.free(self.opened.slices[name])
         self.resident -= frozenset(names)
 
-    def guarded(self) -> AbstractContextManager[None]:
-        """Held while kernels or checks read the mapped file, if they do."""
-        return self.opened.file.guarded() if self.transfer.in_place else nullcontext()
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Held while kernels or checks read mapped files, if they do."""
+        with ExitStack() as held:
+            for file in self.transfer.files if self.transfer.in_place else ():
+                held.enter_context(file.guarded())
+            yield
+
+    def check_files(self) -> None:
+        """Raise RunError if somebody is about to change a file that is mapped, or has cut it."""
+        for file in self.transfer.files:
+            file.check()
 
     def settle(self, resident: frozenset[str]) -> None:
         """A run is over, after which these slices are resident."""

@@ -6,17 +6,15 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
-from flashmem.pages import whole_pages
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
+from flashmem.runtime.common import Place, Places
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
@@ -50,6 +48,7 @@ class Transfer(ABC):
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
+        self.files: tuple[WeightFile, ...] = (file,)  # where slices are
         self.memories: dict[str, Memory] = {}  # what kernels take as the slice
 
     @abstractmethod
@@ -107,44 +106,60 @@ class Transfer(ABC):
 
 
 class MapTransfer(Transfer):
-    """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them."""
+    """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
+
+    With `places`, a slice that another placement on the device has too is used where that one has it.
+    """
 
     in_place = True
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        places: Places,
+        identities: Mapping[str, bytes],
+    ) -> None:
         super().__init__(file)
         file.missed = True  # populating does not tell
         self._ledger = ledger
-        self._slices = slices
-        self._entered = Counter[str]()  # bytes, by slice
-        self._lock = threading.Lock()
-        for part in slices:
-            buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
-            self.memories[part.name] = _view(context, buffer, part)
+        self._all, self._identities = places, identities
+        self._places: dict[str, Place] = {}
+        try:
+            for part in slices:
+                place = self._places[part.name] = places.take(file, part, identities[part.name])
+                self.memories[part.name] = _view(context, context.wrap(place.mapped), part)
+        except BaseException:
+            self.close()
+            raise
+        self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring the pages in."""
-        start = part.offset + band.first
-        self._ledger.reserve("weights", whole_pages(band.nbytes), f"slice {part.name}")
-        with self._lock:
-            self._entered[part.name] += whole_pages(band.nbytes)
-        self.file.populate(start, band.nbytes)
-        self._check(part, self.file.mapped[start : start + band.nbytes])
+        place = self._places[part.name]
+        place.load(band, (self, part.name), self._ledger, f"slice {part.name}")
+        self._check(part, place.mapped[band.first : band.first + band.nbytes])
         turn.did("copy")
 
+    def expect(self, part: Slice, band: Band) -> None:
+        """A band of `part` will be loaded soon, if it is not there."""
+        place = self._places[part.name]
+        if not place.holds(band):
+            place.file.expect(place.offset + band.first, band.nbytes)
+
     def free(self, part: Slice) -> None:
-        """Drop the pages."""
-        with self._lock:
-            entered = self._entered.pop(part.name, 0)
-        if entered:
-            self.file.drop(part.offset, part.file_bytes)
-            self._ledger.release("weights", entered)
+        """Drop the pages, unless somebody else uses them."""
+        self._places[part.name].free((self, part.name))
 
     def close(self) -> None:
-        """Drop all pages that came in."""
+        """Let all pages go, and their places."""
         super().close()
-        for part in self._slices:
-            self.free(part)
+        for name, place in self._places.items():
+            place.free((self, name))
+            self._all.give_up(place, self._identities[name])
+        self._places.clear()
 
 
 class AliasTransfer(Transfer):
@@ -322,12 +337,14 @@ def make_transfer(
     file: WeightFile,
     slices: Sequence[Slice],
     layout: PoolLayout,
+    places: Places,
+    identities: Mapping[str, bytes],
     digests: Mapping[str, Digest] | None = None,
 ) -> Transfer:
     """The transfer of `mode`, which checks slices against `digests`. Raises RunError where device or budget refuse."""
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices)
+        made = MapTransfer(context, ledger, file, slices, places, identities)
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout)
     elif mode == "dma":
