@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import sqlite3
 import sys
@@ -22,6 +24,16 @@ except ImportError as error:
     raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
 
 cl: Any = pyopencl  # its type stubs lack what is needed here (enumerations that can be called, numpy scalar types)
+
+
+@functools.cache
+def library(*, locked: bool = False) -> Any:
+    """OpenCL's functions as C has them, looked up in the loader that pyopencl is linked with; `locked`: called with the
+    interpreter's lock held. What does not go through `cl` goes through here.
+    """
+    path: str = cl._cl.__file__
+    return ctypes.PyDLL(path) if locked else ctypes.CDLL(path)
+
 
 _HINTS = {
     "MEM_OBJECT_ALLOCATION_FAILURE": "the device is out of memory; free some or lower the budget",

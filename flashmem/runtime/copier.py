@@ -8,9 +8,8 @@ runtime returns from those before the copy is made, if nobody asks for its event
 from __future__ import annotations
 
 import ctypes
-import functools
 
-from flashmem.runtime.launching import library_path
+from flashmem.runtime import binding
 from flashmem.runtime.opencl import Bytes, Context, Memory
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
@@ -26,7 +25,7 @@ class Copier:
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> None:
         """Copy contiguous host memory into a buffer, `offset` bytes into it. Raises RunError."""
-        failed = _library().clEnqueueWriteBuffer(
+        failed = binding.library().clEnqueueWriteBuffer(
             self._handle, _POINTER(buffer.int_ptr), _NOT_BLOCKING, _SIZE(offset), _SIZE(data.nbytes), _address(data),
             _NO_EVENTS, None, None,
         )  # fmt: skip
@@ -37,7 +36,7 @@ class Copier:
 
     def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
         """Copy `rows` rows of `width` texels, `row_pitch` bytes apart in host memory, into an image. Raises RunError."""
-        failed = _library().clEnqueueWriteImage(
+        failed = binding.library().clEnqueueWriteImage(
             self._handle, _POINTER(image.int_ptr), _NOT_BLOCKING, (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1),
             _SIZE(row_pitch), _SIZE(0), _address(data), _NO_EVENTS, None, None,
         )  # fmt: skip
@@ -47,14 +46,8 @@ class Copier:
             self._finish()
 
     def _finish(self) -> None:
-        if _library().clFinish(self._handle):
+        if binding.library().clFinish(self._handle):
             self.queue.finish()  # says what is wrong
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """OpenCL, called with the interpreter's lock given back."""
-    return ctypes.CDLL(library_path())
 
 
 def _address(data: Bytes) -> ctypes.c_void_p:

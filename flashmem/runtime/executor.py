@@ -142,12 +142,16 @@ def _lane(ride: Ride, resources: Resources) -> list[Any]:
 
 
 class _Binder:
-    """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers, each made once."""
+    """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers.
+
+    Each place has one, whatever lies there: a kernel that writes its output over an operand takes the same memory object twice.
+    Two of the same bytes, one of them written, are undefined (clCreateSubBuffer).
+    """
 
     def __init__(self, program: BundleProgram, resources: Resources) -> None:
         self._tensors = {tensor.name: tensor for tensor in program.tensors}
         self._resources = resources
-        self._made: dict[tuple[str, Any, int], Memory] = {}
+        self._made: dict[tuple[str, int, int], Memory] = {}
 
     def bind(self, arg: Arg) -> Any:
         if arg.kind == "int":
@@ -156,16 +160,15 @@ class _Binder:
             return np.float32(arg.value)
         if arg.kind == "slice":
             return self._resources.weights[str(arg.value)]
-        key = (arg.kind, arg.value, arg.nbytes)
-        if key not in self._made:
-            self._made[key] = self._sub_buffer(arg)
-        return self._made[key]
-
-    def _sub_buffer(self, arg: Arg) -> Memory:
         if arg.kind == "tensor":
             tensor = self._tensors[str(arg.value)]
-            return self._resources.context.sub_buffer(self._resources.arena, tensor.offset, tensor.nbytes)
-        return self._resources.context.sub_buffer(self._resources.constants, int(arg.value), arg.nbytes)
+            offset, nbytes, whole = tensor.offset, tensor.nbytes, self._resources.arena
+        else:
+            offset, nbytes, whole = int(arg.value), arg.nbytes, self._resources.constants
+        key = (arg.kind, offset, nbytes)
+        if key not in self._made:
+            self._made[key] = self._resources.context.sub_buffer(whole, offset, nbytes)
+        return self._made[key]
 
 
 class Executor:

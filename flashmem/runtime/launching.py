@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flashmem.errors import RunError
-from flashmem.runtime.binding import cl, run_error
+from flashmem.runtime import binding
+from flashmem.runtime.binding import run_error
 
 COMMAND_BUFFERS = "cl_khr_command_buffer"
 RECORDABLE_QUEUES = "cl_qcom_recordable_queues"
@@ -44,20 +45,11 @@ class Launch:
         )  # fmt: skip
 
 
-def library_path() -> str:
-    """What to load for OpenCL's functions: symbols are looked up in the loader that pyopencl is linked with."""
-    path: str = cl._cl.__file__
-    return path
-
-
-@functools.cache
 def enqueue_function(alone: bool) -> Callable[..., int]:
     """clEnqueueNDRangeKernel. Called with the interpreter's lock held if nobody else wants it: it is over before a thread could
     be woken for it. Not so beside threads that copy, for which a driver may have it wait, or when it loads a kernel first.
     """
-    path = library_path()
-    library = ctypes.PyDLL(path) if alone else ctypes.CDLL(path)
-    enqueue: Callable[..., int] = library.clEnqueueNDRangeKernel
+    enqueue: Callable[..., int] = binding.library(locked=alone).clEnqueueNDRangeKernel
     return enqueue
 
 
@@ -67,7 +59,7 @@ Find = Callable[[str], int | None]
 
 def functions_of(platform: Any) -> Find:
     """Those of the loader and, behind them, of a platform's extensions."""
-    library = ctypes.CDLL(library_path())
+    library = binding.library()
     extension = library.clGetExtensionFunctionAddressForPlatform
     extension.restype = ctypes.c_void_p
 

@@ -1,4 +1,5 @@
-"""OpenCL, as flashmem uses it. Only this file, `binding.py` and `launching.py` call it, so that the binding can be changed.
+"""OpenCL, as flashmem uses it. Only this file, `launching.py` and `copier.py` call it, all by way of `binding.py`: so that the
+binding can be changed, and every call be checked (tests/strict_device).
 
 Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.ledger`), which counts them.
 Every OpenCL error becomes a `RunError` with the error's name and a hint.
@@ -10,7 +11,8 @@ import ctypes
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from flashmem.errors import FlashmemWarning, RunError
 from flashmem.program import Channel
+from flashmem.runtime import binding
 from flashmem.runtime.binding import QUIET as _QUIET
 from flashmem.runtime.binding import cl as cl
 from flashmem.runtime.binding import explained as _explained
@@ -37,7 +40,6 @@ from flashmem.runtime.launching import (
     Recording,
     enqueue_function,
     functions_of,
-    library_path,
     not_recorded,
 )
 from flashmem.runtime.pocl import one_thread_a_core, writable_pocl_cache
@@ -119,8 +121,7 @@ def _describe(platform: Any, device: Any) -> Device:
 def _raw_info(device: Any, parameter: int) -> int:
     """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 where the driver does not know it either."""
     value = ctypes.c_uint(0)
-    library = ctypes.CDLL(library_path())
-    failed = library.clGetDeviceInfo(
+    failed = binding.library().clGetDeviceInfo(
         ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4), ctypes.byref(value), None
     )
     return 0 if failed else value.value
@@ -203,6 +204,17 @@ class Queue:
         with _explained("unmap a buffer"):
             base: Any = view.base
             base.release(self.handle).wait()
+
+    @contextmanager
+    def mapped(self, buffer: Memory, nbytes: int, *, offset: int) -> Iterator[Bytes]:
+        """Host view of bytes of a buffer, to be written as a whole. No command may touch `buffer` as long as this lasts: give
+        one that is a part of a larger buffer, of which nobody uses the whole.
+        """
+        view = self.map(buffer, nbytes, offset=offset, invalidate=True)
+        try:
+            yield view
+        finally:
+            self.unmap(view)
 
     def finish(self) -> None:
         """Wait until everything enqueued has completed."""

@@ -18,7 +18,7 @@ from flashmem.program import Slice
 from flashmem.runtime.common import Place, Places
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Bytes, Context, Memory
+from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
 from flashmem.runtime.schedule import WORD, Band, Step, whole_words
 from flashmem.runtime.weight_file import WeightFile
 
@@ -189,37 +189,39 @@ class MapTransfer(Transfer):
 
 
 class AliasTransfer(Transfer):
-    """`alias`: one host-visible pool, mapped for as long as the session lives; the read lands where kernels look."""
+    """`alias`: one host-visible pool; the read lands where kernels look.
+
+    Each slice is a part of the pool, mapped only while a band of it is read: kernels may not touch memory that is mapped for
+    writing, and the pool as a whole is not touched by anyone.
+    """
 
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
         super().__init__(file)
         self._queue, self._context = context.queue(), context
-        self._offsets = layout.offsets
-        self._pool = self._memory = None
+        self._offsets, self._places = layout.offsets, dict[str, Memory]()
+        self._pool: Memory | None = None
         if not slices:  # a device has no buffers without bytes
             return
-        self._memory = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
-        self._pool = self._queue.map(pool, layout.pool_bytes)
+        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         for part in slices:
             place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+            self._places[part.name] = place
             self.memories[part.name] = _view(context, place, part)
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read straight into the pool."""
-        start = self._offsets[part.name] + band.first
-        assert self._pool is not None
-        self._read(part, band, self._pool[start : start + band.nbytes], turn)
+        with self._queue.mapped(self._places[part.name], band.nbytes, offset=band.first) as place:
+            self._read(part, band, place, turn)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A part of the pool, if they lie there as in the file."""
-        return _in_pool(self._context, self._memory, self._offsets, parts)
+        return _in_pool(self._context, self._pool, self._offsets, parts)
 
     def close(self) -> None:
-        """Unmap the pool."""
+        """Forget the places."""
         super().close()
-        self._memory = None
-        if self._pool is not None:
-            self._queue.unmap(self._pool)
+        self._places.clear()
+        self._pool = None
 
 
 class _Homes:
@@ -311,47 +313,54 @@ class DmaTransfer(Transfer):
 class InterleaveTransfer(Transfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
-    Where host and device share memory, staging is mapped for as long as the session lives. Elsewhere it is the device's, and
-    loads are copied there out of a ring that is the host's: were staging mapped, the driver would keep a second one on the
-    host (docs/opencl-notes.md). Preloaded slices are copied home out of that ring, or out of the entrance that staging has
-    for W, while layers run.
+    Where host and device share memory, each slice is a part of staging that is mapped only while a band of it is read.
+    Elsewhere staging is the device's, and loads are copied there out of a ring that is the host's: were staging mapped, the
+    driver would keep a second one on the host (docs/opencl-notes.md). Preloaded slices are copied home out of that ring, or
+    out of the entrance that staging has for W, while layers run.
     """
 
     def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
         super().__init__(file)
+        self._context, self._layout = context, layout
         self._homes = _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
-        self._offsets = layout.staging
-        self._entrance = layout.entrance_bytes
         self._ring = _Ring(context, ledger, layout.ring_bytes, layout.threads)
         self.reads_ahead = bool(layout.ring_bytes)
-        self._mapped: Bytes | None = None  # staging, where it is shared
         self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
-        if layout.staging_bytes:
-            shared = not layout.ring_bytes
-            self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=shared)
-            for part in slices:
-                start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
-                if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
-                    self.staged[part.name] = self._staging, start
-            if shared:
-                self._queue = context.queue()
-                self._mapped = self._queue.map(self._staging, layout.staging_bytes)
+        self._shared: Queue | None = None  # what staging is mapped by, where it is shared
+        if not layout.staging_bytes:
+            return
+        if not layout.ring_bytes:
+            self._shared = context.queue()
+        shared = self._shared is not None
+        self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=shared)
+        for part in slices:
+            start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
+            if start + nbytes > layout.staging_bytes:  # it is of W, and passes through in pieces
+                continue
+            place = context.sub_buffer(self._staging, start, nbytes) if shared else self._staging
+            self.staged[part.name] = place, 0 if shared else start
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read into staging."""
-        if self._mapped is not None:
-            self._read(part, band, self._place(part, band.first, band.nbytes), turn)
+        if self._shared is not None:
+            with self._shared.mapped(self.staged[part.name][0], band.nbytes, offset=band.first) as place:
+                self._read(part, band, place, turn)
             return
         for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
-            self._ring.copiers[thread].write(self._staging, piece, offset=self._offsets[part.name] + first)
+            self._ring.copiers[thread].write(self._staging, piece, offset=self._layout.staging[part.name] + first)
 
     def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read, and copy home."""
-        if self._mapped is None:
-            through = self._ring.part(thread)
-        else:
-            through = self._place(part, thread * self._entrance, self._entrance)
+        if self._shared is None:
+            self._copy_home(part, band, self._ring.part(thread), thread, turn)
+            return
+        nbytes = self._layout.entrance_bytes
+        start = self._layout.staging[part.name] + thread * nbytes
+        with self._shared.mapped(self._context.sub_buffer(self._staging, start, nbytes), nbytes, offset=0) as through:
+            self._copy_home(part, band, through, thread, turn)
+
+    def _copy_home(self, part: Slice, band: Band, through: Bytes, thread: int, turn: Turn) -> None:
         for piece, first in self._pieces(part, band, through, turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
@@ -359,19 +368,11 @@ class InterleaveTransfer(Transfer):
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def _place(self, part: Slice, first: int, nbytes: int) -> Bytes:
-        """Where bytes of the slice are staged, as the host sees them."""
-        assert self._mapped is not None
-        start = self._offsets[part.name] + first
-        return self._mapped[start : start + nbytes]
-
     def close(self) -> None:
-        """Unmap staging."""
+        """Unmap the ring."""
         super().close()
         self.staged.clear()
         self._ring.close()
-        if self._mapped is not None:
-            self._queue.unmap(self._mapped)
 
 
 def make_transfer(
