@@ -101,8 +101,9 @@ class Preparation:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             warnings.warn(f"later runs keep the kernels of the first one: {failure}", FlashmemWarning, stacklevel=4)
-        ready, self._ready = self._ready, None
-        self.taken = self.taken or ready is not None
+        ready = self._ready
+        if ready is not None:
+            self._ready, self.taken = None, True
         return ready
 
     def wait(self) -> None:
