@@ -128,6 +128,7 @@ class Predictor:
                 stem = Path(name_or_stem)
                 data = Path(name).read_bytes() if stem.is_absolute() else read_bytes("devices", name)
                 booster.load_model(bytearray(data))
+                booster.set_param({"nthread": 1})  # a few rows at a time, which more threads take longer for
                 about = json.loads(booster.attr(_ATTRIBUTE) or "{}")
             except (OSError, xgboost.core.XGBoostError, ValueError) as error:
                 reason = str(error).splitlines()[0]

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -51,16 +51,49 @@ class Lane:
         return lane_places(self.kind)
 
 
+class _Context:
+    """What a template is given. Equal ones, whose values have the same types too, give equal text."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self._key = _typed(values)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context) and self._key == other._key
+
+
+def _typed(value: Any) -> tuple[object, ...]:
+    """`value` with its type, because 1, 1.0 and True are equal and read differently."""
+    if isinstance(value, dict):
+        return (dict, *((key, _typed(each)) for key, each in sorted(value.items())))
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_typed, value))
+    return type(value), value
+
+
+@lru_cache(maxsize=1024)  # equal layers have equal kernels, and a model is generated several times before its plan is final
+def _rendered(template: str, lane: Lane | None, context: _Context) -> str:
+    text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context.values)
+    if lane:
+        module: Any = _environment().get_template("lane.cl.j2").module
+        text = module.definitions(lane) + text
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
 class KernelLibrary:
     """Renders kernels and keeps each once."""
 
     def __init__(self) -> None:
         self._plain: dict[str, str] = {}
-        self._given: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._given: dict[str, tuple[str, _Context]] = {}
 
-    def kernel(self, template: str, **context: Any) -> str:
-        """The name of the kernel that `template` gives for `context`."""
-        plain = self._render(template, None, context)
+    def kernel(self, template: str, **values: Any) -> str:
+        """The name of the kernel that `template` gives for `values`."""
+        context = _Context(values)
+        plain = _rendered(template, None, context)
         name = f"{template}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
@@ -72,25 +105,18 @@ class KernelLibrary:
         textures of `channels` data are moved by kernels that do nothing else, too.
         """
         laned = {
-            name: self._render(template, Lane(lane, _units(context)), context).replace(_PLACEHOLDER, name)
+            name: _rendered(template, Lane(lane, _units(context.values)), context).replace(_PLACEHOLDER, name)
             for name, (template, context) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            text = self._render("lane_copy", Lane(kind, _COPY_UNITS), {})
+            text = _rendered("lane_copy", Lane(kind, _COPY_UNITS), _Context({}))
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
             lane=kernel_source({name: _prelude(text) + text for name, text in laned.items()}),
             kernels=tuple(self._plain),
         )
-
-    def _render(self, template: str, lane: Lane | None, context: dict[str, Any]) -> str:
-        text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context)
-        if lane:
-            module: Any = _environment().get_template("lane.cl.j2").module
-            text = module.definitions(lane) + text
-        return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
 
 def _units(context: dict[str, Any]) -> int:
