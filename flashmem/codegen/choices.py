@@ -28,13 +28,15 @@ class Use:
     """A contraction as one layer has it: `ending` is what else tells kernels of one variant apart, its fused operators.
 
     `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
-    `winograd`: a convolution of floats by 3x3 taps, one apart in both directions.
+    `winograd`: a convolution of floats by 3x3 taps, one apart in both directions. `forms`: columns of a panel and depth that
+    its weights are packed in already, for other shapes of the model, one of which is taken where any variant reads it.
     """
 
     product: Product
     ending: tuple[str, ...] = ()
     widest: int | None = None
     winograd: bool = False
+    forms: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def kernel(self) -> tuple[object, ...]:
@@ -55,14 +57,19 @@ class Choices:
         self._settled = optimize == "steady"
 
     def variant(
-        self, product: Product, ending: Sequence[str] = (), widest: int | None = None, winograd: bool = False
+        self,
+        product: Product,
+        ending: Sequence[str] = (),
+        widest: int | None = None,
+        winograd: bool = False,
+        forms: frozenset[tuple[int, int]] = frozenset(),
     ) -> Variant:
         """The variant for a layer's contraction, always one of the device's list; see `Use`.
 
         Raises:
             UserError: the tuned table that the descriptor names is missing or damaged.
         """
-        use = Use(product, tuple(ending), widest, winograd)
+        use = Use(product, tuple(ending), widest, winograd, forms)
         self._uses[use] += 1
         if use not in self._answers:
             self._answers[use] = self._soonest(use)
@@ -92,6 +99,9 @@ class Choices:
         product = use.product
         [plain, *_] = self._descriptor.plain(product.family)
         times = {v: time for v, time in seconds(self._descriptor, product).items() if self._allowed(v, use, plain)}
+        if use.forms:
+            there = [variant for variant in dict.fromkeys((*times, plain)) if packed_form(product, variant) in use.forms]
+            times = {variant: times.get(variant, max(times.values(), default=0.0)) for variant in there} or times
         rate = self._weights_rate
         return {variant: time + packed_bytes(product, variant) / rate for variant, time in (times or {plain: 0.0}).items()}
 
@@ -148,6 +158,11 @@ def fewest(costs: Sequence[Mapping[Variant, float]], build: float) -> list[Varia
             break
         total, found, chosen = cheaper, assignment, left
     return found
+
+
+def packed_form(product: Product, variant: Variant) -> tuple[int, int]:
+    """Columns of a panel, and depth, of the weights that `variant` reads."""
+    return panel(cut(variant, product)), (transformed(product) if variant.winograd else product).depth
 
 
 def packed_bytes(product: Product, variant: Variant) -> float:

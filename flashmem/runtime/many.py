@@ -34,6 +34,7 @@ from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
 from flashmem.runtime.schedule import Span
 from flashmem.runtime.tenant import Tenant
+from flashmem.shapes import which_fits
 from flashmem.units import parse_size
 
 Array = NDArray[Any]
@@ -86,7 +87,7 @@ class Runtime:
         self._state = threading.Condition()
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], Future[None]]] = deque()  # for the runtime's own thread, between runs
-        self._running: Model | None = None
+        self._running: Tenant | None = None
         self._pressed = threading.Event()  # the run under way has to give memory back
         self._relieved: list[Future[None]] = []
         self._closing: str | None = None
@@ -128,19 +129,23 @@ class Runtime:
         if not isinstance(bundle, Bundle | str | Path):
             raise UserError(f"a model is opened with a bundle or its path, not with {type(bundle).__name__}")
         self._refuse_closed()
-        tenant = Tenant(
-            bundle if isinstance(bundle, Bundle) else Bundle.open(bundle), self._device, mode, build_apart=self._build_apart
-        )
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        tenants: list[Tenant] = []
         try:
-            tenant.plan_for(self.budget, alone=not self._occupancy.tenants())
-            _ = tenant.smallest  # known when the budget moves
+            for index in range(len(opened.variants)):
+                tenant = Tenant(opened.variant(index), self._device, mode, build_apart=self._build_apart)
+                tenants.append(tenant)
+                tenant.plan_for(self.budget, alone=len(opened.variants) == 1 and not self._occupancy.tenants())
+                _ = tenant.smallest  # known when the budget moves
             with self._state:
                 self._refuse_closed()
-                self._occupancy.enter(tenant)
+                for tenant in tenants:
+                    self._occupancy.enter(tenant)
         except BaseException:
-            tenant.close("opening failed")
+            for tenant in tenants:
+                tenant.close("opening failed")
             raise
-        return Model(self, tenant)
+        return Model(self, tenants, opened)
 
     def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
         """Have `model` run once, after all that was submitted before. The inputs must stay as they are until it has.
@@ -149,14 +154,15 @@ class Runtime:
             ValueError: an input or an output name that does not fit.
             RunError: the model or the runtime is closed.
         """
-        program = model.bundle.program
-        names, arrays = chosen_outputs(program.outputs, output_names), arrays_by_name(inputs)
-        check_inputs(program.inputs, arrays)
-        answer = Answer(model, arrays, names)
+        names, arrays = chosen_outputs(model.bundle.program.outputs, output_names), arrays_by_name(inputs)
+        variants = [variant.program.inputs for variant in model.bundle.variants]
+        index = which_fits(variants, arrays)
+        check_inputs(variants[index], arrays)
+        answer = Answer(model, model.tenants[index], arrays, names)
         with self._state:
             self._refuse_closed()
-            if model.tenant.failure is not None:
-                raise RunError(f"the model is closed ({model.tenant.failure}); open it again")
+            if model.failure is not None:
+                raise RunError(f"the model is closed ({model.failure}); open it again")
             self._waiting.append(answer)
             self._state.notify_all()
         return answer
@@ -189,7 +195,7 @@ class Runtime:
                 return done
             self._relieved.append(done)
             running = self._running
-            if running is None or self._on_pressure == "fail" or limit is None or running.tenant.smallest <= limit:
+            if running is None or self._on_pressure == "fail" or limit is None or running.smallest <= limit:
                 self._pressed.set()
             self._state.notify_all()
         return done
@@ -280,7 +286,7 @@ class Runtime:
                 chores, self._chores = self._chores, deque()
                 answer = self._waiting.popleft() if self._waiting and not chores and not self._closing else None
                 if answer is not None and answer.set_running_or_notify_cancel():
-                    self._running = answer.model
+                    self._running = answer.tenant
                 else:
                     answer = None
             for chore, done in chores:
@@ -304,7 +310,7 @@ class Runtime:
             outputs = self._play(answer)
         except BudgetError as error:
             failure: BaseException | None = error
-            model.tenant.leave()
+            answer.tenant.leave()
         except ValueError as error:  # of this request alone
             failure = error
         except BaseException as error:
@@ -316,7 +322,7 @@ class Runtime:
         answer.finished = perf_counter()
         with self._state:
             self._running = None
-        self._occupancy.has_run(model.tenant)
+        self._occupancy.has_run(answer.tenant)
         if failure is not None:
             answer.set_exception(failure)
         else:
@@ -324,7 +330,7 @@ class Runtime:
             answer.set_result(outputs)
 
     def _play(self, answer: Answer) -> list[Array]:
-        tenant = answer.model.tenant
+        tenant = answer.tenant
         if tenant.failure is not None:
             raise RunError(f"the model is closed ({tenant.failure}); open it again")
         placement = self._occupancy.placed(tenant)
@@ -385,9 +391,9 @@ class Runtime:
                 pass
             elif begun is None:
                 with self._state:
-                    following = next((answer.model for answer in self._waiting if not answer.cancelled()), None)
+                    following = next((answer.tenant for answer in self._waiting if not answer.cancelled()), None)
                 if following is not None and not self._pressed.is_set():
-                    begun = self._occupancy.begin_ahead(following.tenant, run)
+                    begun = self._occupancy.begin_ahead(following, run)
             elif begun.loader is not None:
                 begun.loader.wake()
             with budget.changed:
@@ -422,9 +428,10 @@ class Runtime:
 
     def _forget(self, model: Model, why: str) -> None:
         """Close a model; the runtime's own thread calls it, outside of runs."""
-        self._occupancy.leave(model.tenant)
-        model.tenant.close(why)
+        for tenant in model.tenants:
+            self._occupancy.leave(tenant)
+            tenant.close(why)
 
     def _queue(self) -> list[Tenant]:
         with self._state:
-            return [answer.model.tenant for answer in self._waiting]
+            return [answer.tenant for answer in self._waiting]

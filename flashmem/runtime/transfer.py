@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
@@ -101,8 +101,12 @@ class Transfer(ABC):
         if self.digests is not None:
             self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
 
+    def leave(self) -> None:  # noqa: B027 - some have places of weights only
+        """Give back what is not a place of weights: the transfer that is made `after` this one takes those over."""
+
     def close(self) -> None:
         """Give back what the ledger does not."""
+        self.leave()
         self.memories.clear()
 
 
@@ -111,14 +115,19 @@ class MapTransfer(Transfer):
 
     in_place = True
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], after: MapTransfer | None = None
+    ) -> None:
         super().__init__(file)
         file.missed = True  # populating does not tell
         self._ledger = ledger
         self._slices = slices
-        self._entered = Counter[str]()  # bytes, by slice
+        self._entered = after._entered if after else Counter[str]()  # bytes, by slice
         self._lock = threading.Lock()
         for part in slices:
+            if after and part.name in after.memories:
+                self.memories[part.name] = after.memories[part.name]
+                continue
             buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
             self.memories[part.name] = _view(context, buffer, part)
 
@@ -150,11 +159,22 @@ class MapTransfer(Transfer):
 class AliasTransfer(Transfer):
     """`alias`: one host-visible pool, mapped for as long as the session lives; the read lands where kernels look."""
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: AliasTransfer | None = None,
+    ) -> None:
         super().__init__(file)
-        self._queue = context.queue()
         self._offsets = layout.offsets
-        self._pool = None
+        self._pool: Bytes | None = None
+        if after is not None:
+            self._queue, self._pool, self.memories = after._queue, after._pool, after.memories
+            return
+        self._queue = context.queue()
         if not slices:  # a device has no buffers without bytes
             return
         pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
@@ -236,9 +256,17 @@ class DmaTransfer(Transfer):
 
     reads_ahead = True
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: DmaTransfer | None = None,
+    ) -> None:
         super().__init__(file)
-        self._homes = _Homes(context, ledger, slices, layout)
+        self._homes = after._homes if after else _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._ring = _Ring(context, ledger, layout.staging_bytes, layout.threads)
 
@@ -247,9 +275,8 @@ class DmaTransfer(Transfer):
         for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Unmap staging."""
-        super().close()
         self._ring.close()
 
 
@@ -262,9 +289,17 @@ class InterleaveTransfer(Transfer):
     for W, while layers run.
     """
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: InterleaveTransfer | None = None,
+    ) -> None:
         super().__init__(file)
-        self._homes = _Homes(context, ledger, slices, layout)
+        self._homes = after._homes if after else _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._offsets = layout.staging
         self._entrance = layout.entrance_bytes
@@ -306,13 +341,13 @@ class InterleaveTransfer(Transfer):
         start = self._offsets[part.name] + first
         return self._mapped[start : start + nbytes]
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Unmap staging."""
-        super().close()
         self.staged.clear()
         self._ring.close()
         if self._mapped is not None:
             self._queue.unmap(self._mapped)
+            self._mapped = None
 
 
 def make_transfer(
@@ -323,17 +358,23 @@ def make_transfer(
     slices: Sequence[Slice],
     layout: PoolLayout,
     digests: Mapping[str, Digest] | None = None,
+    after: Transfer | None = None,
 ) -> Transfer:
-    """The transfer of `mode`, which checks slices against `digests`. Raises RunError where device or budget refuse."""
+    """The transfer of `mode`, which checks slices against `digests`. `after`: one of the same mode for another shape variant of
+    the bundle, which has left; its places of weights, which are those of `layout` (`residence.share_places`), are taken over.
+
+    Raises:
+        RunError: device or budget refuse.
+    """
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices)
+        made = MapTransfer(context, ledger, file, slices, cast(MapTransfer | None, after))
     elif mode == "alias":
-        made = AliasTransfer(context, ledger, file, slices, layout)
+        made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
     elif mode == "dma":
-        made = DmaTransfer(context, ledger, file, slices, layout)
+        made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after))
     else:
-        made = InterleaveTransfer(context, ledger, file, slices, layout)
+        made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after))
     made.digests = digests
     return made
 

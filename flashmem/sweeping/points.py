@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
-from flashmem.bundle import BundleWriter
+from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode
