@@ -226,13 +226,13 @@ def test_what_depends_on_shapes_is_stored_for_each_and_said(tmp_path: Path, flas
     graph = helper.make_graph(nodes, "positions", ports[:1], ports[1:], held)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
     sizes = ("--shape", "x=2500x128", "--shape", "x=3000x128")
-    made = flashmem_command(
-        "compile", tmp_path / "m.onnx", "-o", tmp_path / "m.flashmem", *sizes, "--device", "generic-cpu", "--no-build"
-    )
+    path = tmp_path / "m.flashmem"
+    made = flashmem_command("compile", tmp_path / "m.onnx", "-o", path, *sizes, "--device", "generic-cpu", "--no-build")
     assert made.code == 0, made.err
-    shown = flashmem_command("plan", tmp_path / "m.flashmem", "--json").json
-    assert len(shown["variants"]) == 2 and sum(shown["stored_again_bytes"].values()) >= 2500 * 128 * 4
-    assert "for other kernels" not in (text := flashmem_command("plan", tmp_path / "m.flashmem").out), text
+    shown = flashmem_command("plan", path, "--json").json
+    assert len(shown["variants"]) == 2 and 0 <= shown["stored_again_bytes"]["cut"] - 2500 * 128 * 4 <= 512
+    text = flashmem_command("plan", path).out
+    assert re.search(r"weight file +2\.82MB for all, 1\.28MB of them in more than one form: cut", text)
 
 
 # The bundle.

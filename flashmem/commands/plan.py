@@ -113,7 +113,7 @@ def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget
         ]
         emit_json({"model": shown[0].title, "stored_again_bytes": again, "variants": plans})
         return
-    more = f", {format_size(sum(again.values()))} of them for other kernels: {_shortened(list(again))}" if again else ""
+    more = f", {format_size(sum(again.values()))} of them in more than one form: {_shortened(list(again))}" if again else ""
     weights = f"{format_size(programs[0].weights_bytes)} for all{more}"
     print_facts({"variants": list_text([program.inputs for program in programs]), "weight file": weights})
     for each, one in zip(variants, shown, strict=True):
