@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -160,7 +160,8 @@ def _compile(
     earlier = NOTHING_STORED
     for index in largest_first(graphs):
         progress("plan", len(made) / len(graphs))
-        generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier)
+        with _naming(variants[index], among=len(graphs)):
+            generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier)
         begin(generated, plan)
         plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
         made[index] = generated, within_allocations(generated.program, plan, options.descriptor, options.mode)
@@ -182,6 +183,22 @@ def _compile(
             _about(model, options),
         )
     return Bundle.open(output)
+
+
+@contextmanager
+def _naming(options: Options, *, among: int) -> Iterator[None]:
+    """A budget that is too small for one of several variants is said to be so."""
+    try:
+        yield
+    except BudgetError as error:
+        if among == 1:
+            raise
+        raise BudgetError(
+            f"for the shapes {shapes_text(options.shapes)}: {error}",
+            smallest_bytes=error.smallest_bytes,
+            binding=error.binding,
+            without_bands=error.without_bands,
+        ) from error
 
 
 def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:

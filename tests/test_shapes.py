@@ -213,6 +213,49 @@ def test_kernels_of_all_variants_read_the_packing_of_the_largest(device: str, tm
         bundle.verify_weights()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_tables_and_quantised_weights_are_not_repeated(precision: Any, tmp_path: Path) -> None:
+    """A table that the host picks rows from, another that is a head too, and integers that are dequantised in registers."""
+    rng = np.random.default_rng(3)
+    tables = rng.standard_normal((2, 2100, 128)).astype(np.float32)
+    held = {
+        "table": tables[0], "other": tables[1],
+        "codes": rng.integers(-99, 99, (128, 128)).astype(np.int8), "scale": np.full(128, 0.01, np.float32),
+        "zero": rng.integers(-9, 9, 128).astype(np.int8),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["a"]),
+        helper.make_node("Gather", ["other", "ids"], ["b"]),
+        helper.make_node("Add", ["a", "b"], ["c"]),
+        helper.make_node("DequantizeLinear", ["codes", "scale", "zero"], ["w"], axis=1),
+        helper.make_node("MatMul", ["c", "w"], ["d"]),
+        helper.make_node("Transpose", ["table"], ["head"]),
+        helper.make_node("MatMul", ["d", "head"], ["z"]),
+    ]
+    ports = [
+        helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"]),
+        helper.make_tensor_value_info("z", TensorProto.FLOAT, ["n", 2100]),
+    ]
+    initializers = [numpy_helper.from_array(array, name) for name, array in held.items()]
+    graph = helper.make_graph(nodes, "tokens", ports[:1], ports[1:], initializers)
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
+    sizes = [{"ids": (4,)}, {"ids": (32,)}]
+    bundle = flashmem.compile(path, tmp_path / "m.flashmem", shapes=sizes, precision=precision, build=False)
+    alone = flashmem.compile(path, tmp_path / "a.flashmem", shapes=sizes[1], precision=precision, build=False)
+    few, many = (variant.program for variant in bundle.variants)
+    assert stored_again([few, many]) == {} and [gather.offset for gather in few.row_gathers] == [
+        gather.offset for gather in many.row_gathers
+    ]
+    assert len(few.row_gathers) == 2 and many.weights_bytes == alone.program.weights_bytes
+    with Session(bundle, verify_weights=True) as session:
+        for size in (32, 4):
+            inputs = {"ids": rng.integers(0, 2100, size)}
+            reference = expected(path, inputs)
+            error = np.abs(session.run(None, inputs)[0] - reference).max() / np.ptp(reference)
+            assert error <= (1e-4 if precision == "fp32" else 1e-2)
+
+
 def test_what_depends_on_shapes_is_stored_for_each_and_said(tmp_path: Path, flashmem_command: Command) -> None:
     """Positions cut to the length of the input: more than a resident constant, and another slice for each length."""
     table = np.random.default_rng(2).standard_normal((4000, 128)).astype(np.float32)

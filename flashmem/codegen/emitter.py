@@ -73,6 +73,7 @@ class Emitter:
     variants: dict[tuple[Value, Product, bool], Variant] = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
+    _slice_names: set[str] = field(default_factory=set)
     _asked: set[Value] = field(default_factory=set)
     _placed: dict[Value, Arg] = field(default_factory=dict)
 
@@ -143,15 +144,19 @@ class Emitter:
         if part is None:
             [offset] = self.weights.place(name, [size], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
             part = Slice(self.free_name(name), name, offset, size, raw=nbytes)
-        if part not in self.slices:
-            self.slices.append(part)
-            self.placements.plain.append((part, make))
+        self._read_slices([part])
+        self.placements.plain.append((part, make))
         return Arg("slice", part.name)
+
+    def _read_slices(self, slices: Sequence[Slice]) -> None:
+        """The program reads these; some it may have read before under another name of the weight."""
+        self.slices += [part for part in slices if part.name not in self._slice_names]
+        self._slice_names |= {part.name for part in slices}
 
     def free_name(self, name: str, form: str = "{}") -> str:
         """`name`, or one like it, that no slice has in `form`, of this program or of another one of the model."""
-        taken, free, number = {part.name for part in self.slices} | self.earlier.names, name, len(self.packed)
-        while form.format(free) in taken:
+        free, number = name, len(self.packed)
+        while form.format(free) in self._slice_names or form.format(free) in self.earlier.names:
             free, number = f"{name}#{number}", number + 1
         return free
 
@@ -184,7 +189,7 @@ class Emitter:
                     for i, (part, offset) in enumerate(zip(parts, offsets, strict=True))
                 )  # fmt: skip
                 found = PackedWeight(node, packing, slices, tuple(parts))
-            self.slices += found.slices
+            self._read_slices(found.slices)
             self.placements.packed.append(found)
             self.packed[key] = [(part.name, each) for part, each in zip(found.slices, found.parts, strict=True)]
         return self.packed[key]

@@ -156,11 +156,11 @@ class Session:
             inputs = arrays_by_name(inputs)
             fitting = self._variants[which_fits([variant.program.inputs for variant in self._variants], inputs)]
             check_inputs(fitting.program.inputs, inputs)
-            if self._runs:
-                self._placement.ledger.restart_history()
             if fitting is not self._ready:
                 with self._closed_by_failure():
                     self._go_on_with(fitting)
+            if self._runs:
+                self._placement.ledger.restart_history()
             with self._closed_by_failure(but=ValueError):  # an index outside a table: nothing has started yet
                 write_inputs(self._placement, inputs)
             inputs.clear()  # of this run: who calls may have given them for good

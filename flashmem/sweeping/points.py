@@ -111,7 +111,7 @@ def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
     with TemporaryDirectory(prefix=".sweep-", dir=subject.bundle.parent) as folder:
         path = Path(folder) / subject.bundle.name
         with BundleWriter(path) as writer:
-            planned.generated.weights.write(writer)
+            planned.generated.write(writer)
             writer.commit(planned.program, planned.generated.source, planned.plan, subject.descriptor, {"mode": subject.mode})
         yield path
 
