@@ -105,6 +105,7 @@ class Placement:
             after: Transfer | None = before
         else:
             before.close()
+            self._transfer = None
             self.ledger.give_back("weights", "staging")
             after, stays = None, frozenset()
         self.resident = stays
