@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     held = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()]
     graph = helper.make_graph(nodes, "rows", ports, [output], held)
     path = tmp_path_factory.mktemp("shapes") / "rows.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
     return path
 
 
@@ -61,7 +61,12 @@ def bundles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     folder = tmp_path_factory.mktemp("bundles")
     return {
         name: flashmem.compile(
-            model, folder / f"{name}.flashmem", device=device.descriptor_name, memory_path=path, shapes=[SMALL, LARGE]
+            model,
+            folder / f"{name}.flashmem",
+            device=device.descriptor_name,
+            memory_path=path,
+            shapes=[SMALL, LARGE],
+            build=False,
         )
         for name, (device, path) in zip(IDS, PLACES, strict=True)
     }
@@ -202,7 +207,7 @@ def test_kernels_of_all_variants_read_the_packing_of_the_largest(device: str, tm
     held = [numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name) for name, shape in shapes.items()]
     x, z = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", c, "h", "w"]) for name, c in (("x", 3), ("z", 256)))
     graph = helper.make_graph(nodes, "images", [x], [z], held)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
     sizes = [{"x": (1, 3, size, size)} for size in (8, 128)]
     for optimize in ("cold", "steady"):
         bundle = flashmem.compile(
@@ -239,7 +244,7 @@ def test_tables_and_quantised_weights_are_not_repeated(precision: Any, tmp_path:
     initializers = [numpy_helper.from_array(array, name) for name, array in held.items()]
     graph = helper.make_graph(nodes, "tokens", ports[:1], ports[1:], initializers)
     path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
     sizes = [{"ids": (4,)}, {"ids": (32,)}]
     bundle = flashmem.compile(path, tmp_path / "m.flashmem", shapes=sizes, precision=precision, build=False)
     alone = flashmem.compile(path, tmp_path / "a.flashmem", shapes=sizes[1], precision=precision, build=False)
@@ -267,7 +272,7 @@ def test_what_depends_on_shapes_is_stored_for_each_and_said(tmp_path: Path, flas
     held = [numpy_helper.from_array(table, "table"), numpy_helper.from_array(np.zeros(1, np.int64), "zero")]
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 128]) for name in ("x", "z")]
     graph = helper.make_graph(nodes, "positions", ports[:1], ports[1:], held)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
     sizes = ("--shape", "x=2500x128", "--shape", "x=3000x128")
     path = tmp_path / "m.flashmem"
     made = flashmem_command("compile", tmp_path / "m.onnx", "-o", path, *sizes, "--device", "generic-cpu", "--no-build")
