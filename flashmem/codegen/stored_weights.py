@@ -95,8 +95,10 @@ class StoredWeights:
             found = packed.setdefault(self._key(weight.node), [])
             if weight.slices not in [each.slices for each in found]:
                 found.append(weight)
-        plain = {**self._plain, **{(part.nbytes, _sha256(make())): part for part, make in placements.plain}}
-        tables = {**self._tables, **{(self._of(table), kind): offset for table, kind, offset in placements.tables}}
+        plain = dict(self._plain)
+        plain.update({(part.nbytes, _sha256(make())): part for part, make in placements.plain})
+        tables: dict[Hashable, int] = dict(self._tables)
+        tables.update({(self._of(table), kind): offset for table, kind, offset in placements.tables})
         placed = [part for weight in placements.packed for part in weight.slices] + [part for part, _ in placements.plain]
         names = self.names | {part.name for part in placed}
         return StoredWeights(size, constants, placements.small, names, packed, plain, tables, self._identities)

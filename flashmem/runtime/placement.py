@@ -48,6 +48,13 @@ class Placement:
         self.opened, self.ledger, self._device, self._kernels = opened, ledger, device, kernels
         self.resident: frozenset[str] = frozenset()  # slices that the next run finds
         self.has_run = False
+        self._host: Bytes | None = None
+        self._arena: Memory | None = None
+        self._places: tuple[Memory | None, Memory | None] = None, None
+        self._ports: dict[str, Memory] = {}
+        self._transfer: Transfer | None = None
+        self._resources: Resources | None = None
+        self._executor: Executor | None = None
         try:
             self._make_room(queue)
             self._lay_out(plan, layout)
@@ -63,13 +70,13 @@ class Placement:
         constants = self._load_constants(queue)
         self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
         self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
-        self._places: tuple[Memory | None, Memory | None] = arena, constants
+        self._places = arena, constants
         ports = (
             {port.tensor for port in (*program.inputs, *program.outputs)}
             | {g.tensor for g in program.row_gathers}
             | {program.status}
         )
-        self._ports: dict[str, Memory] = {
+        self._ports = {
             name: context.sub_buffer(arena, tensor.offset, tensor.nbytes)
             for name, tensor in opened.tensors.items()
             if name in ports
@@ -116,7 +123,6 @@ class Placement:
     def _make_arena(self) -> Memory:
         """The arena; in `_host`, where it is host memory, as the host sees it."""
         program, what = self.opened.program, "the activation arena"
-        self._host: Bytes | None = None
         if not program.hands_over:
             self._arena = self.ledger.buffer("arena", program.arena_bytes, what)
         else:
@@ -140,13 +146,13 @@ class Placement:
         opened, context = self.opened, self._device.context
         self.plan, self.layout = plan, layout
         self._last_schedule: tuple[object, Schedule] | None = None
-        self._transfer: Transfer | None = make_transfer(
+        self._transfer = make_transfer(
             opened.mode, context, self.ledger, opened.file, opened.program.slices, layout, opened.digests, after
         )
         staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
         arena, constants = self._places
         assert arena is not None
-        self._resources: Resources | None = Resources(context, arena, constants, self.transfer.memories, staged)
+        self._resources = Resources(context, arena, constants, self.transfer.memories, staged)
         self._bind(plan)
 
     def _bind(self, plan: OverlapPlan) -> None:
@@ -155,7 +161,7 @@ class Placement:
         needs = needed_slices(plan, moves)
         steps = make_steps(self.opened.program, needs, moves, self._resources, self._kernels.plain, self._kernels.lane)
         recorder = self._device.recorder if self.opened.bundle.descriptor.command_buffers else None
-        self._executor: Executor | None = Executor(self._device.queue, steps, recorder)
+        self._executor = Executor(self._device.queue, steps, recorder)
         if not moves or plan.later() is plan:
             self._resources = None  # every run has these steps
 

@@ -19,7 +19,7 @@ from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Bytes, Context, Memory
+from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
 from flashmem.runtime.schedule import WORD, Band, Step, whole_words
 from flashmem.runtime.weight_file import WeightFile
 
@@ -122,7 +122,7 @@ class MapTransfer(Transfer):
         file.missed = True  # populating does not tell
         self._ledger = ledger
         self._slices = slices
-        self._entered = after._entered if after else Counter[str]()  # bytes, by slice
+        self._entered: Counter[str] = after._entered if after else Counter()  # bytes, by slice
         self._lock = threading.Lock()
         for part in slices:
             if after and part.name in after.memories:
@@ -170,11 +170,11 @@ class AliasTransfer(Transfer):
     ) -> None:
         super().__init__(file)
         self._offsets = layout.offsets
+        self._queue: Queue = context.queue() if after is None else after._queue
         self._pool: Bytes | None = None
         if after is not None:
-            self._queue, self._pool, self.memories = after._queue, after._pool, after.memories
+            self._pool, self.memories = after._pool, after.memories
             return
-        self._queue = context.queue()
         if not slices:  # a device has no buffers without bytes
             return
         pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
@@ -266,7 +266,7 @@ class DmaTransfer(Transfer):
         after: DmaTransfer | None = None,
     ) -> None:
         super().__init__(file)
-        self._homes = after._homes if after else _Homes(context, ledger, slices, layout)
+        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._ring = _Ring(context, ledger, layout.staging_bytes, layout.threads)
 
@@ -299,7 +299,7 @@ class InterleaveTransfer(Transfer):
         after: InterleaveTransfer | None = None,
     ) -> None:
         super().__init__(file)
-        self._homes = after._homes if after else _Homes(context, ledger, slices, layout)
+        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._offsets = layout.staging
         self._entrance = layout.entrance_bytes
