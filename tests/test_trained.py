@@ -23,7 +23,7 @@ from trained_inputs import NAME, PAIRS, SPELT, files, line, missing, path_of, pl
 import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
 from examples.trained import Run, Trained
-from flashmem.commands.verify import compare
+from flashmem.commands.verify import TOLERANCE, compare
 from flashmem.demo.run import PAGE
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
@@ -49,17 +49,26 @@ def at_one_place(number: int) -> Any:
     return at(*PLACES[first : first + 1])
 
 
+STEP = 1 / 255
+"""One step of activations in 8 bits, over their range.
+
+Between floats and 8 bits a value that lies halfway is rounded either way by the last bit of a sum, whose order no definition
+fixes: ONNX Runtime's own answers of `magika_in_8_bits` move by 1.1e-3 of their range if each float weight moves by one unit in
+the last place (40 draws, in QOperator; 2.4e-4 in QDQ).
+"""
+
+
 class Checked:
     """A network on a device, as the examples run it: each answer is compared with ONNX Runtime's to the same inputs."""
 
-    def __init__(self, session: flashmem.Session, model: Path) -> None:
-        self.session = session
+    def __init__(self, session: flashmem.Session, model: Path, tolerance: float = TOLERANCE["fp32"]) -> None:
+        self.session, self.tolerance = session, tolerance
         self.reference = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
 
     def __call__(self, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
         answer = self.session.run(None, inputs)
         result = compare(answer, self.reference.run(None, dict(inputs)), "fp32")
-        assert result.ok, result
+        assert result.relative_error <= self.tolerance, result
         assert self.session.last_run is not None and self.session.bundle.budget_bytes is not None
         assert 0 < self.session.last_run.memory.peak_bytes <= self.session.bundle.budget_bytes
         return answer
@@ -72,8 +81,8 @@ class Opener:
         self.device, self.memory_path = place
         self.folder, self.stack = folder, stack
 
-    def __call__(self, network: Trained, model: Path | None = None) -> Checked:
-        model = model or path_of(network)
+    def __call__(self, network: Trained, in_8_bits: Path | None = None) -> Checked:
+        model = in_8_bits or path_of(network)
         bundle = flashmem.compile(
             model,
             self.folder / f"{model.stem}.flashmem",
@@ -85,7 +94,7 @@ class Opener:
         session = self.stack.enter_context(flashmem.Session(bundle, device=self.device.descriptor_name))
         assert session.device.descriptor_name == self.device.descriptor_name
         assert bundle.program.memory_path == self.memory_path
-        return Checked(session, model)
+        return Checked(session, model, STEP if in_8_bits else TOLERANCE["fp32"])
 
 
 @pytest.fixture(autouse=True)
