@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class ShapeVariant:
     plan: OverlapPlan
     source: Source
     own: Mapping[str, Any]
-    digests: Digests = field(default_factory=lambda: Digests(0, {}, ()))  # once it is read
+    digests: Digests = field(default_factory=lambda: Digests(0, {}, (), {}))  # once it is read
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,13 @@ def _damaged(path: Path, error: Exception) -> BundleError:
 
 def digest_of_file(descriptor: int, part: Piece) -> int:
     """The digest of a part of an open file, as far as the file goes."""
-    value, end = digest(b""), part.offset + part.nbytes
-    for offset in range(part.offset, end, READ_BYTES):
-        value = digest(os.pread(descriptor, min(READ_BYTES, end - offset), offset), value)
+    value = digest(b"")
+    for block in blocks_of_file(descriptor, part):
+        value = digest(block, value)
     return value
+
+
+def blocks_of_file(descriptor: int, part: Piece) -> Iterator[bytes]:
+    """The bytes of a part of an open file, as far as the file goes."""
+    end = part.offset + part.nbytes
+    return (os.pread(descriptor, min(READ_BYTES, end - offset), offset) for offset in range(part.offset, end, READ_BYTES))

@@ -51,6 +51,7 @@ def check_bundle(program: Program, plan: OverlapPlan) -> None:
     _check_weight_file(program)
     _check_arena(program)
     _check_launches(program)
+    _check_steady(program)
     _check_gathers(program)
     _check_plan(program, plan)
     preloaded = {w.name for w in plan.weights if w.preload}
@@ -162,6 +163,7 @@ def _check_weight_file(program: Program) -> None:
             _require(part.row_pitch >= part.width * texel and part.row_pitch % texel == 0, f"{name} has rows that overlap")
             _require(part.nbytes <= part.file_bytes, f"{name} is larger than its texture")
         _require(part.offset + part.file_bytes <= program.weights_bytes, f"{name} lies outside the weight file")
+    _check_joined(program)
     end = program.constants_offset + program.constants_bytes
     _require(program.constants_offset % program.page_bytes == 0, "the constants do not start on a page")
     _require(end <= program.weights_bytes, "the constants lie outside the weight file")
@@ -215,7 +217,8 @@ def _check_launches(program: Program) -> None:
     """Launches have sizes a device takes, and refer to what is there."""
     tensors = {tensor.name for tensor in program.tensors}
     slices = {part.name for part in program.slices}
-    for launch in program.launches:
+    readable = slices | {joined.name for joined in program.joined}
+    for launch in (*program.launches, *(each.launch for each in program.steady)):
         name = f"layer {launch.name!r}"
         _require(_IDENTIFIER.fullmatch(launch.kernel) is not None, f"{name} names no kernel")
         _require(_sizes_fit(launch), f"{name} has a bad global or local size")
@@ -223,14 +226,44 @@ def _check_launches(program: Program) -> None:
             if arg.kind == "tensor":
                 _require(arg.value in tensors, f"{name} reads the unknown tensor {arg.value!r}")
             elif arg.kind == "slice":
-                _require(arg.value in slices, f"{name} reads the unknown slice {arg.value!r}")
+                _require(arg.value in readable, f"{name} reads the unknown slice {arg.value!r}")
             elif arg.kind == "constant":
                 start = cast(int, arg.value)
                 _require(start >= 0 and start % TENSOR_ALIGNMENT == 0, f"{name} reads a constant that is not aligned")
                 inside = 0 < arg.nbytes <= program.constants_bytes - start
                 _require(inside, f"{name} reads a constant outside the constants")
-    unused = slices - program.uses().keys()
+    used = program.uses().keys()
+    unused = slices - used
     _require(not unused, f"no layer reads the slice {min(unused, default='')!r}")
+    _require(used <= slices, "a layer of its first run reads slices that are joined")
+
+
+def _check_joined(program: Program) -> None:
+    """What is joined lies side by side in the weight file."""
+    slices = {part.name: part for part in program.slices}
+    _require_unique((*slices, *(joined.name for joined in program.joined)), "slices")
+    for joined in program.joined:
+        name = f"what is joined as {joined.name!r}"
+        known = len(joined.parts) > 1 and slices.keys() >= set(joined.parts)
+        _require(known and not any(slices[part].is_image for part in joined.parts), f"{name} is made of no slices")
+        for one, following in pairwise(slices[part] for part in joined.parts):
+            _require(one.offset + one.nbytes == following.offset, f"{name} does not lie side by side")
+
+
+def _check_steady(program: Program) -> None:
+    """What later runs play instead reads the slices, and touches tensors, of the layers that it stands for."""
+    parts = {joined.name: joined.parts for joined in program.joined}
+    done = 0
+    for each in program.steady:
+        name = f"what is played instead of layer {each.first}"
+        _require(done < each.first <= each.last <= len(program.launches), f"{name} stands for no layers")
+        done = each.last
+        covered = program.launches[each.first - 1 : each.last]
+        named = [str(arg.value) for arg in each.launch.args if arg.kind == "slice"]
+        wanted = {str(arg.value) for launch in covered for arg in launch.args if arg.kind == "slice"}
+        _require({part for slice_ in named for part in parts.get(slice_, (slice_,))} == wanted, f"{name} reads other slices")
+        touched = {arg.value for launch in covered for arg in launch.args if arg.kind == "tensor"}
+        _require({arg.value for arg in each.launch.args if arg.kind == "tensor"} == touched, f"{name} touches other tensors")
 
 
 def _sizes_fit(launch: Launch) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem import __version__, digests
-from flashmem.bundle import READ_BYTES, Bundle, ShapeVariant, common_part, digest_of_file, own_part
+from flashmem.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, common_part, digest_of_file, own_part
 from flashmem.bundle_check import check_bundle, check_variants
 from flashmem.bundle_files import (
     BINARIES,
@@ -30,7 +30,7 @@ from flashmem.bundle_files import (
     variant_files,
 )
 from flashmem.device import DeviceDescriptor
-from flashmem.digests import Piece, digest
+from flashmem.digests import Piece, digest, identity
 from flashmem.errors import BundleError, UserError
 from flashmem.generations import MANIFEST, Draft
 from flashmem.kernel_bounds import check_reach
@@ -55,7 +55,7 @@ class BundleWriter:
             self._draft = Draft(self.path)
         self._size = 0
         self._sha256 = hashlib.sha256()
-        self._appended: dict[tuple[int, int], int] = {}  # digests of what was appended, by offset and bytes
+        self._appended: dict[tuple[int, int], tuple[int, bytes]] = {}  # digest and identity of what was, by offset and bytes
         with self._cleaned_up():
             self._weights = (self._draft.folder / WEIGHTS).open("w+b", buffering=0)
 
@@ -87,7 +87,7 @@ class BundleWriter:
         """In a thread beside the writing: both take about as long, and none needs the interpreter."""
         self._sha256.update(padding)
         self._sha256.update(data)
-        self._appended[offset, len(data)] = digest(data)
+        self._appended[offset, len(data)] = digest(data), identity([data])
 
     def _write(self, data: memoryview) -> None:
         while len(data):
@@ -131,7 +131,7 @@ class BundleWriter:
                     compact(variant.plan.to_json()),
                     source.plain.encode(),
                     source.lane.encode(),
-                    digests.make(program, self._digest),
+                    digests.make(program, self._digest, self._identity),
                 )
                 contents |= zip(variant_files(index), texts, strict=True)
             check_variants([variant.program for variant in variants])
@@ -154,7 +154,12 @@ class BundleWriter:
     def _digest(self, part: Piece) -> int:
         """The digest of a part as it was appended; of what is only a part of that, as it was written."""
         known = self._appended.get((part.offset, part.nbytes))
-        return digest_of_file(self._weights.fileno(), part) if known is None else known
+        return digest_of_file(self._weights.fileno(), part) if known is None else known[0]
+
+    def _identity(self, part: Piece) -> bytes:
+        """Its identity, likewise."""
+        known = self._appended.get((part.offset, part.nbytes))
+        return identity(blocks_of_file(self._weights.fileno(), part)) if known is None else known[1]
 
     @contextmanager
     def _cleaned_up(self) -> Iterator[None]:

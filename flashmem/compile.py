@@ -17,8 +17,10 @@ from flashmem.bundle import Bundle, ShapeVariant
 from flashmem.bundle_cache import find_or_make
 from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.choices import Choices
+from flashmem.codegen.emitter import Cuts as SlicesOfWeights
 from flashmem.codegen.program import Generated, generate, sharing_weights, stored_by, write_weights
 from flashmem.codegen.slicing import FINEST, Slicing
+from flashmem.codegen.steady import with_steady
 from flashmem.codegen.stored_weights import NOTHING_STORED, StoredWeights
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
@@ -162,6 +164,7 @@ def _compile(
         progress("plan", len(made) / len(graphs))
         with _naming(variants[index], among=len(graphs)):
             generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier)
+        generated = with_steady(generated)
         begin(generated, plan)
         plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
         made[index] = generated, within_allocations(generated.program, plan, options.descriptor, options.mode)
@@ -305,10 +308,21 @@ def _plan(
 
     def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
-        made = generate(
-            graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices, earlier=earlier
-        )
-        return replace(made, program=replace(made.program, order=order))
+
+        def generated(choices: Choices, packed: SlicesOfWeights | None = None) -> Generated:
+            return generate(
+                graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices, earlier=earlier,
+                cuts=packed,
+            )  # fmt: skip
+
+        made = generated(choices)
+
+        def again() -> Generated | None:
+            if not choices.later_differ() and all(len(parts) == 1 for parts in made.cuts.values()):
+                return None
+            return generated(choices.beside(), made.cuts)
+
+        return replace(made, program=replace(made.program, order=order), again=again)
 
     def program(cuts: Cuts, slicing: Slicing) -> Generated:
         with watch("fuse"):

@@ -113,8 +113,8 @@ def check_reach(program: Program, source: str) -> None:
     kernels = parsed_kernels(source)
     known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Reach] = {}
     tensors = {tensor.name: tensor for tensor in program.tensors}
-    slices = {part.name: part for part in program.slices}
-    for launch in program.launches:
+    slices = program.readable()
+    for launch in (*program.launches, *(each.launch for each in program.steady)):
         name = f"layer {launch.name!r}"
         kernel = kernels.get(launch.kernel)
         _require(kernel is not None, f"{name} runs the kernel {launch.kernel}, which its kernels lack")

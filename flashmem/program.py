@@ -206,6 +206,28 @@ class LaunchOrder:
         return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Slices of one weight, side by side in `weights.bin`, none of them an image: one buffer, for a launch that reads all."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyLaunch:
+    """What later runs play instead of layers `first` to `last`: another kernel, one launch instead of several, or both.
+
+    It reads what they read and writes what they write. One that stands for several layers takes the place of the last, and
+    needs all its slices to be there before the first: they must be resident. `launch` may name one of `Program.joined` where
+    others name a slice.
+    """
+
+    first: int
+    last: int
+    launch: Launch
+
+
 @dataclass(frozen=True)
 class Program:
     """Everything the runtime needs to execute, save the weights and the plan."""
@@ -228,10 +250,21 @@ class Program:
     order: LaunchOrder | None = None
     live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
     page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped on its own
+    steady: tuple[SteadyLaunch, ...] = ()  # ascending, no two of the same layer
+    joined: tuple[Joined, ...] = ()
 
     def uses(self) -> dict[str, tuple[int, int]]:
         """First and last layer (1-based) that reads each slice."""
         return first_and_last(self.launches, "slice")
+
+    def readable(self) -> dict[str, Slice]:
+        """What launches may name as a slice: `slices`, and what is joined of them."""
+        found = {part.name: part for part in self.slices}
+        for joined in self.joined:
+            parts = [found[name] for name in joined.parts]
+            nbytes, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
+            found[joined.name] = Slice(joined.name, parts[0].weight, parts[0].offset, nbytes, raw=raw)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The program as plain data, for the bundle."""
@@ -252,14 +285,11 @@ class Program:
                 made[id(row)] = kind(**row)
             return made[id(row)]
 
-        launches = [
-            {
-                **row,
-                "args": tuple(shared(Arg, arg) for arg in row["args"]),
-                "shape": shared(KernelShape, row.get("shape", {})),
-            }
-            for row in data["launches"]
-        ]
+        def launch(row: dict[str, Any]) -> dict[str, Any]:
+            args, shape = tuple(shared(Arg, arg) for arg in row["args"]), shared(KernelShape, row.get("shape", {}))
+            return {**row, "args": args, "shape": shape}
+
+        steady = [{**row, "launch": each(Launch, [launch(row["launch"])])[0]} for row in data.get("steady", ())]
         return cls(
             **{
                 **data,
@@ -267,10 +297,12 @@ class Program:
                 "outputs": each(Port, data["outputs"]),
                 "tensors": each(Tensor, data["tensors"]),
                 "slices": each(Slice, data["slices"]),
-                "launches": each(Launch, launches),
+                "launches": each(Launch, [launch(row) for row in data["launches"]]),
                 "row_gathers": each(RowGather, data["row_gathers"]),
                 "build_options": tuple(data["build_options"]),
                 "order": LaunchOrder(**data["order"]) if data.get("order") else None,
+                "steady": each(SteadyLaunch, steady),
+                "joined": each(Joined, list(data.get("joined", ()))),
             }
         )
 

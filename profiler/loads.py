@@ -17,6 +17,7 @@ from flashmem.device import TransferMode
 from flashmem.pages import page_size
 from flashmem.planning.plan import PoolLayout, TextureSlot
 from flashmem.program import MemoryPath, Slice
+from flashmem.runtime.common import Places
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context
@@ -81,8 +82,12 @@ class Loads:
         if mode not in self._transfers:
             parts = [part for half in self._sets for part in half]
             layout = self._layout(mode, parts, CHUNK, places=PARTS, slots=8)
-            self._transfers[mode] = make_transfer(mode, self._context, self._ledger, self._file, parts, layout)
+            self._transfers[mode] = self._make(mode, self._ledger, parts, layout)
         return self._transfers[mode]
+
+    def _make(self, mode: TransferMode, ledger: Ledger, parts: Sequence[Slice], layout: PoolLayout) -> Transfer:
+        apart = {part.name: part.name.encode() for part in parts}  # the file repeats itself
+        return make_transfer(mode, self._context, ledger, self._file, parts, layout, Places(), apart)
 
     def start(self, mode: TransferMode, count: int) -> tuple[Run, list[Slice]]:
         """Loader threads that will bring in `count` slices once opened, and let go those of the last time."""
@@ -121,7 +126,7 @@ class Loads:
         parts = [self._slice(i, page_size()) for i in range(2 * PARTS)]
         layout = self._layout(mode, parts, page_size(), places=len(parts), slots=1)
         ledger = Ledger(self._context, None)
-        transfer = make_transfer(mode, self._context, ledger, self._file, parts, layout)
+        transfer = self._make(mode, ledger, parts, layout)
         try:
             times = []
             for _ in range(7):

@@ -102,7 +102,7 @@ def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...
     assert (played["device"], played["device_measured"], played["simulated"]) == ("adreno750", False, True)
     assert played["memory_path"] == planned["memory_path"]
     kept = set(played["plan"]) - {"solve_seconds"}
-    if "FEASIBLE" in (planned["plan"]["status"], played["plan"]["status"]):  # a solver that the clock stops ends elsewhere each time
+    if "FEASIBLE" in (planned["plan"]["status"], played["plan"]["status"]):  # the clock stops a solver elsewhere each time
         kept = {"objective_kind", "checked"}
         assert played["plan"]["objective"] == pytest.approx(planned["plan"]["objective"], rel=0.01)
     assert {k: played["plan"][k] for k in kept} == {k: planned["plan"][k] for k in kept}

@@ -1,4 +1,4 @@
-"""The designs of an application: what is asked for, optimality, RASS and its policy, what is written, and what switches."""
+"""The designs of an application: what is asked for, optimality, RASS and its policy, and what is written."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from command_line import Command, command_line
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from mini_bundle import write_mini_bundle
 
 from flashmem.design import metrics
 from flashmem.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant, read_application
 from flashmem.design.metrics import Candidate, Profile
 from flashmem.design.rass import optimality, solve
 from flashmem.design.written import described, solved
-from flashmem.errors import BundleError, UserError
+from flashmem.errors import UserError
 from flashmem.runtime.designs import Design, Designs, Part, State, SwitchingRule
 from flashmem.runtime.manager import Manager
 from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.pressure import Sample
-from flashmem.runtime.watch import LONGEST_REST, QUIET_SECONDS, REST_SECONDS, Ticks, Watch, load_of_others, ticks
 
 DATA = Path(__file__).parent / "data"
 GB = 10**9
@@ -99,9 +96,9 @@ def test_rass_keeps_what_an_exhaustive_search_finds() -> None:
     roles = {role: design for design, names in zip(designs, answer.solution.roles, strict=True) for role in names}
     assert metrics.memory(answer.decisions[roles["least memory"]]) == min(map(metrics.memory, kept))
     assert metrics.workload(answer.decisions[roles["lightest"]]) == min(map(metrics.workload, kept))
-    for mapping in answer.solution.mappings:
-        on_it = [row for row in allowed if metrics.mapping(answer.decisions[row]) == mapping]
-        best = roles[f"best on {' and '.join(dict.fromkeys(mapping))}"]
+    for used in answer.solution.sets:
+        on_it = [row for row in allowed if set(metrics.mapping(answer.decisions[row])) == set(used)]
+        best = roles[f"best on {' and '.join(used)}"]
         assert scores[best] == max(scores[row] for row in on_it)
     assert len(designs) <= 5
 
@@ -131,6 +128,25 @@ def test_a_policy_has_the_shape_of_the_papers_and_an_answer_for_every_state() ->
             assert chosen.parts[0].processor not in troubled
         if memory and len(troubled) < 2:
             assert "least memory" in chosen.roles
+
+
+def test_sets_of_processors_are_those_that_can_be_switched_to() -> None:
+    """Neither one that has another's trouble, nor the same processors in another order."""
+    seeing = [candidate("see", "m", where, ms, 100, 100, 0.8) for where, ms in (("gpu", 8), ("cpu", 9), ("npu", 30))]
+    hearing = [candidate("hear", "m", where, ms, 100, 100, 0.8) for where, ms in (("gpu", 8), ("cpu", 9), ("npu", 30))]
+    answer = solved(application(2), [*seeing, *hearing])
+    assert [set(each) for each in answer.solution.sets] == [{"gpu", "cpu"}, {"gpu"}, {"cpu"}]
+    designs = described(answer)
+    for troubled in ({"cpu"}, {"gpu"}):
+        chosen = designs.designs[designs.choose(State(frozenset(troubled)))]
+        assert not troubled & {part.processor for part in chosen.parts}
+
+
+def test_an_objective_that_differs_by_rounding_alone_is_the_same_for_all() -> None:
+    latency = np.array([1.0, 2.0, 4.0])
+    rounded = np.array([0.1 + 0.2, 0.3, 0.3])
+    found = optimality(np.stack([latency, rounded], axis=1), [False, True], [1, 1])
+    assert found.tolist() == optimality(latency[:, None], [False], [1]).tolist() == [math.inf, 3.0, 1.0]
 
 
 def test_weights_move_the_choice() -> None:
@@ -182,6 +198,12 @@ def test_an_application_is_read(tmp_path: Path) -> None:
     (tmp_path / "app.toml").write_text(TOML)
     found = read_application(tmp_path / "app.toml")
     assert found.budgets == (64_000_000, 128_000_000)
+    text = TOML.replace('processor = "cpu"\n', '[[device]]\nname = "adreno750"\n')
+    (tmp_path / "other.toml").write_text(text)
+    assert read_application(tmp_path / "other.toml").processors == (
+        Processor("pocl", "cpu"),
+        Processor("adreno750", "adreno750"),
+    )
     assert found.processors == (Processor("pocl", "cpu"),)
     assert [(each.precision, each.accuracy) for each in found.tasks[0].variants] == [("fp32", 0.8), ("fp16", 0.79)]
     assert found.objectives == (Objective(Measure("accuracy", "average", "see"), maximise=True, weight=2.0),)
@@ -201,6 +223,8 @@ def test_an_application_is_read(tmp_path: Path) -> None:
         ("a.onnx", "b.onnx", "which is no file"),
         ('"fp16"]', '"fp8"]', "precision 'fp8' of .* is unknown"),
         (", fp16 = 0.79", "", "an objective is accuracy, but a.onnx in fp16"),
+        ('"see"', '"see/hear"', "task 'see/hear' is part of files' names"),
+        ('["fp32", "fp16"]', '["fp32", "fp32"]', "has two models a-fp32-1x3x32x32; leave one out"),
         ("[[task]]", "[task]", r"write \[\[task\]\]"),
         ('maximise = "accuracy"', 'maximise = "fairness"\ntask = "see"', "it is of all together"),
         ("weight = 2", "weight = 0", "give one above 0"),
@@ -213,159 +237,6 @@ def test_what_is_wrong_in_an_application_is_one_sentence(tmp_path: Path, old: st
     with pytest.raises(UserError, match=sentence) as refused:
         read_application(tmp_path / "app.toml")
     assert "app.toml" in str(refused.value)
-
-
-def sampled(seconds: float, available: int = 8 * GB, waited: float = 0.0) -> Sample:
-    return Sample(seconds, available, waited, GB)
-
-
-def test_a_slow_processor_is_left_after_two_runs_and_tried_again_after_ever_longer_rests() -> None:
-    watch = Watch(best=GB)
-    watch.ran("gpu", 0.031, 0.02, 0.0)
-    assert watch.state == State()
-    watch.ran("gpu", 0.031, 0.02, 1.0)
-    assert watch.state == State(frozenset({"gpu"}))
-    rest = REST_SECONDS
-    now = 1.0
-    for _ in range(8):
-        watch.sampled(sampled(now + rest - 0.1), None)
-        assert watch.state.troubled, "not rested yet"
-        now += rest
-        watch.sampled(sampled(now), None)
-        assert not watch.state.troubled
-        watch.ran("gpu", 1.0, 0.02, now)
-        watch.ran("gpu", 1.0, 0.02, now)
-        assert watch.state.troubled
-        rest = min(2 * rest, LONGEST_REST)
-    now += rest
-    watch.sampled(sampled(now), None)
-    watch.ran("gpu", 0.02, 0.02, now)
-    watch.ran("gpu", 1.0, 0.02, now)
-    assert not watch.state.troubled, "it was quick between"
-
-
-def test_the_load_of_others_makes_the_cpu_troubled_until_it_is_gone() -> None:
-    watch = Watch(best=GB, cpu="cpu")
-    watch.sampled(sampled(0.0), 0.2)
-    assert watch.state == State()
-    watch.sampled(sampled(1.0), 0.5)
-    assert watch.state == State(frozenset({"cpu"}))
-    watch.sampled(sampled(1.0 + REST_SECONDS), 0.2)
-    assert watch.state.troubled, "between the two levels nothing changes"
-    watch.sampled(sampled(2.0 + REST_SECONDS), 0.05)
-    assert watch.state == State()
-
-
-def test_little_memory_is_told_by_what_is_left_or_by_waiting_and_forgotten_when_quiet() -> None:
-    watch = Watch(best=4 * GB)
-    watch.sampled(sampled(0.0, available=GB + 1), None)
-    assert not watch.state.memory
-    watch.sampled(sampled(1.0, available=GB - 1), None)
-    assert watch.state.memory
-    watch.sampled(sampled(2.0, available=5 * GB), None)
-    watch.sampled(sampled(2.0 + QUIET_SECONDS - 0.1, available=5 * GB), None)
-    assert watch.state.memory
-    watch.sampled(sampled(2.0 + QUIET_SECONDS, available=5 * GB), None)
-    assert not watch.state.memory
-    watch.sampled(sampled(9.0, waited=6.0), None)
-    assert watch.state.memory
-    watch.sampled(Sample(20.0, None, 0.0, 0), None)
-    assert watch.state.memory, "nothing is known now"
-
-
-def test_the_load_of_others_is_read_from_proc(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-
-    def write(user: int, idle: int, own: int) -> Ticks:
-        (tmp_path / "proc/stat").write_text(f"cpu  {user} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 2\n")
-        (tmp_path / "proc/self/stat").write_text(f"7 (a ) b) S {' '.join(['0'] * 10)} {own} 0 0\n")
-        found = ticks(tmp_path)
-        assert found is not None
-        return found
-
-    before = write(user=100, idle=300, own=40)
-    assert load_of_others(before, write(user=180, idle=320, own=60)) == pytest.approx(0.6)
-    assert load_of_others(before, before) is None
-    assert ticks(tmp_path / "nowhere") is None
-
-
-def designs_of(folder: Path) -> Designs:
-    """The same task on each device that is here, as if they were two processors, and once more in little memory."""
-    names = [device.descriptor_name for device in list_devices()]
-    parts = [Part("see", f"m{seed}.flashmem", names[seed % len(names)], f"p{seed}", 1000 - seed, 60.0) for seed in range(3)]
-    for seed in range(3):
-        write_mini_bundle(folder / f"m{seed}.flashmem", seed=seed)
-    rules = (
-        SwitchingRule((False, None), False, 0),
-        SwitchingRule((True, False), False, 1),
-        SwitchingRule((True, True), False, 1),
-        SwitchingRule((True, True), True, 1),
-        SwitchingRule((None, None), True, 2),
-    )
-    designs = Designs((("p0",), ("p1",)), tuple(Design((part.bundle,), (part,)) for part in parts), rules)
-    (folder / "design.json").write_text(json.dumps(designs.to_json()))
-    return designs
-
-
-def write_system(root: Path, *, available: int, busy: int, ticks: int) -> None:
-    (root / "proc/self").mkdir(parents=True, exist_ok=True)
-    (root / "proc/meminfo").write_text(f"MemAvailable: {available // 1024} kB\n")
-    (root / "proc/stat").write_text(f"cpu  {busy} 0 0 {ticks - busy} 0 0 0 0\n")
-    (root / "proc/self/stat").write_text("7 (a) S " + "0 " * 20)
-
-
-def test_a_manager_answers_by_the_design_in_force_and_goes_back(tmp_path: Path) -> None:
-    designs = designs_of(tmp_path)
-    assert Designs.read(tmp_path) == designs
-    models = [write_mini_bundle(tmp_path / f"again{seed}.flashmem", seed=seed) for seed in range(3)]
-    inputs = models[0].inputs()
-    now, root = [0.0], tmp_path / "system"
-    write_system(root, available=GB, busy=0, ticks=0)
-
-    def answers(manager: Manager) -> int:
-        now[0] += 1.0
-        found = manager.run("see", inputs)[0]
-        matching = [seed for seed, model in enumerate(models) if np.allclose(found, model.reference(inputs)[0], atol=2e-5)]
-        assert matching == [manager.current]
-        return manager.current
-
-    with Manager(tmp_path, clock=lambda: now[0], root=root) as manager:
-        assert answers(manager) == 0
-        for _ in range(2):
-            manager._watch.ran("p0", 120.0, 60.0, now[0])
-        assert answers(manager) == 1
-        write_system(root, available=100, busy=0, ticks=100)
-        assert answers(manager) == 2
-        write_system(root, available=GB, busy=0, ticks=200)
-        assert [answers(manager) for _ in range(6)][-1] == 0, "memory is back, and the processor has rested"
-        assert [chosen for _, chosen, _ in manager.switches][:3] == [0, 1, 2]
-        with pytest.raises(UserError, match="no task 'hear' in these designs; there are: see"):
-            manager.run("hear", inputs)
-    assert not manager._sessions
-
-
-def test_the_load_of_the_cpu_switches_the_manager(tmp_path: Path) -> None:
-    designs_of(tmp_path)
-    now, root = [0.0], tmp_path / "system"
-    write_system(root, available=GB, busy=0, ticks=0)
-    model = write_mini_bundle(tmp_path / "again.flashmem", seed=0)
-    with Manager(tmp_path, clock=lambda: now[0], root=root) as manager:
-        manager.run("see", model.inputs())
-        now[0] += 1
-        write_system(root, available=GB, busy=60, ticks=100)
-        manager.run("see", model.inputs())
-        assert manager.state.troubled == {"p0"}
-        assert manager.current == 1
-
-
-@pytest.mark.parametrize(
-    "change", [{"version": 0}, {"designs": []}, {"policy": [{"sets": [None], "memory": None, "design": 0}]}, {"sets": 5}]
-)
-def test_designs_that_are_damaged_are_one_sentence(tmp_path: Path, change: dict[str, Any]) -> None:
-    designs = designs_of(tmp_path)
-    (tmp_path / "design.json").write_text(json.dumps({**designs.to_json(), **change}))
-    with pytest.raises(BundleError, match="run `flashmem design` again"):
-        Designs.read(tmp_path)
 
 
 @pytest.fixture
@@ -388,7 +259,12 @@ def test_the_command_profiles_solves_and_writes_what_a_manager_runs(tmp_path: Pa
         minimise = "memory"
         """
     )
-    done = flashmem("design", str(tmp_path / "app.toml"), "-o", str(tmp_path / "out"), "--runs", "2", "--json")
+    command = ("design", str(tmp_path / "app.toml"), "-o", str(tmp_path / "out"), "--runs", "2", "--json")
+    earlier = Design(("",), (Part("see", "earlier.flashmem", "", "", 0, 0.0),))
+    (tmp_path / "out/earlier.flashmem").mkdir(parents=True)
+    rules = (SwitchingRule((), False, 0), SwitchingRule((), True, 0))
+    (tmp_path / "out/design.json").write_text(json.dumps(Designs((), (earlier,), rules).to_json()))
+    done = flashmem(*command)
     assert done.code == 0
     found = json.loads(done.out)
     assert found["decisions"] == found["allowed"] == 2 * len(list_devices())

@@ -67,9 +67,12 @@ def test_a_file_truncated_before_is_a_damaged_bundle(model: MiniModel) -> None:
 
 
 def test_no_thread_is_left_behind(model: MiniModel) -> None:
-    with Session(model.path) as session:
+    with Session(model.path, prepare=False) as session:
         session.run(None, model.inputs())
         assert loader_threads() == []
+    with Session(model.path) as session:
+        session.run(None, model.inputs())
+    assert loader_threads() == []
 
 
 def test_running_after_close_is_an_error_and_closing_twice_is_not(model: MiniModel) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.planning import again
 from flashmem.program import fixed_bytes
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.requests import Answer, Model
@@ -120,6 +122,33 @@ def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monk
         for answer, model in zip(answers, models, strict=False):
             assert same(answer.result(60), expected(model.path, model.inputs(), mode="map"))
         assert seen.is_set()
+
+
+def test_the_first_answer_waits_for_no_plan(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the next one, for any but its own."""
+    made, go, begun = again.plan_again, threading.Event(), list[str]()
+
+    def later(program: Any, *rest: Any, **options: Any) -> Any:
+        begun.append(next(bundle.path.name for bundle in compiled if bundle.program.slices == program.slices))
+        assert go.wait(30)
+        return made(program, *rest, **options)
+
+    monkeypatch.setattr(again, "plan_again", later)
+    inputs = [drawn(bundle, 4) for bundle in compiled]
+    with Runtime(2 * max(needed(bundle, "map") for bundle in compiled)) as many:
+        opened = [many.open(bundle, mode="map") for bundle in compiled]
+        assert begun == []
+        first, second = (many.submit(model, x) for model, x in zip(opened, inputs, strict=True))
+        outputs = first.result(30)
+        deadline = time.monotonic() + 30
+        while not begun and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert begun == [compiled[1].path.name]  # whose turn is next
+        go.set()
+        assert same(second.result(30), expected(compiled[1], inputs[1], mode="map"))
+        assert same(outputs, expected(compiled[0], inputs[0], mode="map"))
+        assert same(opened[0].run(None, inputs[0]), outputs)
+        assert all(model.tenant.placement.plan is not model.bundle.plan for model in opened)  # type: ignore[union-attr]
 
 
 def test_what_fits_stays_resident_and_no_more(models: list[MiniModel]) -> None:
@@ -356,16 +385,30 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def test_the_examples_of_the_page_run(compiled: list[Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, one after the other, in one namespace."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(compiled[0].path, tmp_path / "gptneo-copy.flashmem")
     for name, bundle in zip(("gptneo-125m", "resnet50"), compiled, strict=True):
         (tmp_path / f"{name}.flashmem").symlink_to(bundle.path)
     (ids,), (image,) = (drawn(bundle, 0).values() for bundle in compiled)
     page = (Path(__file__).parent.parent / "docs/many-models.md").read_text(encoding="utf-8")
-    first, second = (block.partition("```")[0] for block in page.split("```python\n")[1:])
+    blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
     names = {"image": next(iter(drawn(compiled[1], 0))), "ids": next(iter(drawn(compiled[0], 0)))}
-    for said, named in names.items():
-        first = first.replace(f'"{said}"', repr(named))
-    exec(first, {"image": image, "ids": ids})
+    space: dict[str, Any] = {"image": image, "ids": ids, "asyncio": asyncio, "flashmem": flashmem}
+    moved = 0
     with Runtime("200MB") as many:
-        exec(second, {"runtime": many})
-        assert many.budget == 120_000_000
+        for block in blocks:
+            for said, named in names.items():
+                block = block.replace(f'"{said}"', repr(named))
+            if "with flashmem.Runtime" not in block:  # what follows an example is about its runtime
+                space["runtime"] = many
+            exec(block, space)
+            if "set_budget" in block:
+                moved += 1
+                assert many.budget == 120_000_000
+        assert moved == 1
+        opened = [many.open(name) for name in ("resnet50.flashmem", "gptneo-125m.flashmem")]
+        answers = asyncio.run(space["both"](*opened, image, ids))
+        for answer, model, inputs in zip(answers, reversed(compiled), (image, ids), strict=True):
+            assert same(answer, expected(model, {next(iter(drawn(model, 0))): inputs}))
+    assert space["other"].last_run.memory.by_category.get("weights", 0) == 0

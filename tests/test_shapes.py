@@ -151,6 +151,37 @@ def _smallest(bundle: Bundle, index: int) -> int:
     return smallest_budget(one.program, problem, one.meta["mode"], one.plan.asked)
 
 
+def test_later_runs_of_every_variant_have_steady_launches_over_the_same_weights(tmp_path: Path) -> None:
+    """A weight of two slices, which both variants join; going on to the other one lets go what was prepared."""
+    weight = np.random.default_rng(4).standard_normal((512, 4096)).astype(np.float32)
+    ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name, size in (("x", 512), ("z", 4096))]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"])]
+    graph = helper.make_graph(nodes, "wide", ports[:1], ports[1:], [numpy_helper.from_array(weight, "w")])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
+    device, few, many = PLACES[0][0].descriptor_name, {"x": (4, 512)}, {"x": (32, 512)}
+    bundle = flashmem.compile(
+        tmp_path / "m.onnx", tmp_path / "m.flashmem", device=device, memory_path="buffer", shapes=[few, many]
+    )
+    programs = [variant.program for variant in bundle.variants]
+    assert stored_again(programs) == {} and programs[0].slices == programs[1].slices
+    assert [[(each.first, each.last) for each in program.steady] for program in programs] == [[(1, 2)]] * 2
+    for mode in descriptor_for(PLACES[0][0]).modes["buffer"]:
+        answers: dict[int, NDArray[Any]] = {}
+        with Session(bundle, device=device, mode=mode) as session:
+            steady, read = [], []
+            for turn, shapes in enumerate([few, few, many, many, few, many]):
+                inputs = drawn(shapes, len(shapes["x"]))
+                answer = session.run(None, inputs)
+                assert holds(answer, inputs["x"] @ weight) and session.last_run is not None
+                rows = shapes["x"][0]
+                assert np.array_equal(answers.setdefault(rows, answer[0]), answer[0])
+                steady.append(session.last_run.steady)
+                read.append(bool(session.last_run.loads))
+                if turn < 3:
+                    session.prepared()
+        assert steady == [False, True, False, True, False, False] and read == [True, *[False] * 5], mode
+
+
 def test_shapes_that_are_not_there_get_one_sentence(model: Path, bundles: dict[str, Bundle]) -> None:
     with Session(bundles[IDS[0]], device=PLACES[0][0].descriptor_name) as session:
         with pytest.raises(
@@ -173,6 +204,8 @@ def test_a_runtime_takes_the_variant_that_fits(model: Path, bundles: dict[str, B
         answers = [opened.submit(inputs) for inputs in asked]
         for inputs, answer in zip(asked, answers, strict=True):
             assert holds(answer.result(), expected(model, inputs))
+        held = [tenant.placement.ledger.by_category.get("weights", 0) for tenant in opened.tenants]  # type: ignore[union-attr]
+        assert opened.tenant.opened.mode != "map" or (max(held) > 0 == min(held)), "both variants have them in common"
         with pytest.raises(ValueError, match="the bundle was compiled for: x=4x64"):
             opened.submit(drawn(ODD, 0))
         runtime.set_budget(max(tenant.smallest for tenant in opened.tenants)).result()

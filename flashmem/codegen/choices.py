@@ -20,6 +20,9 @@ BUILD_SECONDS = 0.1
 RUNS = 100
 """First answers that a kernel once compiled is assumed to serve."""
 
+WORTH = 0.02
+"""The least part of its time that another kernel must save in later runs."""
+
 _ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 
@@ -55,6 +58,7 @@ class Choices:
         self._uses: Counter[Use] = Counter()
         self._answers: dict[Use, Variant] = {}
         self._settled = optimize == "steady"
+        self._first: Choices | None = None
 
     def variant(
         self,
@@ -72,8 +76,28 @@ class Choices:
         use = Use(product, tuple(ending), widest, winograd, forms)
         self._uses[use] += 1
         if use not in self._answers:
-            self._answers[use] = self._soonest(use)
+            first = self._first and self._first.variant(product, ending, widest, winograd, forms)
+            self._answers[use] = self._sooner(use, first) if first else self._soonest(use)
         return self._answers[use]
+
+    def _sooner(self, use: Use, first: Variant) -> Variant:
+        """The best for later runs that reads weights as they are packed for `first`, or `first` itself."""
+        costs = {v: cost for v, cost in self._costs(use).items() if _packs_alike(v, first, use.product)}
+        best = min(costs, key=lambda variant: costs[variant], default=first)
+        return best if first not in costs or costs[best] < (1 - WORTH) * costs[first] else first
+
+    def beside(self) -> Choices:
+        """What later runs are to choose beside these: of variants that read the same packed weights the one that runs soonest,
+        where it is worth another kernel.
+        """
+        later = Choices(self._descriptor, "steady", limited=self._limited)
+        later._first = self
+        return later
+
+    def later_differ(self) -> bool:
+        """Whether `beside` would choose otherwise for anything that was asked."""
+        later = self.beside()
+        return any(later._sooner(use, first) != first for use, first in self._answers.items())
 
     def settle(self) -> bool:
         """Decide for everything asked so far together; whether any answer is another than was given. Done once."""
@@ -163,6 +187,14 @@ def fewest(costs: Sequence[Mapping[Variant, float]], build: float) -> list[Varia
 def packed_form(product: Product, variant: Variant) -> tuple[int, int]:
     """Columns of a panel, and depth, of the weights that `variant` reads."""
     return panel(cut(variant, product)), (transformed(product) if variant.winograd else product).depth
+
+
+def _packs_alike(one: Variant, other: Variant, product: Product) -> bool:
+    """Whether two variants read the same packed weights, if they read any."""
+    if packed_bytes(product, one) == 0:
+        return True
+    kinds = [(variant.winograd > 0, variant.half, panel(cut(variant, product))) for variant in (one, other)]
+    return kinds[0] == kinds[1]
 
 
 def packed_bytes(product: Product, variant: Variant) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.codegen.packing_list import PackingList, Pieces
 from flashmem.codegen.places import Place, Places
-from flashmem.codegen.slicing import Slicing
+from flashmem.codegen.slicing import MOST_BYTES, Slicing
 from flashmem.codegen.stored_weights import NOTHING_STORED, PackedWeight, Placements, StoredWeights
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.codegen.variants import Product
@@ -32,6 +32,21 @@ RESIDENT_CONSTANT_BYTES = 1 << 20
 
 WORK_GROUP = 64
 """Work-items of a work-group where a kernel has no tile of its own."""
+
+
+Cuts = Mapping[tuple[Value, Packing], Sequence[PackedSlice]]
+"""The slices of packed weights."""
+
+
+def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list[PackedSlice]:
+    """Slices as a launch for all of them reads them: one where they lie in the file without a gap, as plain buffers, and are
+    no larger together than a slice may be.
+    """
+    total, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
+    gaps = any(part.nbytes % descriptor.page_bytes for part in parts[:-1])
+    if gaps or any(part.width for part in parts) or total > min(MOST_BYTES, descriptor.max_alloc_bytes):
+        return list(parts)
+    return [PackedSlice(parts[0].first_panel, sum(part.panels for part in parts), total, raw)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,8 @@ class Held:
 class Emitter:
     """Collects a program. Values become tensors by where they lie: those of one place and size share one.
 
-    `half`: float weights are packed in half. `earlier`: what programs for other shapes have placed in the file.
+    `half`: float weights are packed in half. `earlier`: what programs for other shapes have placed in the file. `cuts`: slices
+    that weights have already, where they are read once more.
     """
 
     descriptor: DeviceDescriptor
@@ -71,6 +87,7 @@ class Emitter:
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
     variants: dict[tuple[Value, Product, bool], Variant] = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
     _slice_names: set[str] = field(default_factory=set)
@@ -167,6 +184,8 @@ class Emitter:
         weight = node.input(1)
         if (weight, packing) in self.packed:
             return [part for _, part in self.packed[weight, packing]]
+        if (weight, packing) in self.cuts:
+            return joinable(self.cuts[weight, packing], self.descriptor)
         found = self.earlier.packed_as(node, packing)
         return self.slicing.slices(packing, row_items) if found is None else list(found.parts)
 

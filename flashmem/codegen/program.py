@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.codegen.arena import Use, place_blocks, shapes
 from flashmem.codegen.choices import Choices
-from flashmem.codegen.emitter import Emitter
+from flashmem.codegen.emitter import Cuts, Emitter
 from flashmem.codegen.emitters import emit
 from flashmem.codegen.outputs import read_early
 from flashmem.codegen.packing_list import OnPiece, PackingList, WeightSink
@@ -51,6 +51,8 @@ class Generated:
     weights: PackingList
     constants: NDArray[np.uint8]
     placements: Placements
+    cuts: Cuts = field(default_factory=dict, repr=False)  # the slices of its packed weights
+    again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # for later runs, over the same weights
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
         """The weight file of this program alone: see `PackingList.write`."""
@@ -92,11 +94,13 @@ def generate(
     slicing: Slicing = FINEST,
     choices: Choices | None = None,
     earlier: StoredWeights = NOTHING_STORED,
+    cuts: Cuts | None = None,
 ) -> Generated:
     """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.write` does that later.
 
     `choices` says which variant computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
-    the file already, of programs for other shapes; those are read to be compared.
+    the file already, of programs for other shapes; those are read to be compared. `cuts`: the slices that its own weights have
+    already; those that lie side by side become one.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
@@ -121,6 +125,7 @@ def generate(
     emitter = Emitter(
         descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights, earlier
     )
+    emitter.cuts = cuts or {}
     for value in gathered:
         emitter.tensor(value)
     for layer in launched:
@@ -160,7 +165,8 @@ def generate(
     )
     channels = {part.channel for part in program.slices if part.is_image}
     source = emitter.kernels.source(lane_kind(program), channels)
-    return Generated(program, source, weights, constants, emitter.placements)
+    made = {key: tuple(part for _, part in parts) for key, parts in emitter.packed.items()}
+    return Generated(program, source, weights, constants, emitter.placements, made)
 
 
 def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]]:

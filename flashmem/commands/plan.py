@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, open_bundle
 from flashmem.commands.extras import offline_half
+from flashmem.commands.plan_steady import steady_rows, steady_text
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
@@ -251,6 +252,7 @@ def _as_json(shown: Shown, show_all: bool) -> dict[str, Any]:
         "order": {**asdict(order), "gap": order.gap} if order else None,
         "layout_bytes": {mode: layout.total_bytes for mode, layout in plan.layouts.items()},
         "why": [asdict(each) for each in because],
+        "steady": [asdict(row) for row in steady_rows(shown.program, plan)],
     }
     if shown.smallest:
         data["smallest_budget_bytes"] = asdict(shown.smallest)
@@ -288,6 +290,7 @@ def _print(shown: Shown, show_all: bool) -> None:
         **_launches(shown.program),
         "in flight": f"{format_size(most)} at most, M_peak {format_size(plan.m_peak)} in mode {plan.mode}",
         **_kept(plan),
+        **steady_text(steady := steady_rows(shown.program, plan)),
         "activations": _activations(shown.program),
         **_smallest_text(shown.smallest),
     }
@@ -308,6 +311,10 @@ def _print(shown: Shown, show_all: bool) -> None:
         print("\nwhy they are preloaded")
         cells = [(each.weight, f"{each.slices} of {each.of}", format_size(each.nbytes), _for_many(each)) for each in because]
         _print_shortened(("weight", "slices", "bytes", "why"), cells, show_all)
+    if steady:
+        print("\nwhat later runs play instead")
+        decisions = [(f"{row.first}-{row.last}" if row.last > row.first else row.first, row.name, row.why) for row in steady]
+        _print_shortened(("layer", "computes", "why"), decisions, show_all)
 
 
 def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, ...]]:

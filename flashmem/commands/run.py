@@ -163,6 +163,7 @@ def _run(
             budget=budget,
             trace=options.trace is not None or options.learn,
             verify_weights=options.check_weights,
+            prepare=options.repeat > 1,
         ) as session,
     ):
         for _ in range(options.repeat):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from flashmem.device import descriptor_names, load_descriptor
 from flashmem.errors import MissingFileError, UserError
 from flashmem.request import Precision
 from flashmem.units import parse_size
@@ -30,6 +31,7 @@ VARYING: tuple[Metric, ...] = ("latency", "throughput")
 
 BETTER_HIGH: tuple[Metric, ...] = ("accuracy", "throughput", "system-throughput", "fairness")
 
+_NAME = re.compile(r"[\w.-]+")
 _SECONDS = re.compile(r"([0-9.]+) *(us|ms|s)")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -151,10 +153,16 @@ class _Reader:
     def _task(self, table: Mapping[str, Any]) -> Task:
         self._known(table, "[[task]]", "name", "model")
         name = str(self._needed(table, "[[task]]", "name"))
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{self.path}: task {name!r} is part of files' names; use letters, digits, '.', '-' and '_'")
         self.tasks.append(name)
         variants = tuple(each for model in self._tables(table, "model") for each in self._variants(name, model))
         if not variants:
             raise UserError(f"{self.path}: task {name!r} has no [[task.model]]; name at least one")
+        titles = [each.title for each in variants]
+        for title in titles:
+            if titles.count(title) > 1:
+                raise UserError(f"{self.path}: task {name!r} has two models {title}; leave one out, or name its file otherwise")
         return Task(name, variants)
 
     def _variants(self, task: str, table: Mapping[str, Any]) -> list[Variant]:
@@ -181,7 +189,8 @@ class _Reader:
     def _processor(self, table: Mapping[str, Any]) -> Processor:
         self._known(table, "[[device]]", "name", "processor")
         name = str(self._needed(table, "[[device]]", "name"))
-        return Processor(name, str(table.get("processor", name)))
+        is_cpu = name in descriptor_names() and load_descriptor(name).kind == "cpu"
+        return Processor(name, str(table.get("processor", "cpu" if is_cpu else name)))
 
     def _objective(self, table: Mapping[str, Any]) -> list[Objective]:
         where = "[[objective]]"

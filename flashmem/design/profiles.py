@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flashmem.bundle import Bundle
 from flashmem.compile import compile as compile_model
@@ -67,16 +66,14 @@ def candidates(
                     yield Candidate(task.name, variant, processor, budget, profile)
 
 
-def compiled(variant: Variant, processor: Processor, budget: int | None, output: Path | None, *, here: bool) -> Bundle:
-    """The candidate's bundle: in the user's cache, unless an `output` is named. Kernels are built if the device is `here`."""
-    return compile_model(
-        variant.path, output, device=processor.device, precision=variant.precision, shapes=dict(variant.shapes), budget=budget,
-        build=here,
-    )  # fmt: skip
+def compiled(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
+    """The candidate's bundle in the user's cache. Kernels are built if the device is `here`."""
+    device, shapes = processor.device, dict(variant.shapes)
+    return compile_model(variant.path, device=device, precision=variant.precision, shapes=shapes, budget=budget, build=here)
 
 
 def _profile(task: Task, variant: Variant, processor: Processor, budget: int | None, profiling: Profiling) -> Profile:
-    bundle = compiled(variant, processor, budget, None, here=not profiling.simulated)
+    bundle = compiled(variant, processor, budget, here=not profiling.simulated)
     if profiling.simulated:
         first, later, memory = _simulated(bundle)
     else:

@@ -8,6 +8,9 @@ variance of f_i, and the utopia point u has the best value of each objective. Th
     optimality(x) = D / d(x)                                from 1, worst in everything, to infinity at the utopia point
 
 An objective that is the same for all of X says nothing about which to take, and is left out.
+
+Designs are kept for sets of processors that decisions use, those with the best optimality first. A set that contains one kept
+before is not viable for switching: it has trouble whenever that one has, so that no rule could ever name it.
 """
 
 from __future__ import annotations
@@ -24,18 +27,21 @@ from flashmem.runtime.designs import SwitchingRule
 MOST_SETS = 3
 """Sets of processors that designs are kept for (section 4.3.4)."""
 
+SAME = 1e-9
+"""Values of an objective that differ by less than this share are the same: they come from sums in different orders."""
+
 Rows = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """`designs`: rows of the decisions, each once, with what it is kept for (`roles`); `mappings`: the sets of processors, in
-    the order in which the rules name them; `optimality` of every decision, NaN where a constraint is broken.
+    """`designs`: rows of the decisions, each once, with what it is kept for (`roles`); `sets` of processors, in the order in
+    which the rules name them; `optimality` of every decision, NaN where a constraint is broken.
     """
 
     designs: tuple[int, ...]
     roles: tuple[tuple[str, ...], ...]
-    mappings: tuple[tuple[str, ...], ...]
+    sets: tuple[tuple[str, ...], ...]
     policy: tuple[SwitchingRule, ...]
     optimality: Rows
 
@@ -45,7 +51,7 @@ def optimality(values: Rows, maximise: Sequence[bool], weights: Sequence[float])
     signs = np.where(np.asarray(maximise), -1.0, 1.0)
     costs = values * signs
     variance = costs.var(axis=0)
-    told = variance > 0
+    told = np.ptp(costs, axis=0) > SAME * np.abs(costs).max(axis=0)
     scale = np.asarray(weights, np.float64)[told] / variance[told]
     best, worst = costs.min(axis=0)[told], costs.max(axis=0)[told]
     distance = np.sqrt((scale * (costs[:, told] - best) ** 2).sum(axis=1))
@@ -79,20 +85,26 @@ def solve(
     scores = np.full(len(values), np.nan)
     scores[kept] = optimality(values[kept], maximise, weights)
     ranked = sorted(kept.tolist(), key=lambda row: (-scores[row], memory[row], row))
-    best: dict[tuple[str, ...], int] = {}
-    for row in ranked:
-        best.setdefault(mappings[row], row)
-    sets = list(best)[:MOST_SETS]
+    best = _viable(ranked, mappings)
     small = min(ranked, key=lambda row: (memory[row], ranked.index(row)))
     light = min(ranked, key=lambda row: (workload[row], ranked.index(row)))
     share = _normalised(memory, kept) + _normalised(workload, kept)
     both = min((small, light), key=lambda row: (share[row], ranked.index(row)))
-    named = [(best[each], f"best on {' and '.join(dict.fromkeys(each))}") for each in sets]
+    named = [(row, f"best on {' and '.join(each)}") for each, row in best.items()]
     named += [(small, "least memory"), (light, "lightest"), (both, "light and small")]
     designs = tuple(dict.fromkeys(row for row, _ in named))
     roles = tuple(tuple(role for row, role in named if row == design) for design in designs)
-    policy = _policy(len(sets), [designs.index(row) for row, _ in named])
-    return Solution(designs, roles, tuple(sets), policy, scores)
+    policy = _policy(len(best), [designs.index(row) for row, _ in named])
+    return Solution(designs, roles, tuple(best), policy, scores)
+
+
+def _viable(ranked: Sequence[int], mappings: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+    """The sets of processors to switch between, and the best row on each."""
+    best: dict[tuple[str, ...], int] = {}
+    for row in ranked:
+        if len(best) < MOST_SETS and not any(set(known) <= set(mappings[row]) for known in best):
+            best[tuple(dict.fromkeys(mappings[row]))] = row
+    return best
 
 
 def _normalised(values: Rows, kept: NDArray[Any]) -> Rows:

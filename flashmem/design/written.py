@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.bundle_writer import replace_plan
 from flashmem.design import metrics
-from flashmem.design.application import Application, Measure
+from flashmem.design.application import Application
 from flashmem.design.metrics import Candidate, Decision
 from flashmem.design.profiles import compiled
 from flashmem.design.rass import Solution, solve
@@ -59,7 +61,7 @@ def solved(application: Application, candidates: Sequence[Candidate]) -> Solved:
 
 
 def write(solved: Solved, folder: Path, *, here: bool, progress: Callable[[str], None] = lambda text: None) -> Designs:
-    """Compile the designs' bundles into `folder`, and write `design.json` when all of them are there.
+    """Put the designs' bundles into `folder`, write `design.json` when all are there, and drop those of earlier designs.
 
     Raises:
         UserError: the folder cannot be written, or holds other things.
@@ -67,16 +69,25 @@ def write(solved: Solved, folder: Path, *, here: bool, progress: Callable[[str],
     if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and has no {FILE}; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    designs = described(solved)
-    for row in solved.solution.designs:
-        for candidate in solved.decisions[row]:
-            bundle = folder / _bundle(candidate)
-            if not bundle.exists():
-                progress(f"compiling {bundle.name}")
-                compiled(candidate.variant, candidate.processor, candidate.budget, bundle, here=here)
+    designs, before = described(solved), _bundles_in(folder)
+    chosen = {_bundle(each): each for row in solved.solution.designs for each in solved.decisions[row]}
+    for name, each in chosen.items():
+        progress(f"writing {name}")
+        bundle = compiled(each.variant, each.processor, each.budget, here=here)
+        replace_plan(bundle, bundle.plan, bundle.meta, folder / name)
     with written_whole(folder / FILE) as file:
         file.write(json.dumps(designs.to_json(), indent=1).encode())
+    for name in before - chosen.keys():
+        shutil.rmtree(folder / name, ignore_errors=True)
     return designs
+
+
+def _bundles_in(folder: Path) -> set[str]:
+    """The bundles of the designs that are there already."""
+    try:
+        return {part.bundle for design in Designs.read(folder).designs for part in design.parts}
+    except UserError:
+        return set()
 
 
 def described(solved: Solved) -> Designs:
@@ -84,24 +95,20 @@ def described(solved: Solved) -> Designs:
     solution = solved.solution
     rows = [solved.decisions[row] for row in solution.designs]
     return Designs(
-        tuple(tuple(dict.fromkeys(mapping)) for mapping in solution.mappings),
-        tuple(Design(roles, _parts(decision)) for roles, decision in zip(solution.roles, rows, strict=True)),
+        solution.sets,
+        tuple(Design(roles, tuple(map(_part, decision))) for roles, decision in zip(solution.roles, rows, strict=True)),
         solution.policy,
     )
 
 
-def _parts(decision: Decision) -> tuple[Part, ...]:
-    def usual(candidate: Candidate) -> float:
-        return metrics.value(decision, Measure("latency", "p50", candidate.task))
-
-    return tuple(
-        Part(each.task, _bundle(each), each.processor.device, each.processor.name, each.profile.memory, usual(each))
-        for each in decision
-    )
+def _part(candidate: Candidate) -> Part:
+    device, processor = candidate.processor.device, candidate.processor.name
+    usual = float(np.median(candidate.profile.later))
+    return Part(candidate.task, _bundle(candidate), device, processor, candidate.profile.memory, usual)
 
 
 def _bundle(candidate: Candidate) -> str:
-    budget = "all" if candidate.budget is None else f"{candidate.budget // 1_000_000}MB"
+    budget = "all" if candidate.budget is None else f"{candidate.budget / 1e6:.15g}MB"
     return f"{candidate.task}-{candidate.variant.title}-{candidate.processor.device}-{budget}.flashmem"
 
 

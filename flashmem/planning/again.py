@@ -19,6 +19,9 @@ from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem, staged_least, staged_within
 from flashmem.program import Program, fixed_bytes
 
+_NEAR = 8
+"""The part of a budget that is not worth another plan: the less memory there is, the longer each takes to make."""
+
 
 def plan_again(
     program: Program, problem: Problem, mode: TransferMode, budget: int | None, preload: Collection[str], *, keep: bool
@@ -45,7 +48,7 @@ def plan_again(
         def make(m_peak: int) -> OverlapPlan:
             return first_plan(replace(problem, m_peak=m_peak), preload, quick=True)
 
-        lean = leanest(plan, least, make, lambda each: each.objective)
+        lean = leanest(plan, least, make, lambda each: each.objective, near=budget // _NEAR)
         if measure(lean) <= budget:
             plan = lean
     if keep:

@@ -85,12 +85,21 @@ def _keeping(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:
 
 
 def leanest(
-    best: OverlapPlan, least: int, make: Callable[[int], OverlapPlan], value: Callable[[OverlapPlan], float]
+    best: OverlapPlan,
+    least: int,
+    make: Callable[[int], OverlapPlan],
+    value: Callable[[OverlapPlan], float],
+    near: int = 0,
 ) -> OverlapPlan:
-    """A plan as good as `best` by `value`, but for a little, that `make` makes in the smallest M_peak from `least` bytes on."""
+    """A plan as good as `best` by `value`, but for a little, that `make` makes in the smallest M_peak from `least` bytes on.
+
+    It is searched until less than `near` bytes can be gained.
+    """
     low, high, chosen = least, best.m_peak, best
     worst = value(best) * (1 + _WORTH)
     for _ in range(_HALVINGS):
+        if high - low < near:
+            break
         middle = (low + high) // 2
         plan = make(middle)
         if value(plan) <= worst:

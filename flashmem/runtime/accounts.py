@@ -2,8 +2,10 @@
 
 Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.ledger`) allocates what is counted here. Bytes are *held* while
 they are allocated, and may be *promised* before: a run is promised its peak, so that nothing that others take meanwhile can
-make one of its loads fail. What an account may count on is the larger of the two, its commitment; the commitments of all
-accounts never pass the limit, unless the limit was lowered below what had been granted before.
+make one of its loads fail. Bytes that several accounts use are held by one of them and *borrowed* by the others, so that any
+of them may go on with them when their holder lets go. What an account may count on is the larger of what is promised and what
+is held or borrowed, its commitment; the commitments of all accounts never pass the limit, unless the limit was lowered below
+what had been granted before.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Account:
         self.changes: list[tuple[float, Category, int]] = []  # (seconds, category, its bytes from then on)
         self._began = (time.perf_counter(), dict[Category, int]())  # what the changes start from
         self._promised = 0
+        self._borrowed = 0
         self._lock = self.shared.changed
 
     def reserve(self, category: Category, nbytes: int, what: str) -> None:
@@ -77,14 +80,39 @@ class Account:
             RunError: they were not promised, and would pass the budget; nothing is counted.
         """
         with self._lock:
-            budget = self.shared
-            more = max(self._promised, self.total + nbytes) - self._commitment
-            if more and budget.limit is not None and budget.committed + more > budget.limit:
-                raise RunError(
-                    f"{what} needs {format_size(nbytes)}, but {format_size(budget.committed)} of the budget of "
-                    f"{format_size(budget.limit)} are in use; raise the budget or compile for it"
-                )
+            self._refuse_beyond(nbytes, what)
             self._change(category, nbytes)
+
+    def _refuse_beyond(self, nbytes: int, what: str) -> None:
+        budget = self.shared
+        more = max(self._promised, self.total + self._borrowed + nbytes) - self._commitment
+        if more and budget.limit is not None and budget.committed + more > budget.limit:
+            raise RunError(
+                f"{what} needs {format_size(nbytes)}, but {format_size(budget.committed)} of the budget of "
+                f"{format_size(budget.limit)} are in use; raise the budget or compile for it"
+            )
+
+    def borrow(self, nbytes: int, what: str) -> None:
+        """Count on `nbytes` more, which another account holds. Raises RunError as `reserve` does."""
+        with self._lock:
+            self._refuse_beyond(nbytes, what)
+            self._owe(nbytes)
+
+    def give_up(self, nbytes: int) -> None:
+        """Count on `nbytes` less of what is borrowed."""
+        with self._lock:
+            self._owe(-nbytes)
+
+    def hand_to(self, other: Account, category: Category, nbytes: int) -> None:
+        """Let `other` hold `nbytes` that it has borrowed from this account. It counted on them: nothing can be refused."""
+        with self._lock:
+            self._change(category, -nbytes)
+            other._change(category, nbytes, lent=nbytes)
+
+    def _owe(self, nbytes: int) -> None:
+        before = self._commitment
+        self._borrowed += nbytes
+        self._commit(self._commitment - before)
 
     def release(self, category: Category, nbytes: int) -> None:
         """Hold `nbytes` less."""
@@ -94,7 +122,7 @@ class Account:
     def promise(self, nbytes: int) -> bool:
         """From now on count on holding `nbytes` in all; True unless that would pass the budget. Less is always granted."""
         with self._lock:
-            more = max(nbytes, self.total) - self._commitment
+            more = max(nbytes, self.total + self._borrowed) - self._commitment
             if more > self.shared.room and more > 0:
                 return False
             self._promised = nbytes
@@ -108,16 +136,17 @@ class Account:
 
     @property
     def _commitment(self) -> int:
-        return max(self._promised, self.total)
+        return max(self._promised, self.total + self._borrowed)
 
     def _commit(self, more: int) -> None:
         self.shared.committed += more
         if more < 0:
             self.shared.changed.notify_all()
 
-    def _change(self, category: Category, nbytes: int) -> None:
+    def _change(self, category: Category, nbytes: int, *, lent: int = 0) -> None:
         budget, now, before = self.shared, time.perf_counter(), self._commitment
         self.total += nbytes
+        self._borrowed -= lent
         self.by_category[category] = self.by_category.get(category, 0) + nbytes
         self.changes.append((now, category, self.by_category[category]))
         if self.total > self.peak:
@@ -158,4 +187,5 @@ class Account:
         with self._lock:
             for category, nbytes in self.by_category.items():
                 self._change(category, -nbytes)
+            self._owe(-self._borrowed)
             self.promise(0)

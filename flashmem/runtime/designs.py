@@ -17,7 +17,7 @@ VERSION = 1
 @dataclass(frozen=True)
 class Part:
     """How a design solves one task: a bundle (its folder's name beside the file), the device and the processor that it is, and
-    what that takes: bytes, and the median of its seconds among the other parts.
+    what that takes alone: bytes, and the median of its seconds.
     """
 
     task: str
@@ -120,5 +120,7 @@ class Designs:
         last = self.policy[-1]
         if any(len(rule.sets) != len(self.sets) or not 0 <= rule.design < len(self.designs) for rule in self.policy):
             raise ValueError("a rule names a set or a design that is not there")
+        if any(Path(part.bundle).name != part.bundle for design in self.designs for part in design.parts):
+            raise ValueError("a bundle is not beside the file")
         if any(each is not None for each in last.sets) or last.memory is not True:
             raise ValueError("the last rule is not the one for little memory")

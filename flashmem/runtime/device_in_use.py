@@ -6,6 +6,7 @@ from functools import cached_property
 from weakref import WeakValueDictionary
 
 from flashmem.runtime.accounts import Budget
+from flashmem.runtime.common import Places
 from flashmem.runtime.devices import Device
 from flashmem.runtime.launching import Recorder
 from flashmem.runtime.ledger import Ledger
@@ -28,6 +29,7 @@ class DeviceInUse:
         self.traced = profiling
         self.budget = Budget(budget)
         self.programs: WeakValueDictionary[str, Program] = WeakValueDictionary()  # by key, as long as a bundle holds them
+        self.places = Places()  # of weights, in mode `map`
         self.start_rss = process_rss()
         self._beside: Queue | None = None
 

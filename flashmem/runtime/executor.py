@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import numpy as np
 
 from flashmem.errors import FlashmemWarning, RunError
 from flashmem.program import Arg
+from flashmem.program import Launch as Launched
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 from flashmem.runtime.launching import Launch, Recorder, Recording, not_recorded
@@ -38,6 +39,8 @@ FEWEST = 4
 """Launches that are worth a recording."""
 
 _NOTHING: Mapping[int, Callable[[], None]] = MappingProxyType({})
+_AS_THEY_ARE: Mapping[int, Launched | None] = MappingProxyType({})
+_UNBOUND: Mapping[int, Any] = MappingProxyType({})
 
 
 def _never() -> bool:
@@ -56,7 +59,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One layer: wait for `needs` (slices), then enqueue `commands`."""
+    """One layer: wait for `needs` (slices), then enqueue `commands`: none where a later layer does its work."""
 
     name: str
     commands: tuple[Command, ...]
@@ -88,15 +91,27 @@ def make_steps(
     resources: Resources,
     plain: Kernels,
     lane: Kernels | None,
+    instead: Mapping[int, Launched | None] = _AS_THEY_ARE,
+    bound: Mapping[int, Step] = _UNBOUND,
 ) -> list[Step]:
     """The layers of `program`. Layers in `moves` take their kernels from `lane`, all others from `plain`.
+
+    `instead`: what layers without moves play in place of their launch; None: nothing. `bound`: steps whose launches are taken
+    as they are.
 
     Raises:
         RunError: a kernel is missing, or takes other arguments.
     """
     binder = _Binder(program, resources)
     steps = []
-    for layer, launch in enumerate(program.launches, start=1):
+    for layer, cold in enumerate(program.launches, start=1):
+        if layer in bound:
+            steps.append(replace(bound[layer], needs=needs.get(layer, ())))
+            continue
+        launch = instead.get(layer, cold)
+        if launch is None:
+            steps.append(Step(cold.name, (), needs.get(layer, ())))
+            continue
         arguments = [binder.bind(arg) for arg in launch.args]
         moving = moves.get(layer)
         commands = [_copy(lane, ride, resources) for ride in (moving.leading if moving else ())]
@@ -223,7 +238,7 @@ class Executor:
                             retire()
                         loader.wait(name)
             if trace is not None:
-                events = [queue.launch(each) for each in launches]
+                events = [queue.launch(each) for each in launches] or [queue.marker()]
                 traced.append((step.name, events[0], events[-1]))
                 flying.append((layer, events[-1]))
             elif layer in recordings:
@@ -233,7 +248,7 @@ class Executor:
                 launched = layer
             elif layer in waking or layer >= launched + self._apart or layer == last:
                 queue.launch_all(launches[:-1], alone=loader is None)
-                flying.append((layer, queue.launch(launches[-1])))
+                flying.append((layer, queue.launch(launches[-1]) if launches else queue.marker()))
                 queue.flush()
                 launched = layer
             else:

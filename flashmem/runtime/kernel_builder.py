@@ -20,6 +20,7 @@ from flashmem.runtime.kernel_list import wanted_kernels
 from flashmem.runtime.kernel_processes import Builders
 from flashmem.runtime.lanes import LayerMoves, layer_moves
 from flashmem.runtime.program_cache import ProgramCache, kernel_key, packed_entries
+from flashmem.runtime.steady import new_kernels
 
 Report = Callable[[float], None]
 
@@ -129,8 +130,8 @@ class KernelBuilder:
             later = wish.plan.later()
             again = moves if later is wish.plan else layer_moves(later, slices, kind)
         plain, lane = wanted_kernels(program, wish.source, moves, again)
-        options = program.build_options
-        wanted = {kernel_key(device, each, options): each for each in (*plain, *lane)}
+        options, steady = program.build_options, new_kernels(wish.source, program.steady, plain)
+        wanted = {kernel_key(device, each, options): each for each in (*plain, *lane, *steady)}
         missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
         if missing and not can_be_written(self._cache.folder):
             return device, tuple(wanted), True

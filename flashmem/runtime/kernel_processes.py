@@ -35,13 +35,16 @@ Keep = Callable[[str, bytes], None]
 class Builders:
     """Child processes that build what is submitted, as many as there are processors. `close` ends them."""
 
-    def __init__(self, keep: Keep, advice: str) -> None:
-        """Nothing starts yet. `keep` takes what is built; `advice` ends the sentence of what fails."""
-        self._keep, self._advice = keep, advice
+    def __init__(self, keep: Keep, advice: str, *, idle: bool = False) -> None:
+        """Nothing starts yet. `keep` takes what is built; `advice` ends the sentence of what fails. `idle`: children get what
+        time nobody else wants.
+        """
+        self._keep, self._advice, self._idle = keep, advice, idle
         self.submitted = set[str]()
         self._device: Device | None = None
         self._finished = 0
         self._failure: str | None = None
+        self._abandoned = False
         self._waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # why a kernel cannot be built, or None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -76,12 +79,18 @@ class Builders:
             with blocked():  # an interrupt now would leave a child that nobody knows of
                 child = _start(self._device, self._folder.name, self._advice)
                 self._children.append(child)
+            if self._abandoned:
+                child.kill()
+            if self._idle:
+                _only_when_idle(child.pid)
             thread = threading.Thread(target=_feed, args=(child, self._waiting, self._done, self._keep))
             self._threads.append(thread)
             thread.start()
 
     def step(self, *, wait: bool = True) -> bool:
         """Take note of one kernel that is done. False where none is left, one has failed, or (not `wait`) none is done now."""
+        if self._abandoned:
+            self._failure = "nobody wants the kernels any more"
         if self._finished == len(self.submitted) or self._failure is not None:
             return False
         if wait:
@@ -97,6 +106,12 @@ class Builders:
         """Raise RunError if a kernel could not be built."""
         if self._failure is not None:
             raise RunError(f"{self._failure}; {self._advice}")
+
+    def abandon(self) -> None:
+        """For another thread: who waits for what is built is told that it has failed, now."""
+        self._abandoned = True
+        for child in list(self._children):
+            child.kill()
 
     def close(self) -> None:
         """End the children, whatever they do."""
@@ -116,16 +131,27 @@ class Builders:
             self._folder.cleanup()
 
 
-def build_apart(wanted: Mapping[str, Wanted], program: Program, device: Device, cache: ProgramCache) -> dict[str, bytes]:
+def build_apart(
+    wanted: Mapping[str, Wanted],
+    program: Program,
+    device: Device,
+    cache: ProgramCache,
+    begin: Callable[[Builders], None] | None = None,
+) -> dict[str, bytes]:
     """The binaries of kernels of `program`, by key: built by child processes for a session, and left in `cache` if it can be.
+
+    With `begin` they are wanted some time: children get what time nobody else wants. `begin` is given what builds them, which
+    another thread may `abandon`.
 
     Raises:
         RunError: the driver refuses a kernel, or ends the process that builds it; or there can be no such process.
     """
     made: dict[str, bytes] = {}
     advice = "free memory, or compile elsewhere with --with-binaries; Session(build_apart=False) builds in this process"
-    builders = Builders(made.__setitem__, advice)
+    builders = Builders(made.__setitem__, advice, idle=begin is not None)
     try:
+        if begin is not None:
+            begin(builders)
         builders.submit(wanted, program, device)
         while builders.step():
             pass
@@ -163,7 +189,7 @@ def _trial_size(size: Size) -> Size:
 def _arguments(use: Use, program: Program) -> list[list[Any]]:
     """The arguments of a launch as kinds and sizes: memory of these sizes is all that the kernel reaches."""
     tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
-    slices = {part.name: part for part in program.slices}
+    slices = program.readable()
     found: list[list[Any]] = []
     for arg in use.args:
         if arg.kind == "slice":
@@ -205,6 +231,13 @@ def _start(device: Device, folder: str, advice: str) -> subprocess.Popen[str]:
         )
     except OSError as error:
         raise RunError(f"no process that builds kernels can be started ({error.strerror}); {advice}") from error
+
+
+def _only_when_idle(process: int) -> None:
+    """Run a process when a processor has nothing else to do, where the system has such a thing."""
+    if hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):
+            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _feed(

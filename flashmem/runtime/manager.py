@@ -4,37 +4,77 @@
         words = manager.run("read", {"ids": ids})
 
 Which design is in force is looked up in a table (`runtime/designs.py`) by what `runtime/watch.py` says of processors and
-memory, before each run, so a run that has begun is finished where it began. Sessions of tasks that the next design solves in
-the same way stay open; of the others, the old one is closed before the new one is opened, so that both are never held at once.
+memory, before each run, so a run that has begun is finished where it began. A switch closes the sessions that the next design
+does not have, before any other is opened, so that both are never held at once; what it has instead is opened by the next run of
+each task, which then pays for its own weights and for no other's.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from numpy.typing import NDArray
 
-from flashmem.errors import UserError
+from flashmem.bundle import Bundle
+from flashmem.errors import RunError, UserError
 from flashmem.runtime.designs import Design, Designs, Part, State
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.pressure import Sample, sample
 from flashmem.runtime.session import Session
 from flashmem.runtime.watch import Ticks, Watch, load_of_others, ticks
 
-SAMPLE_SECONDS = 0.25
+Inputs = Mapping[str, Any]
+
+SAMPLE_SECONDS = 0.1
 """The system is asked at most this often."""
+
+
+class Switch(NamedTuple):
+    """A design that came into force: when, by the clock; its place; seconds that closing the sessions of others took."""
+
+    at: float
+    design: int
+    seconds: float
+
+
+class Opening(NamedTuple):
+    """A session that was opened: when, by the clock; of which task and bundle; seconds that it took. Weights come after it."""
+
+    at: float
+    task: str
+    bundle: str
+    seconds: float
+
+
+@dataclass
+class _Open:
+    """The session of a task. `cold`: its next run is the first, loads weights, and says nothing of its processor."""
+
+    part: Part
+    session: Session
+    alone: threading.Lock = field(default_factory=threading.Lock)
+    cold: bool = True
+
+
+@dataclass(eq=False)
+class _Running:
+    """A run under way, and the seconds that those of the same processor take that were there at the same time."""
+
+    part: Part
+    waits: float
 
 
 class Manager:
     """Sessions of the design in force. Methods may be called from any thread; each task has one run at a time.
 
-    `switches`: (when it was done, by the clock; the design's place; seconds that closing and opening took) of each, the first
-    placement among them.
+    `switches` and `openings` list what was done so far, the first placement among it; `current` is the place of the design.
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
@@ -46,19 +86,31 @@ class Manager:
             root: below which /proc and the cgroups are read.
 
         Raises:
-            UserError: no such designs, or a bundle or a device of them is missing.
+            UserError: no such designs, or a bundle or a device of any of them is missing.
         """
-        self._folder, self._clock, self._root = Path(folder), clock, root
-        self.designs = Designs.read(self._folder)
-        best = self.designs.designs[self.designs.choose(State())]
-        self._watch = Watch(best.memory, self._cpu())
+        self._clock, self._root = clock, root
+        self.designs = Designs.read(Path(folder))
+        parts = {part.bundle: part for design in self.designs.designs for part in design.parts}
+        self._bundles = {name: Bundle.open(Path(folder) / name) for name in parts}
+        cpus = frozenset(part.processor for part in parts.values() if find_device(part.device).kind == "cpu")
+        self._watch = Watch(self.designs.designs[self.designs.choose(State())].memory, cpus)
         self._ticks: Ticks | None = ticks(root)
         self._sampled = clock()
         self._lock = threading.RLock()
-        self._sessions: dict[str, tuple[Part, Session, threading.Lock]] = {}
+        self._closed = False
+        self._sessions: dict[str, _Open] = {}
+        self._running: list[_Running] = []
+        self._overlap = threading.Lock()  # of `_running`: the other lock may be held by a switch that waits for a run
         self.current = -1
-        self.switches: list[tuple[float, int, float]] = []
+        self.switches: list[Switch] = []
+        self.openings: list[Opening] = []
         self._switch()
+        try:
+            for part in self.design.parts:
+                self._session(part.task)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def design(self) -> Design:
@@ -70,12 +122,18 @@ class Manager:
         """What the device was like when it was last looked at."""
         return self._watch.state
 
-    def run(self, task: str, inputs: Mapping[str, Any]) -> list[NDArray[Any]]:
+    def run(self, task: str, inputs: Inputs | Callable[[Bundle], Inputs]) -> list[NDArray[Any]]:
         """The outputs of `task`, from the model that the design in force has for it.
 
+        Args:
+            task: its name.
+            inputs: an array for every input; or, where the models of a task do not take the same, a function that is called
+                with the bundle that answers and gives them.
+
         Raises:
-            UserError: no such task, or inputs that do not fit.
-            RunError: the run failed.
+            UserError: no such task.
+            ValueError: inputs that do not fit; the manager stays usable.
+            RunError: the run failed; the next one opens the bundle anew. Or the manager is closed.
         """
         tasks = [part.task for part in self.designs.designs[0].parts]
         if task not in tasks:
@@ -84,24 +142,31 @@ class Manager:
             self._look()
         while True:
             with self._lock:
-                part, session, alone = self._sessions[task]
-            with alone:
-                if self._sessions.get(task, (part, None, alone))[1] is not session:
+                opened = self._session(task)
+            with opened.alone:
+                if self._sessions.get(task) is not opened:
                     continue  # closed by a switch while we waited for it
-                begun = self._clock()
-                outputs = session.run(None, dict(inputs))
-                now = self._clock()
-            with self._lock:
-                self._watch.ran(part.processor, now - begun, part.seconds, now)
+                try:
+                    given = inputs(opened.session.bundle) if callable(inputs) else inputs
+                    with self._among_others(opened.part) as running:
+                        begun = self._clock()
+                        outputs = opened.session.run(None, given)
+                        now = self._clock()
+                except RunError:
+                    opened.session.close()
+                    self._sessions.pop(task, None)
+                    raise
+                cold, opened.cold = opened.cold, False
+            if not cold:
+                with self._lock:
+                    self._watch.ran(opened.part.processor, now - begun, opened.part.seconds + running.waits, now)
             return outputs
 
     def close(self) -> None:
         """Close all sessions."""
         with self._lock:
-            for _, session, alone in self._sessions.values():
-                with alone:
-                    session.close()
-            self._sessions.clear()
+            self._closed = True
+            self._leave(list(self._sessions))
 
     def __enter__(self) -> Self:
         return self
@@ -123,36 +188,51 @@ class Manager:
 
     def _switch(self) -> None:
         """Put the design in force that the policy has for the present state."""
-        chosen = self.designs.choose(self._watch.state)
-        parts = {part.task: part for part in self.designs.designs[chosen].parts}
-        if chosen == self.current and len(self._sessions) == len(parts):  # fewer: one could not be opened
+        chosen = self.designs.choose(self.state)
+        if chosen == self.current or self._closed:
             return
-        begun = self._clock()
-        leaving = [task for task, (part, _, _) in self._sessions.items() if _key(part) != _key(parts[task])]
-        for task in leaving:
-            _, session, alone = self._sessions[task]
-            with alone:
-                session.close()
-                del self._sessions[task]
-        for task, part in parts.items():
-            if task in self._sessions:
-                _, session, alone = self._sessions[task]
-                self._sessions[task] = (part, session, alone)  # the same, beside others: what it usually takes may differ
-            else:
-                session = Session(self._folder / part.bundle, device=part.device)
-                self._sessions[task] = (part, session, threading.Lock())
+        next_parts = self.designs.designs[chosen].parts
+        seconds = self._leave([task for task, opened in list(self._sessions.items()) if opened.part not in next_parts])
         self.current = chosen
-        done = self._clock()
-        self.switches.append((done, chosen, done - begun))
+        self.switches.append(Switch(self._clock(), chosen, seconds))
 
-    def _cpu(self) -> str | None:
-        """The processor of the devices that are CPUs, if there is one."""
-        for design in self.designs.designs:
-            for part in design.parts:
-                if find_device(part.device).kind == "cpu":
-                    return part.processor
-        return None
+    def _leave(self, tasks: list[str]) -> float:
+        """Close the sessions of `tasks` when their runs have ended; the seconds that closing took."""
+        seconds = 0.0
+        for task in tasks:
+            opened = self._sessions.get(task)
+            if opened is None:
+                continue  # its run has failed meanwhile
+            with opened.alone:
+                begun = self._clock()
+                opened.session.close()
+                self._sessions.pop(task, None)
+                seconds += self._clock() - begun
+        return seconds
 
+    def _session(self, task: str) -> _Open:
+        """The session of `task` in the design in force, opened if it is not."""
+        if self._closed:
+            raise RunError("the manager is closed; open another one")
+        if task not in self._sessions:
+            part = next(part for part in self.design.parts if part.task == task)
+            begun = self._clock()
+            self._sessions[task] = _Open(part, Session(self._bundles[part.bundle], device=part.device))
+            done = self._clock()
+            self.openings.append(Opening(done, task, part.bundle, done - begun))
+        return self._sessions[task]
 
-def _key(part: Part) -> tuple[str, str]:
-    return part.bundle, part.device
+    @contextmanager
+    def _among_others(self, part: Part) -> Iterator[_Running]:
+        """While `part` runs: what it waits for, and what waits for it."""
+        with self._overlap:
+            beside = [other for other in self._running if other.part.processor == part.processor]
+            running = _Running(part, sum(other.part.seconds for other in beside))
+            for other in beside:
+                other.waits += part.seconds
+            self._running.append(running)
+        try:
+            yield running
+        finally:
+            with self._overlap:
+                self._running.remove(running)

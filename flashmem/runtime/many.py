@@ -1,7 +1,7 @@
 """Several models under one budget: requests in the order in which they come, weights in the room that others leave.
 
-One thread plays the requests. While the layers of one run, another thread makes the places of the next one and lets its loads
-go on as far as memory is given back (docs/many-models.md).
+What users call, and the one thread that takes requests in their order; `flashmem.runtime.player` plays each of them
+(docs/many-models.md).
 """
 
 from __future__ import annotations
@@ -23,25 +23,19 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, RunError, UserError
-from flashmem.program import Port
 from flashmem.request import device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.occupancy import Occupancy
+from flashmem.runtime.player import Player
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
 from flashmem.runtime.pressure import Follower
-from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.requests import Answer, Model
-from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
-from flashmem.runtime.schedule import Span
 from flashmem.runtime.tenant import Tenant
 from flashmem.shapes import which_fits
 from flashmem.units import parse_size
 
 Array = NDArray[Any]
 OnPressure = Literal["finish", "fail"]
-
-_GLANCE = 0.05
-"""Seconds after which a thread looks again at what it is not told of."""
 
 
 class Runtime:
@@ -88,7 +82,7 @@ class Runtime:
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], Future[None]]] = deque()  # for the runtime's own thread, between runs
         self._running: Tenant | None = None
-        self._pressed = threading.Event()  # the run under way has to give memory back
+        self._player = Player(self._device, self._occupancy, self._following, self._tell_relieved)
         self._relieved: list[Future[None]] = []
         self._closing: str | None = None
         self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
@@ -135,8 +129,7 @@ class Runtime:
             for index in range(len(opened.variants)):
                 tenant = Tenant(opened.variant(index), self._device, mode, build_apart=self._build_apart)
                 tenants.append(tenant)
-                tenant.plan_for(self.budget, alone=len(opened.variants) == 1 and not self._occupancy.tenants())
-                _ = tenant.smallest  # known when the budget moves
+                tenant.refuse_below(self.budget)
             with self._state:
                 self._refuse_closed()
                 for tenant in tenants:
@@ -195,8 +188,8 @@ class Runtime:
                 return done
             self._relieved.append(done)
             running = self._running
-            if running is None or self._on_pressure == "fail" or limit is None or running.smallest <= limit:
-                self._pressed.set()
+            if running is None or self._on_pressure == "fail" or limit is None or running.runs_in(limit):
+                self._player.pressed.set()
             self._state.notify_all()
         return done
 
@@ -269,6 +262,7 @@ class Runtime:
             left, self._waiting = self._waiting, deque()
             chores, self._chores = self._chores, deque()
             relieved, self._relieved = self._relieved, []
+        self._player.close()
         for tenant in self._occupancy.tenants():
             self._occupancy.leave(tenant)
             tenant.close(why)
@@ -281,7 +275,7 @@ class Runtime:
     def _serve_all(self) -> None:
         while True:
             with self._state:
-                while not (self._waiting or self._chores or self._closing or self._pressed.is_set()):
+                while not (self._waiting or self._chores or self._closing or self._player.pressed.is_set()):
                     self._state.wait()
                 chores, self._chores = self._chores, deque()
                 answer = self._waiting.popleft() if self._waiting and not chores and not self._closing else None
@@ -300,14 +294,14 @@ class Runtime:
                 self._serve(answer)
             elif self._closing and not chores:
                 return
-            self._relieve()
+            self._player.relieve()
 
     def _serve(self, answer: Answer) -> None:
         """Answer one request. Whatever fails is the request's, and its model's."""
         model = answer.model
         answer.started = perf_counter()
         try:
-            outputs = self._play(answer)
+            outputs = self._player.play(answer)
         except BudgetError as error:
             failure: BaseException | None = error
             answer.tenant.leave()
@@ -329,95 +323,6 @@ class Runtime:
             model.last_run = answer.report
             answer.set_result(outputs)
 
-    def _play(self, answer: Answer) -> list[Array]:
-        tenant = answer.tenant
-        if tenant.failure is not None:
-            raise RunError(f"the model is closed ({tenant.failure}); open it again")
-        placement = self._occupancy.placed(tenant)
-        placement.ledger.restart_history()
-        ports = {port.name: port for port in tenant.opened.program.outputs}
-        wanted = [ports[name] for name in dict.fromkeys(answer.names)]
-        write_inputs(placement, answer.inputs)
-        loads: list[Span] = []
-        read: dict[str, Array] = {}
-        done, last = 0, len(tenant.opened.program.launches)
-        while True:
-            played = self._play_from(tenant, wanted, done)
-            loads += played.loads
-            read |= played.read
-            if played.done == last:
-                break
-            self._give_way(tenant)
-            done = played.done
-            if tenant.opened.mode == "interleave":  # what kernels were to move before is not at home
-                done, read = 0, {}
-                write_inputs(placement, answer.inputs)
-        check_status(placement)
-        results = collect(placement, wanted, read)
-        ended = perf_counter()
-        answer.report = RunReport(
-            Latency(ended - answer.started, 0.0, ended - answer.started),
-            MemoryUse.of(placement.ledger, ended, self.budget, self._device.start_rss),
-            tuple(loads),
-            (),
-        )
-        return [results[name] for name in answer.names]
-
-    def _play_from(self, tenant: Tenant, wanted: Sequence[Port], done: int) -> Played:
-        """Play the layers behind `done`; meanwhile the next model begins to load."""
-        run = self._occupancy.begin(tenant, done)
-        if run is None:  # the budget has been moved
-            return Played((), (), {}, done)
-        stop = threading.Event()
-        ahead = threading.Thread(target=self._look_ahead, args=(run, stop), name="flashmem-ahead")
-        if len(self._occupancy.tenants()) > 1:
-            ahead.start()
-        try:
-            return run.play(wanted, halted=self._pressed.is_set)
-        finally:
-            stop.set()
-            with self._device.budget.changed:
-                self._device.budget.changed.notify_all()
-            if ahead.ident is not None:
-                ahead.join()
-            tenant.end()
-
-    def _look_ahead(self, run: Run, stop: threading.Event) -> None:
-        """While `run` plays: when its loads wait, those of the next model go on, as far as there is memory."""
-        budget = self._device.budget
-        begun: Run | None = None
-        while not stop.is_set():
-            if run.loader is not None and not run.loader.idle:
-                pass
-            elif begun is None:
-                with self._state:
-                    following = next((answer.tenant for answer in self._waiting if not answer.cancelled()), None)
-                if following is not None and not self._pressed.is_set():
-                    begun = self._occupancy.begin_ahead(following, run)
-            elif begun.loader is not None:
-                begun.loader.wake()
-            with budget.changed:
-                if not stop.is_set():
-                    budget.changed.wait(_GLANCE)
-
-    def _give_way(self, tenant: Tenant) -> None:
-        """It was halted: it gives its weights back, others what is still too much, and it goes on under another plan.
-
-        Raises:
-            BudgetError: there is none.
-        """
-        self._pressed.clear()
-        tenant.give_weights_back()
-        self._occupancy.relieve(but=tenant)
-        self._tell_relieved()
-        self._occupancy.place_again(tenant)
-
-    def _relieve(self) -> None:
-        """Between two runs: give back what passes the budget."""
-        self._pressed.clear()
-        self._occupancy.relieve()
-        self._tell_relieved()
-
     def _tell_relieved(self) -> None:
         with self._state:
             if self._device.budget.room < 0:
@@ -431,6 +336,10 @@ class Runtime:
         for tenant in model.tenants:
             self._occupancy.leave(tenant)
             tenant.close(why)
+
+    def _following(self) -> Tenant | None:
+        with self._state:
+            return next((answer.tenant for answer in self._waiting if not answer.cancelled()), None)
 
     def _queue(self) -> list[Tenant]:
         with self._state:

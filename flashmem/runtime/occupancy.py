@@ -62,8 +62,32 @@ class Occupancy:
         return held
 
     def plan(self, tenant: Tenant) -> OverlapPlan:
-        """Its plan for the budget in force. Raises BudgetError where there is none."""
-        return tenant.plan_for(self._device.budget.limit, alone=len(self.tenants()) == 1)
+        """A plan within the budget in force, which leaves room for others; that of its bundle while nobody else is placed and
+        no other was made yet.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        if all(other is tenant or other.placement is None for other in self.tenants()):
+            return tenant.plan_at_once(self._device.budget.limit, alone=self._alone)
+        return self.made_plan(tenant)
+
+    def made_plan(self, tenant: Tenant) -> OverlapPlan:
+        """Its plan for the budget in force, made now if it is not there. May be called by any thread.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        return tenant.plan_for(self._device.budget.limit, alone=self._alone)
+
+    def unplanned(self) -> Tenant | None:
+        """The next one in the queue of those that could only run under their bundle's plan; None where all have others."""
+        waiting = [tenant for tenant in self.tenants() if tenant.awaits_plan(self._device.budget.limit)]
+        return latest_needed(waiting, self._queue())[-1] if waiting else None
+
+    @property
+    def _alone(self) -> bool:
+        return len(self.tenants()) == 1
 
     def placed(self, tenant: Tenant) -> Placement:
         """Its placement under that plan, made if there is none.
@@ -74,8 +98,9 @@ class Occupancy:
         """
 
         def place(plan: OverlapPlan) -> None:
-            stale = tenant.run is not None and tenant.begun_under != self._device.budget.limit
-            if stale or (tenant.placement is not None and tenant.placement.plan.weights != plan.weights):
+            if tenant.run is not None and tenant.begun_under != self._device.budget.limit:
+                tenant.leave()
+            if tenant.run is None and not tenant.follows(plan):
                 tenant.leave()
             if tenant.placement is None:
                 self._make_room(tenant, lambda: tenant.place(plan, self._device.queue))
@@ -97,7 +122,7 @@ class Occupancy:
         while True:
             limit = self._device.budget.limit
             try:
-                place(tenant.plan_for(limit, alone=len(self.tenants()) == 1))
+                place(self.plan(tenant))
                 tenant.placed_under = limit
                 return
             except BudgetError:
@@ -123,8 +148,12 @@ class Occupancy:
         return run
 
     def begin_ahead(self, tenant: Tenant, running: Run) -> Run | None:
-        """Place a model whose turn is next, and begin its loads, if there is room and it is not the one that runs."""
+        """Place a model whose turn is next, and begin its loads, if there is room, its plan is made and it is not the one that
+        runs.
+        """
         if tenant.placement is running.placement or tenant.failure is not None:
+            return None
+        if tenant.awaits_plan(self._device.budget.limit):  # the end of this run must not wait for it
             return None
         if tenant.run is not None:
             return tenant.run
@@ -132,7 +161,7 @@ class Occupancy:
             plan = self.plan(tenant)
             if tenant.placement is None and not tenant.place(plan, self._device.beside):
                 return None
-            if tenant.placement is not None and tenant.placement.plan.weights == plan.weights:
+            if tenant.follows(plan):
                 return tenant.begin(self._may_keep(tenant), ahead_of=running)
         return None
 
@@ -167,10 +196,14 @@ class Occupancy:
         return latest_needed(others, self._queue())
 
     def _may_keep(self, tenant: Tenant) -> float:
-        """Bytes of weights that it may leave resident."""
-        needs, tenants = [], self.tenants()
+        """Bytes of weights that it may leave resident; only mode `map` has a choice."""
+        if not tenant.streams_pages:
+            return 0
+        limit, needs, tenants = self._device.budget.limit, [], self.tenants()
+        assert tenant.placement is not None
         for other in tenants:
             with suppress(BudgetError):  # it does not run in this budget
-                needs.append(other.need(self.plan(other)))
+                plan = tenant.placement.plan if other is tenant else other.plan_at_once(limit, alone=self._alone)
+                needs.append(other.need(plan))
         taken = sum(other.resident_bytes for other in tenants if other is not tenant)
-        return max(0, left_over(self._device.budget.limit, needs) - taken)
+        return max(0, left_over(limit, needs) - taken)

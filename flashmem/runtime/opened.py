@@ -52,6 +52,8 @@ class OpenedBundle:
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
         self._device, self._verify_weights, self._others_file = device, verify_weights, file is not None
         self.slices = {part.name: part for part in program.slices}
+        self.readable = program.readable()
+        self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}
         self.tensors = {tensor.name: tensor for tensor in program.tensors}
         self.digests: Mapping[str, Digest] | None = bundle.digests.slices if verify_weights else None
         self.banded = not verify_weights  # a digest is of a whole slice

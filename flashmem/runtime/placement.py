@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -11,10 +12,10 @@ from numpy.typing import NDArray
 from flashmem.digests import digest
 from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan, PoolLayout
-from flashmem.program import Port, array_bytes, output_bytes, scratch_bytes
+from flashmem.program import Launch, Port, SteadyLaunch, array_bytes, output_bytes, scratch_bytes
 from flashmem.runtime.arena import Bytes, move_out, new_pages
 from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.executor import Executor, Resources, make_steps
+from flashmem.runtime.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.lanes import needed_slices
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
@@ -22,6 +23,7 @@ from flashmem.runtime.opencl import Event, Memory, Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.residence import share_places
 from flashmem.runtime.schedule import Schedule, scheduled, staying
+from flashmem.runtime.steady import Either, NamedKernels, playable
 from flashmem.runtime.transfer import InterleaveTransfer, Transfer, make_transfer
 
 Array = NDArray[Any]
@@ -55,11 +57,14 @@ class Placement:
         self._transfer: Transfer | None = None
         self._resources: Resources | None = None
         self._executor: Executor | None = None
+        self._bound: tuple[OverlapPlan, list[Step]] | None = None
         try:
             self._make_room(queue)
             self._lay_out(plan, layout)
         except BaseException:
             kernels.close()
+            if self._transfer is not None:
+                self._transfer.close()
             self.ledger.close()
             raise
 
@@ -98,8 +103,8 @@ class Placement:
         if mode == "interleave" and stays != staying(plan):  # kernels would move what is at home already
             stays = frozenset()
         if mode == "map":
-            self.drop(self.resident - stays)
-        self._executor = self._resources = None
+            self.drop(left.slices.keys() - stays)
+        self._executor = self._resources = self._bound = None
         self._ports.clear()
         self._arena = self._host = None
         self._places = None, None
@@ -146,9 +151,11 @@ class Placement:
         opened, context = self.opened, self._device.context
         self.plan, self.layout = plan, layout
         self._last_schedule: tuple[object, Schedule] | None = None
+        self._rebinds = True  # the first run has other steps than later ones
         self._transfer = make_transfer(
-            opened.mode, context, self.ledger, opened.file, opened.program.slices, layout, opened.digests, after
-        )
+            opened.mode, context, self.ledger, opened.file, opened.program.slices, layout,
+            self._device.places, opened.bundle.digests.identities, opened.digests, opened.together, after,
+        )  # fmt: skip
         staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
         arena, constants = self._places
         assert arena is not None
@@ -160,15 +167,58 @@ class Placement:
         moves = self.opened.moves(plan)
         needs = needed_slices(plan, moves)
         steps = make_steps(self.opened.program, needs, moves, self._resources, self._kernels.plain, self._kernels.lane)
-        recorder = self._device.recorder if self.opened.bundle.descriptor.command_buffers else None
-        self._executor = Executor(self._device.queue, steps, recorder)
+        self._executor = self._played(steps)
+        self._bound = plan, steps
         if not moves or plan.later() is plan:
-            self._resources = None  # every run has these steps
+            self._rebinds = False  # every run has these steps
+
+    def _played(self, steps: Sequence[Step]) -> Executor:
+        recorder = self._device.recorder if self.opened.bundle.descriptor.command_buffers else None
+        return Executor(self._device.queue, steps, recorder)
+
+    def steady_launches(self) -> tuple[SteadyLaunch, ...]:
+        """What later runs can play instead of some layers, once what stays is resident."""
+        opened, plan = self.opened, self.plan.later()
+        return playable(opened.program, staying(self.plan), opened.moves(plan), self._joined)
+
+    def _joined(self, whole: str, parts: Sequence[str]) -> Memory | None:
+        opened = self.opened
+        return self.transfer.joined(opened.readable[whole], [opened.slices[name] for name in parts])
+
+    def bind_steady(self, steady: Sequence[SteadyLaunch], kernels: NamedKernels) -> Executor:
+        """The layers of later runs with `steady` among them, whose new kernels are in `kernels`.
+
+        For another thread than that of the runs, which may go on; `switch` takes it.
+
+        Raises:
+            RunError: the device refuses.
+        """
+        assert self._resources is not None and self._bound is not None
+        opened, plan, (bound_for, steps) = self.opened, self.plan.later(), self._bound
+        moves, before = opened.moves(plan), opened.moves(bound_for)
+        parts = {joined.name: joined.parts for joined in opened.program.joined}
+        wholes = {str(arg.value) for each in steady for arg in each.launch.args if arg.value in parts}
+        joined = {name: memory for name in wholes if (memory := self._joined(name, parts[name])) is not None}
+        resources = replace(self._resources, weights={**self._resources.weights, **joined})
+        instead: dict[int, Launch | None] = {}
+        for each in steady:
+            instead |= {**dict.fromkeys(range(each.first, each.last)), each.last: each.launch}
+        same = {n: step for n, step in enumerate(steps, start=1) if n not in instead and moves.get(n) == before.get(n)}
+        either = Either(kernels, self._kernels.plain)
+        return self._played(
+            make_steps(opened.program, needed_slices(plan, moves), moves, resources, either, self._kernels.lane, instead, same)
+        )
+
+    def switch(self, executor: Executor) -> None:
+        """Play later runs by what `bind_steady` gave. Between two runs."""
+        assert staying(self.plan) <= self.resident
+        self._executor, self._rebinds = executor, False
+        self._resources = self._bound = None
 
     def let_weights_go(self) -> None:
         """Give the places of all weights back; activations stay. No run may be loading, and none can begin."""
         self.resident = frozenset()
-        self._executor = self._resources = None
+        self._executor = self._resources = self._bound = None
         self.transfer.close()
         self._transfer = None
         self.ledger.give_back("weights", "staging")
@@ -181,6 +231,10 @@ class Placement:
         """
         self._kernels = kernels
         self._lay_out(plan, layout)
+
+    def follow(self, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Have the next run follow another plan in the same places, in mode `map`: no place there is the plan's."""
+        self.plan, self.layout, self._last_schedule = plan, layout, None
 
     @property
     def transfer(self) -> Transfer:
@@ -196,9 +250,9 @@ class Placement:
 
     def ready_executor(self) -> Executor:
         """The layers as the next run plays them: what was kept is not moved again. Raises RunError."""
-        if self._resources is not None and staying(self.plan) <= self.resident:
+        if self._rebinds and staying(self.plan) <= self.resident:
             self._bind(self.plan.later())
-            self._resources = None
+            self._rebinds = False
         return self.executor
 
     def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
@@ -233,9 +287,18 @@ class Placement:
             self.transfer.free(self.opened.slices[name])
         self.resident -= frozenset(names)
 
-    def guarded(self) -> AbstractContextManager[None]:
-        """Held while kernels or checks read the mapped file, if they do."""
-        return self.opened.file.guarded() if self.transfer.in_place else nullcontext()
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Held while kernels or checks read mapped files, if they do."""
+        with ExitStack() as held:
+            for file in self.transfer.files if self.transfer.in_place else ():
+                held.enter_context(file.guarded())
+            yield
+
+    def check_files(self) -> None:
+        """Raise RunError if somebody is about to change a file that is mapped, or has cut it."""
+        for file in self.transfer.files:
+            file.check()
 
     def settle(self, resident: frozenset[str]) -> None:
         """A run is over, after which these slices are resident."""
@@ -281,7 +344,7 @@ class Placement:
             with suppress(RunError):  # nor to give back
                 self._transfer.close()
         self._ports.clear()
-        self._arena = self._host = self._executor = self._resources = None
+        self._arena = self._host = self._executor = self._resources = self._bound = None
         self._places = None, None
         with suppress(RunError):
             self.ledger.close()

@@ -123,6 +123,7 @@ class CachedKernels:
         self._cache, self._context, self._options, self._build = cache, context, options, build
         self._shared = {} if shared is None else shared
         self._programs: dict[str, Program] = {}
+        self._names = set[str]()
         self._compiled: dict[str, Program] = {}  # by key: what this process has built
         self._error: RunError | None = None
         self._refused: dict[str, Wanted] = {}  # what the driver does not take from the cache
@@ -130,6 +131,7 @@ class CachedKernels:
         found: list[tuple[str, Wanted, bytes | None]] = []  # None: in the cache
         missing: dict[str, Wanted] = {}
         for each in wanted:
+            self._names.add(each.name)
             if HALF_ARITHMETIC in each.text and HALF_ARITHMETIC not in context.device.extensions:
                 raise UserError(
                     f"the bundle's kernels compute in half ({HALF_ARITHMETIC}), which {context.device.name} does not; "
@@ -153,6 +155,10 @@ class CachedKernels:
         self._left = len(found)
         self._loading: threading.Thread | None = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
         self._loading.start()
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the kernel was wanted."""
+        return name in self._names
 
     @property
     def compiled(self) -> int:

@@ -58,12 +58,16 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`."""
+    """One run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
+
+    `loads` may have begun before the run did. `steady`: it was played by the kernels of later runs.
+    """
 
     latency: Latency
     memory: MemoryUse
     loads: tuple[Span, ...]
     layers: tuple[Span, ...]
+    steady: bool = False
 
 
 def process_peak_rss() -> int | None:

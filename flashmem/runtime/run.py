@@ -81,7 +81,7 @@ class Run:
         for port in early:
             by_layer.setdefault(port.ready or 0, []).append(port)
         after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
-        check = placement.opened.file.check if placement.transfer.in_place else None
+        check = placement.check_files if placement.transfer.in_place else None
         last = len(placement.opened.program.launches)
         options: dict[str, Any] = {} if halted is None else {"halted": halted}
         try:

@@ -22,6 +22,7 @@ from flashmem.runtime.fitted import Fitted, fit
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs, described
+from flashmem.runtime.preparation import Idle
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.residence import Strategy
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
@@ -57,6 +58,7 @@ class Session:
         trace: bool = False,
         verify_weights: bool = False,
         build_apart: bool = True,
+        prepare: bool = True,
     ) -> None:
         """Make everything ready that is not weights (`strategy` "preload": weights too).
 
@@ -74,6 +76,8 @@ class Session:
                 Constants are compared always.
             build_apart: kernels that no cache has are built in child processes, whose memory goes with them; if not, in this
                 one, which keeps a compiler's 200 to 400 MB. For those who open many sessions, or cannot start processes.
+            prepare: between two runs, load what the next one begins with, and get the bundle's steady kernels ready, which
+                later runs are then played by. A session that traces prepares nothing.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
@@ -124,6 +128,8 @@ class Session:
         except BaseException:
             self._opened.close()
             raise
+        idle = Idle(self._placement, self._device, apart=build_apart, owner=self)
+        self._idle = idle if prepare and not trace else None
         if self.strategy == "preload":
             try:
                 self._placement.preload()
@@ -167,11 +173,14 @@ class Session:
             outputs = {port.name: port for port in fitting.program.outputs}
             ports = [outputs[name] for name in dict.fromkeys(chosen)]
             with self._closed_by_failure():
-                played = Run(self._placement, self._placement.schedule()).play(ports, traced=self._device.traced)
+                run, steady = self._idle.take() if self._idle else (Run(self._placement, self._placement.schedule()), False)
+                played = run.play(ports, traced=self._device.traced)
             check_status(self._placement)
             with self._closed_by_failure():
                 results = collect(self._placement, ports, played.read)
-            self._report(begun, played)
+            self._report(begun, played, steady=steady)
+            if self._idle is not None:
+                self._idle.begin()
             return [results[name] for name in chosen]
 
     @property
@@ -180,7 +189,11 @@ class Session:
         return self._ready.bundle
 
     def _go_on_with(self, variant: Fitted) -> None:
-        """Have another shape variant ready: its activations in the place of those that are there, the weights kept."""
+        """Have another shape variant ready: its activations in the place of those that are there, the weights kept.
+        What was prepared for the next run is let go.
+        """
+        if self._idle is not None:
+            self._idle.stop()
         index = variant.bundle.index
         opened = self._opened.variant(variant.bundle)
         if index not in self._kernels:
@@ -212,7 +225,17 @@ class Session:
                 self._close(f"its last run failed: {error}")
             raise
 
-    def _report(self, begun: float, played: Played) -> None:
+    def prepared(self) -> None:
+        """Return when the steady kernels are ready that the next run is played by, where there are any: to measure with.
+
+        Raises:
+            RunError: called inside a run of the same thread.
+        """
+        with self._alone("prepared"):
+            if self._idle is not None and self._closed is None:
+                self._idle.wait()
+
+    def _report(self, begun: float, played: Played, *, steady: bool) -> None:
         ended = perf_counter()
         init = 0.0 if self._runs else self._init_seconds
         self.last_run = RunReport(
@@ -220,6 +243,7 @@ class Session:
             MemoryUse.of(self._placement.ledger, ended, self.budget, self._device.start_rss),
             played.loads,
             played.layers,
+            steady,
         )
         self._runs += 1
 
@@ -236,6 +260,8 @@ class Session:
     def _close(self, why: str) -> None:
         if self._closed is None:
             self._closed = why
+            if self._idle is not None:
+                self._idle.stop()
             self._placement.close()
             for kernels in self._kernels.values():
                 kernels.close()

@@ -103,6 +103,38 @@ class Tenant:
             raise plan
         return plan
 
+    def plan_at_once(self, limit: int | None, *, alone: bool) -> OverlapPlan:
+        """As `plan_for`, but that of the bundle where it is within `limit` and none was ever made: nobody waits for the first.
+
+        Only in mode `map`, where the next run may follow another plan in the same places.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        return self.opened.bundle.plan if self.awaits_plan(limit) else self.plan_for(limit, alone=alone)
+
+    def awaits_plan(self, limit: int | None) -> bool:
+        """Whether it does with its bundle's plan until a first one of its own is made."""
+        return self.streams_pages and self._problem is not None and not self._plans and self._as_bundled(limit)
+
+    def _as_bundled(self, limit: int | None) -> bool:
+        """Whether the bundle's own plan is within `limit` bytes."""
+        return self._bundled_bytes < inf and (limit is None or self._bundled_bytes <= limit)
+
+    @cached_property
+    def _bundled_bytes(self) -> float:
+        plan = self.opened.bundle.plan
+        return self.fixed + self._layout(plan).total_bytes if self.opened.mode in plan.layouts else inf
+
+    def refuse_below(self, limit: int | None) -> None:
+        """Raise BudgetError where nothing fits `limit` bytes."""
+        if not self._as_bundled(limit):
+            self.plan_for(limit, alone=False)
+
+    def runs_in(self, limit: int) -> bool:
+        """Whether there is a plan within `limit` bytes."""
+        return self._as_bundled(limit) or self.smallest <= limit
+
     def _plan(self, limit: int | None, *, keep: bool) -> OverlapPlan:
         opened = self.opened
         if self._problem is not None:
@@ -142,6 +174,15 @@ class Tenant:
             return False
         self.placement = Placement(self.device, self.opened, self._kernels_for(plan), plan, self._layout(plan), ledger, queue)
         return True
+
+    def follows(self, plan: OverlapPlan) -> bool:
+        """Whether its placement, if it has one, can run under `plan`; in mode `map` it then will. No run may be loading."""
+        placement = self.placement
+        if placement is None or placement.plan.weights == plan.weights:
+            return True
+        if self.streams_pages:
+            placement.follow(plan, self._layout(plan))
+        return self.streams_pages
 
     def give_weights_back(self) -> None:
         """Hold activations and constants only; `place_again` must follow. No run may be loading."""

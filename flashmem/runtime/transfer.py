@@ -6,17 +6,16 @@ allocated when it is made, at the places the plan's `PoolLayout` names.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, cast
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
-from flashmem.pages import whole_pages
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
+from flashmem.runtime.common import Place, Places
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
@@ -50,6 +49,7 @@ class Transfer(ABC):
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
+        self.files: tuple[WeightFile, ...] = (file,)  # where slices are
         self.memories: dict[str, Memory] = {}  # what kernels take as the slice
 
     @abstractmethod
@@ -67,6 +67,12 @@ class Transfer(ABC):
     def frees(self) -> bool:
         """Whether `free` does anything."""
         return type(self).free is not Transfer.free
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """The memory of slices that are `whole` together, side by side in the file, as one buffer; None where they are apart
+        here.
+        """
+        return None
 
     def expect(self, part: Slice, band: Band) -> None:
         """A band of `part` will be loaded soon."""
@@ -111,49 +117,92 @@ class Transfer(ABC):
 
 
 class MapTransfer(Transfer):
-    """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them."""
+    """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
+
+    With `places`, a slice that another placement on the device has too is used where that one has it. A placement is known by
+    its ledger.
+    """
 
     in_place = True
 
     def __init__(
-        self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], after: MapTransfer | None = None
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        places: Places,
+        identities: Mapping[str, bytes],
+        together: Mapping[str, Slice],
+        after: MapTransfer | None = None,
     ) -> None:
         super().__init__(file)
         file.missed = True  # populating does not tell
         self._ledger = ledger
-        self._slices = slices
-        self._entered: Counter[str] = after._entered if after else Counter()  # bytes, by slice
-        self._lock = threading.Lock()
-        for part in slices:
-            if after and part.name in after.memories:
-                self.memories[part.name] = after.memories[part.name]
-                continue
-            buffer = context.wrap(file.mapped[part.offset : part.offset + part.file_bytes])
-            self.memories[part.name] = _view(context, buffer, part)
+        self._all, self._identities = places, identities
+        self._places: dict[str, Place] = {}
+        self._together: dict[str, Memory] = {}  # by the slices that they join
+        try:
+            for part in slices:
+                self._places[part.name] = places.take(file, part, identities[part.name])
+            elsewhere = {part.name for part in slices if not self._places[part.name].is_in(file, part.offset)}
+            apart = {whole.name for name, whole in together.items() if name in elsewhere}
+            for part in slices:
+                self.memories[part.name] = self._memory(context, part, together.get(part.name), apart)
+        except BaseException:
+            self.close()
+            raise
+        if after is not None:
+            after._give_places_up(but=self._places)
+        self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
+
+    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
+        """A slice where it is mapped, by itself or as a part of the one buffer over its `whole`."""
+        if whole is None or whole.name in apart:
+            return _view(context, context.wrap(self._places[part.name].mapped), part)
+        if whole.name not in self._together:  # buffers over one mapping must not overlap, parts of a buffer may
+            mapped = self.file.mapped[whole.offset : whole.offset + whole.file_bytes]
+            self._together[whole.name] = context.wrap(mapped)
+        return context.sub_buffer(self._together[whole.name], part.offset - whole.offset, part.file_bytes)
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """The buffer of which they are parts."""
+        return self._together.get(whole.name)
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring the pages in."""
-        start = part.offset + band.first
-        self._ledger.reserve("weights", whole_pages(band.nbytes), f"slice {part.name}")
-        with self._lock:
-            self._entered[part.name] += whole_pages(band.nbytes)
-        self.file.populate(start, band.nbytes)
-        self._check(part, self.file.mapped[start : start + band.nbytes])
+        place = self._places[part.name]
+        place.load(band, (self._ledger, part.name), self._ledger, f"slice {part.name}")
+        self._check(part, place.mapped[band.first : band.first + band.nbytes])
         turn.did("copy")
 
+    def expect(self, part: Slice, band: Band) -> None:
+        """A band of `part` will be loaded soon, if it is not there."""
+        place = self._places[part.name]
+        if not place.holds(band):
+            place.file.expect(place.offset + band.first, band.nbytes)
+
     def free(self, part: Slice) -> None:
-        """Drop the pages."""
-        with self._lock:
-            entered = self._entered.pop(part.name, 0)
-        if entered:
-            self.file.drop(part.offset, part.file_bytes)
-            self._ledger.release("weights", entered)
+        """Drop the pages, unless somebody else uses them."""
+        self._places[part.name].free((self._ledger, part.name))
+
+    def leave(self) -> None:
+        """No buffer is over the pages any more."""
+        self.memories.clear()
+        self._together.clear()
 
     def close(self) -> None:
-        """Drop all pages that came in."""
+        """Let all pages go, and their places."""
         super().close()
-        for part in self._slices:
-            self.free(part)
+        self._give_places_up()
+
+    def _give_places_up(self, but: Container[str] = ()) -> None:
+        """All places; the pages of those slices, too, that are not in `but`: another transfer of the same ledger has those."""
+        for name, place in self._places.items():
+            if name not in but:
+                place.free((self._ledger, name))
+            self._all.give_up(place, self._identities[name])
+        self._places.clear()
 
 
 class AliasTransfer(Transfer):
@@ -170,14 +219,16 @@ class AliasTransfer(Transfer):
     ) -> None:
         super().__init__(file)
         self._offsets = layout.offsets
+        self._context = context
         self._queue: Queue = context.queue() if after is None else after._queue
         self._pool: Bytes | None = None
+        self._memory: Memory | None = None
         if after is not None:
-            self._pool, self.memories = after._pool, after.memories
+            self._pool, self._memory, self.memories = after._pool, after._memory, after.memories
             return
         if not slices:  # a device has no buffers without bytes
             return
-        pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
+        self._memory = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
         self._pool = self._queue.map(pool, layout.pool_bytes)
         for part in slices:
             place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
@@ -189,9 +240,14 @@ class AliasTransfer(Transfer):
         assert self._pool is not None
         self._read(part, band, self._pool[start : start + band.nbytes], turn)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return _in_pool(self._context, self._memory, self._offsets, parts)
+
     def close(self) -> None:
         """Unmap the pool."""
         super().close()
+        self._memory = None
         if self._pool is not None:
             self._queue.unmap(self._pool)
 
@@ -205,12 +261,17 @@ class _Homes:
             ledger.image("weights", slot.width, slot.height, slot.channel, f"texture slot {number}")
             for number, slot in enumerate(layout.slots)
         ]
-        pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
+        self._context, self._offsets = context, layout.offsets
+        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
         for part in slices:
             if part.name in layout.slot_of:
                 self.memories[part.name] = textures[layout.slot_of[part.name]]
             else:
                 self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return _in_pool(self._context, self._pool, self._offsets, parts)
 
     def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> None:
         """Copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
@@ -275,6 +336,10 @@ class DmaTransfer(Transfer):
         for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
     def leave(self) -> None:
         """Unmap staging."""
         self._ring.close()
@@ -335,6 +400,10 @@ class InterleaveTransfer(Transfer):
         for piece, first in self._pieces(part, band, through, turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
     def _place(self, part: Slice, first: int, nbytes: int) -> Bytes:
         """Where bytes of the slice are staged, as the host sees them."""
         assert self._mapped is not None
@@ -357,18 +426,22 @@ def make_transfer(
     file: WeightFile,
     slices: Sequence[Slice],
     layout: PoolLayout,
+    places: Places,
+    identities: Mapping[str, bytes],
     digests: Mapping[str, Digest] | None = None,
+    together: Mapping[str, Slice] = MappingProxyType({}),
     after: Transfer | None = None,
 ) -> Transfer:
-    """The transfer of `mode`, which checks slices against `digests`. `after`: one of the same mode for another shape variant of
-    the bundle, which has left; its places of weights, which are those of `layout` (`residence.share_places`), are taken over.
+    """The transfer of `mode`, which checks slices against `digests`. `together`: by slice, the whole that may be asked for by
+    `joined`. `after`: one of the same mode for another shape variant of the bundle, which has left; its places of weights,
+    which are those of `layout` (`residence.share_places`), are taken over.
 
     Raises:
         RunError: device or budget refuse.
     """
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices, cast(MapTransfer | None, after))
+        made = MapTransfer(context, ledger, file, slices, places, identities, together, cast(MapTransfer | None, after))
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
     elif mode == "dma":
@@ -377,6 +450,19 @@ def make_transfer(
         made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after))
     made.digests = digests
     return made
+
+
+def _in_pool(context: Context, pool: Memory | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> Memory | None:
+    """The part of a pool that holds `parts`, if they lie there side by side."""
+    places = [offsets.get(part.name) for part in parts]
+    start, nbytes = places[0], 0
+    if start is None or pool is None:
+        return None
+    for part, place in zip(parts, places, strict=True):
+        if place != start + nbytes:
+            return None
+        nbytes += part.nbytes
+    return context.sub_buffer(pool, start, whole_words(nbytes))
 
 
 def _view(context: Context, buffer: Memory, part: Slice) -> Memory:

@@ -6,8 +6,8 @@
   processes use `LOAD_HIGH` of it. It is over after `REST_SECONDS`, and of the CPU not before others use less than `LOAD_LOW`.
   The next runs on it say whether that was right; each time it was not, the rest is twice as long, up to `LONGEST_REST`.
 - memory is short when tasks waited for it in `WAITED` percent of the last 10 s (PSI), or less than a quarter of what the best
-  design holds could still be had. It is over when one and a half times what that design holds could be had, and nothing
-  waited, for `QUIET_SECONDS`.
+  design holds could still be had. It is over when one and a half times what that design holds could be had, and tasks
+  waited in less than `WAITED_LOW` percent, for `QUIET_SECONDS`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ LOAD_LOW = 0.1
 REST_SECONDS = 5.0
 LONGEST_REST = 80.0
 WAITED = 5.0
+WAITED_LOW = 1.0
 QUIET_SECONDS = 3.0
 
 
@@ -38,10 +39,10 @@ class _Processor:
 
 @dataclass
 class Watch:
-    """`best`: bytes that the design without trouble holds. `cpu`: the processor that the load of this machine is of, if any."""
+    """`best`: bytes that the design without trouble holds. `cpus`: the processors that the load of this machine is of."""
 
     best: int
-    cpu: str | None = None
+    cpus: frozenset[str] = frozenset()
     _processors: dict[str, _Processor] = field(default_factory=dict)
     _memory: bool = False
     _quiet_since: float | None = None
@@ -60,11 +61,11 @@ class Watch:
         """What the system says now, and the share of the CPU that other processes use (None: nobody knows)."""
         self._watch_memory(sample)
         for name, known in self._processors.items():
-            loaded = name == self.cpu and others is not None and others >= LOAD_LOW
+            loaded = name in self.cpus and others is not None and others >= LOAD_LOW
             if known.since is not None and sample.seconds - known.since >= known.rest and not loaded:
                 known.since, known.slow_runs, known.on_trial = None, 0, True
-        if self.cpu is not None and others is not None and others >= LOAD_HIGH:
-            known = self._processors.setdefault(self.cpu, _Processor())
+        for name in self.cpus if others is not None and others >= LOAD_HIGH else ():
+            known = self._processors.setdefault(name, _Processor())
             known.since = sample.seconds if known.since is None else known.since
 
     @property
@@ -77,7 +78,7 @@ class Watch:
             return
         if sample.waited >= WAITED or sample.available < self.best / 4:
             self._memory, self._quiet_since = True, None
-        elif sample.available + sample.held < 1.5 * self.best or sample.waited > 0:
+        elif sample.available + sample.held < 1.5 * self.best or sample.waited >= WAITED_LOW:
             self._quiet_since = None
         else:
             self._quiet_since = sample.seconds if self._quiet_since is None else self._quiet_since
@@ -87,7 +88,9 @@ class Watch:
 
 @dataclass(frozen=True)
 class Ticks:
-    """Clock ticks since the start: of all processors together, those not idle, and those of this process."""
+    """Clock ticks since the start: of all processors together, those not idle, and those of this process and of children that
+    ended (which build kernels).
+    """
 
     all: int
     busy: int
@@ -102,7 +105,7 @@ def ticks(root: Path = Path("/")) -> Ticks | None:
     except (OSError, ValueError):
         return None
     everything, idle = sum(counts), counts[3] + counts[4]
-    return Ticks(everything, everything - idle, int(own[11]) + int(own[12]))
+    return Ticks(everything, everything - idle, sum(map(int, own[11:15])))
 
 
 def load_of_others(before: Ticks, now: Ticks) -> float | None:

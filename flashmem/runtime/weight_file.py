@@ -85,6 +85,7 @@ class WeightFile:
         self.missed = False  # something was not in the page cache when it was read
         self._announcer: threading.Thread | None = None
         self._closing = False
+        self._keepers, self._keeping = 1, threading.Lock()
 
     def read_into(self, data: Bytes, offset: int) -> None:
         """Fill `data` with the bytes at `offset`.
@@ -221,8 +222,17 @@ class WeightFile:
             forget(self.path.parent)
             raise RunError(f"{self.path} is damaged: {what} is not what was written; compile the model again")
 
+    def keep(self) -> None:
+        """Have the file open for one more, who closes it."""
+        with self._keeping:
+            self._keepers += 1
+
     def close(self) -> None:
-        """Close the file; the mapping goes with the last object that uses it."""
+        """Close the file, once all who keep it do; the mapping goes with the last object that uses it."""
+        with self._keeping:
+            self._keepers -= 1
+            if self._keepers:
+                return
         self._closing = True
         if self._announcer is not None:
             self._announcer.join()  # it must not meet another file under the same descriptor

@@ -1,0 +1,130 @@
+"""What later runs of a program play instead of some of its layers: kernels that run sooner, one launch instead of several.
+
+NNV12 (MobiSys '23, section 3.5) switches from the kernels of a first answer to those of later ones. Here the program is
+generated once more, for later runs and over the weights as they lie in the file (`Generated.again`), and compared launch by
+launch. What does the same in the same memory, but by another kernel or in fewer launches, goes into the bundle beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flashmem.codegen.program import Generated
+from flashmem.program import Arg, Joined, Launch, Program, Slice, SteadyLaunch, Tensor, kernel_source, kernel_texts
+
+_PART = re.compile(r"\[\d+\]$")
+
+
+def with_steady(first: Generated) -> Generated:
+    """`first`, with what its later runs play instead: none where nothing would be gained."""
+    later = first.again() if first.again is not None else None
+    if later is None or later.cuts.keys() != first.cuts.keys():  # it would want them packed in another way
+        return first
+    matched = _Matched(first, later)
+    found = tuple(
+        SteadyLaunch(number, number + len(cold) - 1, launch)
+        for number, cold, made in _pairs(first.program.launches, later.program.launches)
+        if (launch := matched.launch(cold, made)) is not None
+    )
+    if not found:
+        return first
+    read = {name for each in found for name in _read(each.launch)}
+    joined = tuple(matched.joined[name] for name in sorted(read & matched.joined.keys()))
+    texts, more = kernel_texts(first.source.plain), kernel_texts(later.source.plain)
+    texts |= {each.launch.kernel: more[each.launch.kernel] for each in found}
+    source = replace(first.source, plain=kernel_source(texts), kernels=tuple(texts))
+    return replace(first, program=replace(first.program, steady=found, joined=joined), source=source)
+
+
+def _pairs(first: Sequence[Launch], later: Sequence[Launch]) -> Iterator[tuple[int, Sequence[Launch], Launch]]:
+    """Launches of later runs, each with what it stands for and the number of the first layer of that; until they disagree."""
+    start = 0
+    for launch in later:
+        end = start + 1
+        if start == len(first) or _PART.sub("", first[start].name) != _PART.sub("", launch.name):
+            return
+        if first[start].name != launch.name:  # several launches, NAME[0] on, are one
+            if first[start].name != f"{launch.name}[0]":
+                return
+            while end < len(first) and first[end].name == f"{launch.name}[{end - start}]":
+                end += 1
+        yield start + 1, first[start:end], launch
+        start = end
+
+
+def _read(launch: Launch) -> list[str]:
+    return [str(arg.value) for arg in launch.args if arg.kind == "slice"]
+
+
+@dataclass
+class _Matched:
+    """Two programs over the same weights: what of the second one's launches can be said in the memory of the first."""
+
+    first: Generated
+    later: Generated
+
+    def __post_init__(self) -> None:
+        one, other = self.first.program, self.later.program
+        self._tensors, self._made = _tensors(one), _tensors(other)
+        self._slices, self._wanted = one.readable(), {part.name: part for part in other.slices}
+        self._status = {program.status for program in (one, other)}
+        self.joined: dict[str, Joined] = {}
+
+    def launch(self, cold: Sequence[Launch], made: Launch) -> Launch | None:
+        """`made` with the first program's arguments; None if it gains nothing, or would touch other memory than `cold` does."""
+        same = (made.kernel, made.global_size, made.local_size)
+        if len(cold) == 1 and same == (cold[0].kernel, cold[0].global_size, cold[0].local_size):
+            return None
+        touched = {str(arg.value) for launch in cold for arg in launch.args if arg.kind == "tensor"}
+        read = [name for launch in cold for name in _read(launch)]
+        args = [self._argument(arg, read, touched) for arg in made.args]
+        here = [arg for arg in args if arg is not None]
+        parts = {part for arg in here if arg.kind == "slice" for part in self._parts(str(arg.value))}
+        tensors = {str(arg.value) for arg in here if arg.kind == "tensor"}
+        fits = len(here) == len(args) and parts == set(read) and tensors == touched
+        return replace(made, args=tuple(here)) if fits else None
+
+    def _argument(self, arg: Arg, read: Sequence[str], touched: Collection[str]) -> Arg | None:
+        """An argument of the second program as the first one names that memory; None if it has nothing of the kind."""
+        if arg.kind == "slice":
+            name = self._slice(str(arg.value), read)
+            return None if name is None else Arg("slice", name)
+        if arg.kind == "tensor":
+            return arg if arg.value in touched and arg.value not in self._status and self._alike(str(arg.value)) else None
+        return None if arg.kind == "constant" and not self._holds(arg) else arg
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        return self.joined[name].parts if name in self.joined else (name,)
+
+    def _alike(self, name: str) -> bool:
+        one, other = self._tensors[name], self._made[name]
+        return (one.shape, one.dtype, one.nbytes) == (other.shape, other.dtype, other.nbytes)
+
+    def _holds(self, arg: Arg) -> bool:
+        start = int(arg.value)
+        one, other = (each.constants[start : start + arg.nbytes] for each in (self.first, self.later))
+        return one.tobytes() == other.tobytes()
+
+    def _slice(self, name: str, read: Sequence[str]) -> str | None:
+        """The slice that `name` of the second program is in the first one: one of `read`, or all of a weight that are."""
+        made = self._wanted[name]
+        here = self._slices.get(name)
+        if here is not None and replace(here, offset=0) == replace(made, offset=0):
+            return name
+        parts = [self._slices[each] for each in read if self._slices[each].weight == made.weight]
+        if len(parts) < 2 or not _side_by_side(parts) or sum(part.nbytes for part in parts) != made.nbytes:
+            return None
+        joined = Joined(f"{_PART.sub('', parts[0].name)}[0-{len(parts) - 1}]", tuple(part.name for part in parts))
+        self.joined[joined.name] = joined
+        return joined.name
+
+
+def _tensors(program: Program) -> Mapping[str, Tensor]:
+    return {tensor.name: tensor for tensor in program.tensors}
+
+
+def _side_by_side(parts: Sequence[Slice]) -> bool:
+    ends = [part.offset + part.nbytes for part in parts[:-1]]
+    return not any(part.is_image for part in parts) and ends == [part.offset for part in parts[1:]]

@@ -1,0 +1,60 @@
+"""What `flashmem plan` says of later runs: which launches they play instead of those of the first one, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashmem.planning.plan import OverlapPlan
+from flashmem.program import Launch, Program
+
+
+@dataclass(frozen=True)
+class SteadyRow:
+    """What later runs play instead of layers `first` to `last`. `resident`: whether the plan keeps what it waits for."""
+
+    first: int
+    last: int
+    name: str
+    kernel: str
+    instead_of: str  # the kernel of the first run
+    why: str
+    resident: bool
+
+
+def steady_rows(program: Program, plan: OverlapPlan) -> list[SteadyRow]:
+    """One row for each decision of the bundle."""
+    staying = {w.name for w in plan.weights if w.preload or w.keep}
+    rows = []
+    for each in program.steady:
+        cold = program.launches[each.first - 1 : each.last]
+        read = {str(arg.value) for launch in cold for arg in launch.args if arg.kind == "slice"}
+        reasons = []
+        if len(cold) > 1:
+            reasons.append(f"one launch instead of {len(cold)}, of slices that lie side by side")
+        if each.launch.kernel != cold[0].kernel:
+            reasons.append(f"{_tile(each.launch)} runs sooner than {_tile(cold[0])}, over the same packed weights")
+        resident = len(cold) == 1 or read <= staying
+        if not resident:
+            reasons.append("not under this plan, which does not keep them")
+        rows.append(
+            SteadyRow(each.first, each.last, each.launch.name, each.launch.kernel, cold[0].kernel, "; ".join(reasons), resident)
+        )
+    return rows
+
+
+def steady_text(rows: list[SteadyRow]) -> dict[str, str]:
+    """The fact that sums them up, if there is any."""
+    if not rows:
+        return {}
+    played = [row for row in rows if row.resident]
+    joined = [row for row in played if row.last > row.first]
+    others = sum(row.kernel != row.instead_of for row in played)
+    launches = sum(row.last - row.first + 1 for row in joined)
+    return {"steady kernels": f"later runs have {others} other kernels, and {len(joined)} launches instead of {launches}"}
+
+
+def _tile(launch: Launch) -> str:
+    """A variant in the words of its descriptor: outputs of a work-item, work-items of a group, parts of the depth."""
+    shape, group = launch.shape, launch.local_size or ()
+    parts = f" in {shape.split} parts" if shape.split > 1 else ""
+    return f"{shape.tile_rows} x {shape.tile_columns} by {'x'.join(map(str, group))}{parts}"

@@ -1,0 +1,126 @@
+"""Pages of weights that several placements on a device use, where weights are used in place (mode `map`).
+
+Slices of one identity (`flashmem.digests`) are the same bytes. Whoever is there first gives the place, in its own file; others
+use that one. A band is brought in by the first who loads it and counted there; others borrow it, and the last one to let go
+drops its pages. When its holder lets go before, a borrower holds it: it has counted on that all the time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from contextlib import suppress
+
+from flashmem.errors import RunError
+from flashmem.pages import whole_pages
+from flashmem.program import Slice
+from flashmem.runtime.accounts import Account
+from flashmem.runtime.schedule import Band
+from flashmem.runtime.weight_file import Bytes, WeightFile
+
+
+class _Pages:
+    """The pages of one band: who uses them, the one that holds them first, and whether they are there."""
+
+    def __init__(self) -> None:
+        self.users: list[tuple[Hashable, Account]] = []
+        self.there = False
+
+
+class Place:
+    """Where a slice is mapped, for all who use it. They are told apart by what they give as `user`."""
+
+    def __init__(self, file: WeightFile, part: Slice) -> None:
+        self.file, self.offset, self.nbytes = file, part.offset, part.file_bytes
+        self.uses = 0  # of those that may load it; see `Places`
+        self._bands: dict[Band, _Pages] = {}
+        self._changed = threading.Condition()
+
+    def is_in(self, file: WeightFile, offset: int) -> bool:
+        """Whether this is where `file` has it."""
+        return self.file is file and self.offset == offset
+
+    @property
+    def mapped(self) -> Bytes:
+        """The bytes, where they are mapped."""
+        return self.file.mapped[self.offset : self.offset + self.nbytes]
+
+    def load(self, band: Band, user: Hashable, ledger: Account, what: str) -> None:
+        """Have the pages of a band there, until `user` lets the slice go.
+
+        Raises:
+            RunError: the budget has no room, or the disk fails.
+        """
+        nbytes = whole_pages(band.nbytes)
+        with self._changed:
+            while (pages := self._bands.get(band)) is not None and not pages.there:  # somebody brings them in
+                self._changed.wait()
+            if pages is not None:
+                ledger.borrow(nbytes, what)
+                pages.users.append((user, ledger))
+                return
+            ledger.reserve("weights", nbytes, what)
+            pages = self._bands[band] = _Pages()
+            pages.users.append((user, ledger))
+        try:
+            self.file.populate(self.offset + band.first, band.nbytes)
+        except BaseException:
+            with self._changed:
+                del self._bands[band]
+                with suppress(RunError):  # the first failure is the one to tell
+                    self.file.drop(self.offset + band.first, band.nbytes)
+                ledger.release("weights", nbytes)
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            pages.there = True
+            self._changed.notify_all()
+
+    def holds(self, band: Band) -> bool:
+        """Whether the pages of a band are there, or about to be."""
+        with self._changed:
+            return band in self._bands
+
+    def free(self, user: Hashable) -> None:
+        """`user` lets all its bands go; pages that nobody else uses are dropped. None of them may be loading for it."""
+        with self._changed:
+            for band, pages in list(self._bands.items()):
+                mine = next((each for each in pages.users if each[0] == user), None)
+                if mine is None:
+                    continue
+                nbytes, ledger = whole_pages(band.nbytes), mine[1]
+                held = pages.users[0] is mine
+                pages.users.remove(mine)
+                if not held:
+                    ledger.give_up(nbytes)
+                elif pages.users:
+                    ledger.hand_to(pages.users[0][1], "weights", nbytes)
+                else:
+                    del self._bands[band]
+                    self.file.drop(self.offset + band.first, band.nbytes)
+                    ledger.release("weights", nbytes)
+
+
+class Places:
+    """The places on a device, by the identity of what is there, while somebody uses them."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[bytes, int], Place] = {}
+        self._lock = threading.Lock()
+
+    def take(self, file: WeightFile, part: Slice, identity: bytes) -> Place:
+        """The place of a slice: that of another one of the same bytes, or in `file`, which stays open until it is given up."""
+        with self._lock:
+            place = self._places.setdefault((identity, part.file_bytes), Place(file, part))
+            if not place.uses:
+                place.file.keep()
+            place.uses += 1
+            return place
+
+    def give_up(self, place: Place, identity: bytes) -> None:
+        """Whoever took it uses it no longer, and holds nothing there."""
+        with self._lock:
+            place.uses -= 1
+            if not place.uses:
+                del self._places[identity, place.nbytes]
+                place.file.close()

@@ -1,0 +1,138 @@
+"""Plays the requests of a runtime, one after the other: layers now, the next model's loads as far as there is room for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
+
+from flashmem.errors import RunError
+from flashmem.program import Port
+from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.occupancy import Occupancy
+from flashmem.runtime.planner import Planner
+from flashmem.runtime.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.requests import Answer
+from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
+from flashmem.runtime.schedule import Span
+from flashmem.runtime.tenant import Tenant
+
+Array = NDArray[Any]
+
+_GLANCE = 0.05
+"""Seconds after which a thread looks again at what it is not told of."""
+
+
+class Player:
+    """All but `close` is called by the runtime's own thread."""
+
+    def __init__(
+        self, device: DeviceInUse, occupancy: Occupancy, following: Callable[[], Tenant | None], relieved: Callable[[], None]
+    ) -> None:
+        """`following`: whose request comes next. `relieved` is called when memory has been given back."""
+        self._device, self._occupancy, self._following, self._relieved = device, occupancy, following, relieved
+        self._planner = Planner(device, occupancy)
+        self.pressed = threading.Event()  # the run under way has to give memory back
+
+    def play(self, answer: Answer) -> list[Array]:
+        """The outputs of a request, in the order of its names; its report is filled in.
+
+        Raises:
+            BudgetError: the budget is too small for the model.
+            ValueError: an index outside a table or a tensor.
+            RunError: the run failed, or the model is closed.
+        """
+        tenant, budget = answer.tenant, self._device.budget
+        if tenant.failure is not None:
+            raise RunError(f"the model is closed ({tenant.failure}); open it again")
+        placement = self._occupancy.placed(tenant)
+        placement.ledger.restart_history()
+        ports = {port.name: port for port in tenant.opened.program.outputs}
+        wanted = [ports[name] for name in dict.fromkeys(answer.names)]
+        write_inputs(placement, answer.inputs)
+        loads: list[Span] = []
+        read: dict[str, Array] = {}
+        done, last = 0, len(tenant.opened.program.launches)
+        while True:
+            played = self._play_from(tenant, wanted, done)
+            loads += played.loads
+            read |= played.read
+            if played.done == last:
+                break
+            self._give_way(tenant)
+            done = played.done
+            if tenant.opened.mode == "interleave":  # what kernels were to move before is not at home
+                done, read = 0, {}
+                write_inputs(placement, answer.inputs)
+        check_status(placement)
+        results = collect(placement, wanted, read)
+        ended = perf_counter()
+        answer.report = RunReport(
+            Latency(ended - answer.started, 0.0, ended - answer.started),
+            MemoryUse.of(placement.ledger, ended, budget.limit, self._device.start_rss),
+            tuple(loads),
+            (),
+        )
+        return [results[name] for name in answer.names]
+
+    def relieve(self) -> None:
+        """Between two runs: give back what passes the budget."""
+        self.pressed.clear()
+        self._occupancy.relieve()
+        self._relieved()
+
+    def close(self) -> None:
+        """No plan is made any more."""
+        self._planner.close()
+
+    def _play_from(self, tenant: Tenant, wanted: Sequence[Port], done: int) -> Played:
+        """Play the layers behind `done`; meanwhile the next model begins to load, and plans are made that are not there."""
+        run = self._occupancy.begin(tenant, done)
+        if run is None:  # the budget has been moved
+            return Played((), (), {}, done)
+        self._planner.wake()
+        stop = threading.Event()
+        ahead = threading.Thread(target=self._look_ahead, args=(run, stop), name="flashmem-ahead")
+        if len(self._occupancy.tenants()) > 1:
+            ahead.start()
+        try:
+            return run.play(wanted, halted=self.pressed.is_set)
+        finally:
+            stop.set()
+            with self._device.budget.changed:
+                self._device.budget.changed.notify_all()
+            if ahead.ident is not None:
+                ahead.join()
+            tenant.end()
+
+    def _look_ahead(self, run: Run, stop: threading.Event) -> None:
+        """While `run` plays: when its loads wait, those of the next model go on, as far as there is memory."""
+        budget = self._device.budget
+        begun: Run | None = None
+        while not stop.is_set():
+            if run.loader is not None and not run.loader.idle:
+                pass
+            elif begun is None:
+                following = self._following()
+                if following is not None and not self.pressed.is_set():
+                    begun = self._occupancy.begin_ahead(following, run)
+            elif begun.loader is not None:
+                begun.loader.wake()
+            with budget.changed:
+                if not stop.is_set():
+                    budget.changed.wait(_GLANCE)
+
+    def _give_way(self, tenant: Tenant) -> None:
+        """It was halted: it gives its weights back, others what is still too much, and it goes on under another plan.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        self.pressed.clear()
+        tenant.give_weights_back()
+        self._occupancy.relieve(but=tenant)
+        self._relieved()
+        self._occupancy.place_again(tenant)

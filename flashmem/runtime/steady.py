@@ -1,0 +1,69 @@
+"""Which steady launches later runs play instead of their first ones, and which kernels these need: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from flashmem.program import Program, Source, SteadyLaunch, kernel_texts
+from flashmem.runtime.executor import Kernels
+from flashmem.runtime.kernel_list import Use, Wanted, variant
+from flashmem.runtime.lanes import LayerMoves
+from flashmem.runtime.opencl import Kernel
+
+
+def playable(
+    program: Program,
+    resident: Collection[str],
+    moves: Mapping[int, LayerMoves],
+    joined: Callable[[str, Sequence[str]], object | None],
+) -> tuple[SteadyLaunch, ...]:
+    """The steady launches of `program` that later runs can play, which find `resident` and make `moves` by kernels.
+
+    A launch that stands for several layers needs all its slices before the first of them, so they must be resident, and side by
+    side as `joined(name, parts)` tells. A kernel that moves weights while it computes stays as it is.
+    """
+    parts = {each.name: each.parts for each in program.joined}
+
+    def fits(each: SteadyLaunch) -> bool:
+        if any(layer in moves for layer in range(each.first, each.last + 1)):
+            return False
+        named = [str(arg.value) for arg in each.launch.args if arg.kind == "slice"]
+        wanted = {part for name in named for part in parts.get(name, (name,))}
+        if each.last > each.first and not wanted <= set(resident):
+            return False
+        return all(joined(name, parts[name]) is not None for name in named if name in parts)
+
+    return tuple(each for each in program.steady if fits(each))
+
+
+def new_kernels(source: Source, steady: Sequence[SteadyLaunch], known: Sequence[Wanted]) -> tuple[Wanted, ...]:
+    """The kernels of `steady` launches that are none of the `known` ones, or launched in a way that these are not."""
+    uses: dict[str, list[Use]] = {}
+    for each in steady:
+        launch = each.launch
+        uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args))
+    here = {each.name: {variant(size) for size in each.sizes} for each in known}
+    texts = kernel_texts(source.plain)
+    return tuple(
+        Wanted(name, texts[name], tuple(each))
+        for name, each in uses.items()
+        if not {variant(use.size) for use in each} <= here.get(name, set())
+    )
+
+
+class NamedKernels(Kernels, Protocol):
+    """Kernels that say which there are."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+
+class Either:
+    """Kernels of one source, and where it has none of that name, of another one."""
+
+    def __init__(self, one: NamedKernels, other: Kernels) -> None:
+        self._one, self._other = one, other
+
+    def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
+        """A kernel object of its own with its arguments set. Raises RunError."""
+        return (self._one if name in self._one else self._other).kernel(name, arguments)
