@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import flashmem
-from flashmem.bundle import BundleWriter
+from flashmem.bundle_writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
@@ -53,7 +53,7 @@ def _ours(name: str, device: str) -> float:
     with tempfile.TemporaryDirectory(prefix="flashmem-kernels-") as scratch:
         path = Path(scratch) / "model.flashmem"
         with BundleWriter(path) as writer:
-            made.weights.write(writer)
+            made.write(writer)
             writer.commit(made.program, made.source, plan, options.descriptor, {"mode": options.mode})
         with flashmem.Session(path, device=device, strategy="preload") as session:
             generator = np.random.default_rng(0)

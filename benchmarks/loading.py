@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import flashmem
-from flashmem.bundle import BundleWriter
+from flashmem.bundle_writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
@@ -117,7 +117,7 @@ class Bench:
         plan = with_layouts(made.program, plan, options.descriptor.modes[made.program.memory_path])
         shutil.rmtree(self.path, ignore_errors=True)
         with BundleWriter(self.path) as writer:
-            made.weights.write(writer)
+            made.write(writer)
             writer.commit(made.program, made.source, plan, options.descriptor, {"mode": options.mode})
         return made.program
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import flashmem
-from flashmem.bundle import replace_plan
+from flashmem.bundle_writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.errors import BudgetError
 from flashmem.learn import limits_of

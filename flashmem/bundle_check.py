@@ -11,7 +11,7 @@ import math
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -32,6 +32,7 @@ from flashmem.program import (
     Arg,
     Launch,
     Program,
+    Slice,
     array_bytes,
     copied_outputs,
     port_dtype,
@@ -56,6 +57,24 @@ def check_bundle(program: Program, plan: OverlapPlan) -> None:
     preloaded = {w.name for w in plan.weights if w.preload}
     for mode, layout in plan.layouts.items():
         _check_layout(program, mode, layout, preloaded)
+
+
+def check_variants(programs: Sequence[Program]) -> None:
+    """Raise BundleError unless these, each checked by itself, are one model for different shapes, over one weight file."""
+    first, slices = programs[0], dict[str, Slice]()
+    seen = set[tuple[tuple[int, ...], ...]]()
+    for program in programs:
+        for mine, others in ((program.inputs, first.inputs), (program.outputs, first.outputs)):
+            same = [(port.name, port.dtype) for port in mine] == [(port.name, port.dtype) for port in others]
+            _require(same, "its shape variants have other inputs or outputs")
+        shapes = tuple(port.shape for port in program.inputs)
+        _require(shapes not in seen, "two of its shape variants are for the same shapes")
+        seen.add(shapes)
+        for name in ("memory_path", "precision", "page_bytes", "constants_offset", "weights_bytes", "hands_over"):
+            same = getattr(program, name) == getattr(first, name)
+            _require(same, f"its shape variants differ in {name}")
+        for part in program.slices:
+            _require(slices.setdefault(part.name, part) == part, f"two of its shape variants have another slice {part.name!r}")
 
 
 def check_types(data: Any, where: str) -> None:

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     bundle(run)
     run.add_argument("--input", type=Path, metavar="x.npz", help="inputs by name; the rest is drawn from --seed")
     run.add_argument("--output", type=Path, metavar="y.npz", help="where to write the outputs")
+    run.add_argument("--shape", action="append", metavar="NAME=1x128", help="the shape variant, if the bundle has several")
     run.add_argument("--repeat", type=int, default=1, help="runs in one session; the first one is reported")
     run.add_argument("--device", metavar="NAME", help="a device, or 'auto'")
     run.add_argument("--mode", metavar="NAME", help="how weights reach the kernels")
@@ -91,7 +92,8 @@ def _devices(arguments: argparse.Namespace) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from flashmem.commands.run import RunOptions, run_model
 
-    compiling = CompileOptions(device=arguments.device, budget=arguments.budget, mode=arguments.mode)
+    shape = tuple(arguments.shape or ())
+    compiling = CompileOptions(device=arguments.device, budget=arguments.budget, mode=arguments.mode, shape=shape)
     options = RunOptions(
         input=arguments.input,
         output=arguments.output,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -13,12 +13,15 @@ from typing import Literal
 import flashmem
 from flashmem.allocations import within_allocations
 from flashmem.banding import fitting_bands
-from flashmem.bundle import Bundle, BundleWriter
+from flashmem.bundle import Bundle, ShapeVariant
 from flashmem.bundle_cache import find_or_make
+from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.choices import Choices
-from flashmem.codegen.program import Generated, generate
+from flashmem.codegen.emitter import Cuts as SlicesOfWeights
+from flashmem.codegen.program import Generated, generate, sharing_weights, stored_by, write_weights
 from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.steady import with_steady
+from flashmem.codegen.stored_weights import NOTHING_STORED, StoredWeights
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, MissingFileError, UserError
@@ -42,6 +45,7 @@ from flashmem.program import LaunchOrder, MemoryPath, Program
 from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
+from flashmem.shapes import Shapes, checked_variants, shapes_text
 from flashmem.unfusion import Cuts, Pipeline, may_refine, refine
 
 Progress = Callable[[str, float], None]
@@ -58,7 +62,7 @@ def compile(
     lambda_: float | None = None,
     chunk: int | str | None = None,
     precision: Literal["fp32", "fp16"] = "fp32",
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    shapes: Shapes | Sequence[Shapes] | None = None,
     preload: Sequence[str] = (),
     memory_path: MemoryPath | Literal["auto"] = "auto",
     mode: TransferMode | Literal["auto"] = "auto",
@@ -86,7 +90,8 @@ def compile(
             the paper's 0.9.
         chunk: S, the unit of transfer; by default a size of which the median layer carries four.
         precision: what weights and activations are stored in; sums are fp32.
-        shapes: sizes for open dimensions, by input.
+        shapes: sizes for open dimensions, by input; or several of these, for a bundle with a shape variant for each, all over
+            the same weights. A session then runs the one that its inputs fit.
         preload: weights that must be resident from the start.
         memory_path: where weights are read from; "auto" takes the device's first.
         mode: how weights travel; "auto" takes the first the device has on that path.
@@ -124,47 +129,110 @@ def compile(
         alpha=alpha,
         units=units,
     )
-    options = resolve(
-        limits, device=device, memory_path=memory_path, mode=mode, precision=precision, shapes=shapes, optimize=optimize
-    )
+    resolved = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize)
+    variants = [replace(resolved, shapes=each) for each in checked_variants(shapes)]
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
-            return _compile(model, place, options, progress, kernels if build else None)
+            return _compile(model, place, variants, progress, kernels if build else None)
 
-        bundle = make(Path(output)) if output is not None else find_or_make(f"{model.stem}-{_key(model, options)}", make)
+        bundle = make(Path(output)) if output is not None else find_or_make(f"{model.stem}-{_key(model, variants)}", make)
         if not build:
             return bundle
         built = kernels.finish(bundle)
     return carrying(bundle, built) if with_binaries else bundle
 
 
-def _compile(model: Path, output: Path, options: Options, progress: Progress, kernels: KernelBuilder | None) -> Bundle:
-    """`kernels` are built while the plan is made, weights are packed and written."""
+def _compile(
+    model: Path, output: Path, variants: Sequence[Options], progress: Progress, kernels: KernelBuilder | None
+) -> Bundle:
+    """One bundle for all `variants`, which differ in shapes. `kernels` are built while plans are made, weights are packed and
+    written.
+    """
+    [options, *_] = variants
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
         if kernels is not None:
             wish = Wish(generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan)
             kernels.begin(wish)
 
-    def packed(name: str, nbytes: int) -> None:
-        progress("pack weights", bundle.size / generated.program.weights_bytes)
+    progress("import", 0.0)
+    graphs = _read_graphs(model, variants)
+    made: dict[int, tuple[Generated, OverlapPlan]] = {}
+    earlier = NOTHING_STORED
+    for index in largest_first(graphs):
+        progress("plan", len(made) / len(graphs))
+        with _naming(variants[index], among=len(graphs)):
+            generated, plan = plan_graph(graphs[index], variants[index], final=begin, earlier=earlier)
+        generated = with_steady(generated)
+        begin(generated, plan)
+        plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
+        made[index] = generated, within_allocations(generated.program, plan, options.descriptor, options.mode)
+        if len(graphs) > 1:
+            earlier = stored_by(generated, earlier)
+    joined = dict(zip(made, sharing_weights([generated for generated, _ in made.values()]), strict=True))
+    nbytes = joined[0].program.weights_bytes
+
+    def packed(name: str, _: int) -> None:
+        progress("pack weights", bundle.size / nbytes)
         if kernels is not None:
             kernels.poll()
 
-    progress("import", 0.0)
-    graph = read_graph(model, options)
-    progress("plan", 0.0)
-    generated, plan = plan_graph(graph, options, final=begin)
-    generated = with_steady(generated)
-    begin(generated, plan)
-    plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
-    plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
     with BundleWriter(output) as bundle:
-        generated.weights.write(bundle, packed)
-        about = {**_about(model, options), CARRIED: carried(_posed(generated.program, plan, options))}
-        bundle.commit(generated.program, generated.source, plan, options.descriptor.portable, about)
+        write_weights(list(joined.values()), bundle, packed)
+        bundle.commit_all(
+            [_variant(joined[index], made[index][1], each) for index, each in enumerate(variants)],
+            options.descriptor.portable,
+            _about(model, options),
+        )
     return Bundle.open(output)
+
+
+@contextmanager
+def _naming(options: Options, *, among: int) -> Iterator[None]:
+    """A budget that is too small for one of several variants is said to be so."""
+    try:
+        yield
+    except BudgetError as error:
+        if among == 1:
+            raise
+        raise BudgetError(
+            f"for the shapes {shapes_text(options.shapes)}: {error}",
+            smallest_bytes=error.smallest_bytes,
+            binding=error.binding,
+            without_bands=error.without_bands,
+        ) from error
+
+
+def _read_graphs(model: Path, variants: Sequence[Options]) -> list[Graph]:
+    """The graph of each variant. Raises UserError as `read_graph`, and where two have the same shapes after all."""
+    graphs: list[Graph] = []
+    seen: list[Shapes] = []
+    for options in variants:
+        graphs.append(read_graph(model, options))
+        shapes = {port.name: port.value.shape for port in graphs[-1].inputs}
+        if shapes in seen:
+            raise UserError(f"two of the variants asked for are {shapes_text(shapes)}; leave one out")
+        seen.append(shapes)
+    return graphs
+
+
+def largest_first(graphs: Sequence[Graph]) -> list[int]:
+    """The variants of a model in the order in which weights are placed: kernels of the largest inputs choose how they lie."""
+
+    def elements(index: int) -> int:
+        return sum(port.value.size for port in graphs[index].inputs)
+
+    return sorted(range(len(graphs)), key=lambda index: (-elements(index), index))
+
+
+def _variant(generated: Generated, plan: OverlapPlan, options: Options) -> ShapeVariant:
+    """What the bundle has of one shape variant."""
+    own = {
+        "shapes": {name: list(shape) for name, shape in options.shapes.items()},
+        CARRIED: carried(_posed(generated.program, plan, options)),
+    }
+    return ShapeVariant(generated.program, plan, generated.source, own)
 
 
 def _posed(program: Program, plan: OverlapPlan, options: Options) -> Problem:
@@ -191,6 +259,7 @@ def plan_graph(
     *,
     lowest_order: bool = True,
     bands: bool = True,
+    earlier: StoredWeights = NOTHING_STORED,
 ) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
@@ -200,17 +269,22 @@ def plan_graph(
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
     `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
     without unfusion. `lowest_order`, `bands`: put launches into the order that holds the least, and compute in bands.
+    `earlier`: weights that a program for other shapes has placed.
 
     Raises:
         UserError: the limits have to be changed; a BudgetError names the smallest that work.
     """
     try:
-        return _plan(graph, options, watch, final, lowest_order=lowest_order)
+        return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier)
     except BudgetError as refused:
         if options.limits.budget is None or not bands:
             raise
-        banded, note = fitting_bands(graph, options, refused, lambda banded: _plan(banded, options, watch, finest=True), watch)
-    generated, plan = _plan(banded, options, watch)
+
+        def finest(banded: Graph) -> tuple[Generated, OverlapPlan]:
+            return _plan(banded, options, watch, finest=True, earlier=earlier)
+
+        banded, note = fitting_bands(graph, options, refused, finest, watch)
+    generated, plan = _plan(banded, options, watch, earlier=earlier)
     return generated, replace(plan, notes=(*plan.notes, note))
 
 
@@ -222,9 +296,10 @@ def _plan(
     *,
     finest: bool = False,
     lowest_order: bool = True,
+    earlier: StoredWeights = NOTHING_STORED,
 ) -> tuple[Generated, OverlapPlan]:
     """The layers of `graph` as they are, with the slices that are best under the limits; if `finest`, with the smallest ones,
-    and no layer split. `lowest_order`: see `plan_graph`.
+    and no layer split. `lowest_order`, `earlier`: see `plan_graph`.
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
@@ -233,15 +308,19 @@ def _plan(
 
     def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
-        made = generate(graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices)
+
+        def generated(choices: Choices, packed: SlicesOfWeights | None = None) -> Generated:
+            return generate(
+                graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices, earlier=earlier,
+                cuts=packed,
+            )  # fmt: skip
+
+        made = generated(choices)
 
         def again() -> Generated | None:
             if not choices.later_differ() and all(len(parts) == 1 for parts in made.cuts.values()):
                 return None
-            later = choices.beside()
-            return generate(
-                graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=later, cuts=made.cuts
-            )
+            return generated(choices.beside(), made.cuts)
 
         return replace(made, program=replace(made.program, order=order), again=again)
 
@@ -292,24 +371,25 @@ def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMo
 
 
 def _about(model: Path, options: Options) -> dict[str, object]:
-    """What the bundle's manifest says of its origin."""
+    """What the bundle's manifest says of its origin, of all variants together."""
     return {
         "model": model.stem,
         "model_path": str(model.resolve()),
         "budget_bytes": options.limits.budget,
         "mode": options.mode,
         "limits": asdict(options.limits),
-        "shapes": {name: list(shape) for name, shape in options.shapes.items()},
     }
 
 
-def _key(model: Path, options: Options) -> str:
+def _key(model: Path, variants: Sequence[Options]) -> str:
     """Hash of everything a bundle depends on; of the model's files, where they are, their sizes and times."""
     files = []
     for path in model_files(load_mapped(model), model):
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
     content = json.dumps(
-        [flashmem.__version__, files, asdict(options), digest(options.descriptor)], sort_keys=True, default=str
+        [flashmem.__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
+        sort_keys=True,
+        default=str,
     )
     return hashlib.sha256(content.encode()).hexdigest()[:16]

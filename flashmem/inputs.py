@@ -54,6 +54,12 @@ def check_input_file(path: Path) -> None:
         _headers(path, archive)
 
 
+def stored_arrays(path: Path) -> Mapping[str, _Stored]:
+    """The arrays in an .npz file by name, as their headers describe them (`shape`, `dtype`). Raises as `check_input_file`."""
+    with _opened(path) as archive:
+        return _headers(path, archive)
+
+
 def read_inputs(path: Path, ports: Sequence[Port]) -> Arrays:
     """The arrays in an .npz file, by name. Nothing is decompressed before its header fits the port of its name.
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flashmem.bundle import Bundle, replace_plan
+from flashmem.bundle import Bundle
+from flashmem.bundle_writer import replace_plan, replace_plans
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
 from flashmem.planning.limits import Limits
@@ -83,13 +84,22 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
 
 
 def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
-    """Plan `bundle`'s program again for a budget of `budget` bytes, with what runs taught, and put the plan in place, or into
-    another bundle at `path`. Slices stay as they are, so a model that is compiled for the budget may run in less.
+    """Plan `bundle`'s programs, one for each shape variant, again for a budget of `budget` bytes, with what runs taught, and
+    put the plans in place, or into another bundle at `path`. Slices stay as they are, so a model that is compiled for the
+    budget may run in less.
 
     Raises:
         BudgetError: nothing fits.
         UserError: the bundle does not say what it was planned for, or cannot be written.
     """
+    variants = [bundle.variant(index) for index in range(len(bundle.variants))]
+    made = [_replanned(variant, budget) for variant in variants]
+    plans = {index: plan for index, (plan, _) in enumerate(made)}
+    return replace_plans(bundle, plans, {index: meta for index, (_, meta) in enumerate(made)}, path)
+
+
+def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
+    """A plan of the variant that `bundle` stands for, and what `meta` says then. Raises as `replan`."""
     program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
     limits = replace(limits_of(bundle), budget=budget, m_peak=None)
     mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
@@ -98,8 +108,7 @@ def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
         problem = learned.applied_to(problem)
     plan = plan_problem(replace(problem, w_may_grow=True), program, mode, limits)
     plan = replace(plan, layouts=dict(lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)))
-    meta = {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": asdict(limits)}
-    return replace_plan(bundle, plan, meta, path)
+    return plan, {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": asdict(limits)}
 
 
 def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:

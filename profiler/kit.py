@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.bundle import FORMAT_VERSION
+from flashmem.bundle_files import FORMAT_VERSION
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import MissingFileError, UserError
 from flashmem.files import written_whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from flashmem.bundle import BundleWriter
+from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_program
 from flashmem.device import DeviceDescriptor, TransferMode
@@ -70,5 +70,5 @@ def _bundle(path: Path, graph: Graph, descriptor: DeviceDescriptor, mode: Transf
     # The rates are being measured and the model is not trained: the plan must not ask for it.
     options = Options(replace(descriptor, capacity_model=""), mode, Limits())
     with BundleWriter(path) as writer:
-        made.weights.write(writer)
+        made.write(writer)
         writer.commit(made.program, made.source, plan_program(made.program, options), descriptor, {"mode": mode})

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.bundle import Bundle, BundleWriter
+from flashmem.bundle import Bundle
+from flashmem.bundle_writer import BundleWriter
 from flashmem.device import DeviceDescriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight

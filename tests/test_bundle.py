@@ -21,7 +21,9 @@ from mini_bundle import MiniModel, write_mini_bundle
 
 import flashmem.bundle
 import flashmem.generations
-from flashmem.bundle import FORMAT_VERSION, Bundle, BundleWriter
+from flashmem.bundle import Bundle
+from flashmem.bundle_files import FORMAT_VERSION
+from flashmem.bundle_writer import BundleWriter
 from flashmem.errors import BundleError, MissingFileError, UserError
 
 Json = dict[str, Any]
@@ -217,14 +219,14 @@ def test_digests_of_another_program_are_refused(model: MiniModel) -> None:
 
 
 def test_a_bundle_replaced_while_it_is_read_is_read_anew(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = flashmem.bundle._read_checked
+    read = flashmem.bundle.read_checked
 
     def replaced_first(*arguments: Any) -> bytes:
-        monkeypatch.setattr(flashmem.bundle, "_read_checked", read)
+        monkeypatch.setattr(flashmem.bundle, "read_checked", read)
         write_mini_bundle(model.path, budget=5)
         return read(*arguments)
 
-    monkeypatch.setattr(flashmem.bundle, "_read_checked", replaced_first)
+    monkeypatch.setattr(flashmem.bundle, "read_checked", replaced_first)
     assert Bundle.open(model.path).budget_bytes == 5
 
 

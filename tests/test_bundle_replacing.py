@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from mini_bundle import write_mini_bundle
 
-from flashmem.bundle import Bundle, BundleWriter
+from flashmem.bundle import Bundle
+from flashmem.bundle_writer import BundleWriter
 
 KILLED = '''
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 
-from flashmem.bundle import Bundle, replace_plan
+from flashmem.bundle import Bundle
+from flashmem.bundle_writer import replace_plan
 from flashmem.errors import BundleError, MissingFileError
 from mini_bundle import write_mini_bundle
 

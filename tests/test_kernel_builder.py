@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem import Bundle, Session
-from flashmem.bundle import BINARIES
+from flashmem.bundle_files import BINARIES
 from flashmem.commands.bundles import check_bundle
 from flashmem.errors import BundleError, RunError, UserError
 from flashmem.program import kernel_texts

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from planning_problems import layers_of
 
 import flashmem
-from flashmem.bundle import replace_plan
+from flashmem.bundle_writer import replace_plan
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.run import RunOptions, run_model
 from flashmem.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 
 import flashmem
 from flashmem import Bundle
-from flashmem.bundle import replace_plan
+from flashmem.bundle_writer import replace_plan
 from flashmem.errors import BudgetError, BundleError
 from flashmem.learn import limits_of
 from flashmem.planning.again import plan_again, smallest_budget

@@ -152,7 +152,7 @@ def test_launches_are_joined_where_their_slices_stay(joined: Bundle, wide: Wide)
     assert (each.first, each.last) == (1, 2)
     assert each.launch.kernel == joined.program.launches[0].kernel
     weights = tuple(replace(w, keep=w.keep and w.name != "c0[1]") for w in joined.plan.weights)
-    without = replace(joined, plan=replace(joined.plan, weights=weights))
+    without = joined.with_plan(replace(joined.plan, weights=weights), joined.meta)
     for bundle in (joined, without):
         with Session(bundle, device=DEVICE, mode="map") as session:
             first = session.run(None, wide[1])

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
-from flashmem.bundle import replace_plan
+from flashmem.bundle_writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, UserError

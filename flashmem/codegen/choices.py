@@ -31,13 +31,15 @@ class Use:
     """A contraction as one layer has it: `ending` is what else tells kernels of one variant apart, its fused operators.
 
     `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
-    `winograd`: a convolution of floats by 3x3 taps, one apart in both directions.
+    `winograd`: a convolution of floats by 3x3 taps, one apart in both directions. `forms`: columns of a panel and depth that
+    its weights are packed in already, for other shapes of the model, one of which is taken where any variant reads it.
     """
 
     product: Product
     ending: tuple[str, ...] = ()
     widest: int | None = None
     winograd: bool = False
+    forms: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def kernel(self) -> tuple[object, ...]:
@@ -59,17 +61,22 @@ class Choices:
         self._first: Choices | None = None
 
     def variant(
-        self, product: Product, ending: Sequence[str] = (), widest: int | None = None, winograd: bool = False
+        self,
+        product: Product,
+        ending: Sequence[str] = (),
+        widest: int | None = None,
+        winograd: bool = False,
+        forms: frozenset[tuple[int, int]] = frozenset(),
     ) -> Variant:
         """The variant for a layer's contraction, always one of the device's list; see `Use`.
 
         Raises:
             UserError: the tuned table that the descriptor names is missing or damaged.
         """
-        use = Use(product, tuple(ending), widest, winograd)
+        use = Use(product, tuple(ending), widest, winograd, forms)
         self._uses[use] += 1
         if use not in self._answers:
-            first = self._first and self._first.variant(product, ending, widest, winograd)
+            first = self._first and self._first.variant(product, ending, widest, winograd, forms)
             self._answers[use] = self._sooner(use, first) if first else self._soonest(use)
         return self._answers[use]
 
@@ -116,6 +123,9 @@ class Choices:
         product = use.product
         [plain, *_] = self._descriptor.plain(product.family)
         times = {v: time for v, time in seconds(self._descriptor, product).items() if self._allowed(v, use, plain)}
+        if use.forms:
+            there = [variant for variant in dict.fromkeys((*times, plain)) if packed_form(product, variant) in use.forms]
+            times = {variant: times.get(variant, max(times.values(), default=0.0)) for variant in there} or times
         rate = self._weights_rate
         return {variant: time + packed_bytes(product, variant) / rate for variant, time in (times or {plain: 0.0}).items()}
 
@@ -172,6 +182,11 @@ def fewest(costs: Sequence[Mapping[Variant, float]], build: float) -> list[Varia
             break
         total, found, chosen = cheaper, assignment, left
     return found
+
+
+def packed_form(product: Product, variant: Variant) -> tuple[int, int]:
+    """Columns of a panel, and depth, of the weights that `variant` reads."""
+    return panel(cut(variant, product)), (transformed(product) if variant.winograd else product).depth
 
 
 def _packs_alike(one: Variant, other: Variant, product: Product) -> bool:

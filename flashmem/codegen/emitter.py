@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
-from flashmem.codegen.packing_list import PackingList
+from flashmem.codegen.packing_list import PackingList, Pieces
 from flashmem.codegen.places import Place, Places
 from flashmem.codegen.slicing import MOST_BYTES, Slicing
+from flashmem.codegen.stored_weights import NOTHING_STORED, PackedWeight, Placements, StoredWeights
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.codegen.variants import Product
 from flashmem.device import DeviceDescriptor, Variant
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Value
+from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.ranges import unreshaped
@@ -66,7 +67,8 @@ class Held:
 class Emitter:
     """Collects a program. Values become tensors by where they lie: those of one place and size share one.
 
-    `half`: float weights are packed in half. `cuts`: slices that weights have already, where they are read once more.
+    `half`: float weights are packed in half. `earlier`: what programs for other shapes have placed in the file. `cuts`: slices
+    that weights have already, where they are read once more.
     """
 
     descriptor: DeviceDescriptor
@@ -77,6 +79,8 @@ class Emitter:
     choices: Choices
     places: Places
     weights: PackingList
+    earlier: StoredWeights = NOTHING_STORED
+    placements: Placements = field(default_factory=Placements)
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     tensors: dict[str, Held] = field(default_factory=dict)
@@ -86,8 +90,13 @@ class Emitter:
     cuts: Cuts = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)
+    _slice_names: set[str] = field(default_factory=set)
     _asked: set[Value] = field(default_factory=set)
-    _placed: dict[object, Arg] = field(default_factory=dict)
+    _placed: dict[Value, Arg] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.constants += self.earlier.constants
+        self.placements.small |= self.earlier.small
 
     # -- memory
 
@@ -140,25 +149,69 @@ class Emitter:
     def data(self, name: str, nbytes: int, make: Callable[[], NDArray[Any]]) -> Arg:
         """The array of `nbytes` bytes that `make` gives, as it is; small ones resident, and stored once if equal."""
         if nbytes <= RESIDENT_CONSTANT_BYTES:
-            content = make().tobytes()
-            if content not in self._placed:
+            content, small = make().tobytes(), self.placements.small
+            if content not in small:
                 offset = len(self.constants)
                 self.constants += content + bytes(SLACK)
                 self.constants += bytes(-len(self.constants) % TENSOR_ALIGNMENT)
-                self._placed[content] = Arg("constant", offset, len(content) + SLACK)
-            return self._placed[content]
+                small[content] = Arg("constant", offset, len(content) + SLACK)
+            return small[content]
         size = nbytes + SLACK
-        [offset] = self.weights.place(name, [size], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
-        self.slices.append(Slice(name, name, offset, size, raw=nbytes))
-        return Arg("slice", name)
+        part = self.earlier.plain_as(size, make)
+        if part is None:
+            [offset] = self.weights.place(name, [size], lambda: [np.pad(make().reshape(-1).view(np.uint8), (0, SLACK))])
+            part = Slice(self.free_name(name), name, offset, size, raw=nbytes)
+        self._read_slices([part])
+        self.placements.plain.append((part, make))
+        return Arg("slice", part.name)
 
-    def parts(self, weight: Value, packing: Packing, row_items: int) -> list[PackedSlice]:
-        """The slices of a packed weight as its first launch wants them, which has `row_items` work-items for each panel."""
+    def _read_slices(self, slices: Sequence[Slice]) -> None:
+        """The program reads these; some it may have read before under another name of the weight."""
+        self.slices += [part for part in slices if part.name not in self._slice_names]
+        self._slice_names |= {part.name for part in slices}
+
+    def free_name(self, name: str, form: str = "{}") -> str:
+        """`name`, or one like it, that no slice has in `form`, of this program or of another one of the model."""
+        free, number = name, len(self.packed)
+        while form.format(free) in self._slice_names or form.format(free) in self.earlier.names:
+            free, number = f"{name}#{number}", number + 1
+        return free
+
+    def parts(self, node: Node, packing: Packing, row_items: int) -> list[PackedSlice]:
+        """The slices of the packed weights of `node` as they are there, or as their first launch wants them, which has
+        `row_items` work-items for each panel.
+        """
+        weight = node.input(1)
         if (weight, packing) in self.packed:
             return [part for _, part in self.packed[weight, packing]]
         if (weight, packing) in self.cuts:
             return joinable(self.cuts[weight, packing], self.descriptor)
-        return self.slicing.slices(packing, row_items)
+        found = self.earlier.packed_as(node, packing)
+        return self.slicing.slices(packing, row_items) if found is None else list(found.parts)
+
+    def place_packed(
+        self, node: Node, packing: Packing, parts: Sequence[PackedSlice], pieces: Pieces
+    ) -> list[tuple[str, PackedSlice]]:
+        """Weights of `node`, or what goes with them, in the file once: the names of their slices. `pieces` makes them."""
+        weight = node.input(1)
+        key = (weight, packing)
+        if key not in self.packed:
+            found = self.earlier.packed_as(node, packing)
+            if found is None or found.parts != tuple(parts):
+                name = self.free_name(weight.name, "{}[0]")
+                offsets = self.weights.place(weight.name, [part.nbytes for part in parts], pieces)
+                slices = tuple(
+                    Slice(
+                        f"{name}[{i}]", weight.name, offset, part.nbytes, part.width, part.height, part.row_pitch,
+                        packing.channel, part.raw,
+                    )
+                    for i, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+                )  # fmt: skip
+                found = PackedWeight(node, packing, slices, tuple(parts))
+            self._read_slices(found.slices)
+            self.placements.packed.append(found)
+            self.packed[key] = [(part.name, each) for part, each in zip(found.slices, found.parts, strict=True)]
+        return self.packed[key]
 
     def zeros(self, count: int) -> Arg:
         """A resident array of `count` zeros."""

@@ -18,6 +18,10 @@ Pieces = Callable[[], Iterable[NDArray[Any]]]
 """Makes the arrays of one weight, one after the other; none need be kept while the next is made."""
 
 
+OnPiece = Callable[[str, int], None]
+"""Called with the weight and the bytes of each piece that is written, for progress."""
+
+
 class WeightSink(Protocol):
     """Where packed weights go: a bundle being written."""
 
@@ -35,7 +39,10 @@ class _Entry:
 
 @dataclass
 class PackingList:
-    """Weights in the order of the file, each of one or more pieces that start on multiples of `page_bytes`."""
+    """Weights in the order of the file, each of one or more pieces that start on multiples of `page_bytes`.
+
+    Made with a `size`, it begins behind as many bytes that are others'.
+    """
 
     page_bytes: int = DEFAULT_PAGE
     size: int = 0
@@ -51,8 +58,8 @@ class PackingList:
         self._entries.append(_Entry(name, tuple(zip(offsets, sizes, strict=True)), pieces))
         return offsets
 
-    def write(self, sink: WeightSink, on_piece: Callable[[str, int], None] = lambda name, nbytes: None) -> None:
-        """Make every piece and append it to `sink`, which must be empty; `on_piece(weight, bytes)` is called, for progress."""
+    def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
+        """Make every piece and append it to `sink`, which must have what lies before."""
         for entry in self._entries:
             for (offset, nbytes), piece in zip(entry.places, entry.pieces(), strict=True):
                 written = sink.append(piece, self.page_bytes)

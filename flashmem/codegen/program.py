@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -14,11 +14,12 @@ from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Cuts, Emitter
 from flashmem.codegen.emitters import emit
 from flashmem.codegen.outputs import read_early
-from flashmem.codegen.packing_list import PackingList
+from flashmem.codegen.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.codegen.places import find_places
 from flashmem.codegen.row_gather import host_indices, place_rows
 from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.storage import stored_in_half
+from flashmem.codegen.stored_weights import NOTHING_STORED, Placements, StoredWeights
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
@@ -40,14 +41,48 @@ from flashmem.program import (
 
 @dataclass(frozen=True)
 class Generated:
-    """A program, the OpenCL C of its kernels, its weights, not yet read, and (in memory, as bytes) its resident constants."""
+    """A program, the OpenCL C of its kernels, its weights, not yet read, and (in memory, as bytes) its resident constants.
+
+    `weights` are those that it places itself; `placements` has those that it found, too.
+    """
 
     program: Program
     source: Source
     weights: PackingList
     constants: NDArray[np.uint8]
+    placements: Placements
     cuts: Cuts = field(default_factory=dict, repr=False)  # the slices of its packed weights
     again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # for later runs, over the same weights
+
+    def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
+        """The weight file of this program alone: see `PackingList.write`."""
+        write_weights([self], sink, on_piece)
+
+
+def write_weights(programs: Sequence[Generated], sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
+    """The weight file of programs that were made one after the other, each with those before it as `earlier`."""
+    for made in programs:
+        made.weights.write(sink, on_piece)
+    last = programs[-1]
+    sink.append(last.constants, last.weights.page_bytes)
+    on_piece("constants", last.constants.nbytes)
+
+
+def sharing_weights(programs: Sequence[Generated]) -> list[Generated]:
+    """Those programs as they find the weight file when it is written: the constants lie behind the weights of all."""
+    offset, end = _constants_place(programs[-1].weights, programs[-1].constants.nbytes)
+    return [replace(made, program=replace(made.program, constants_offset=offset, weights_bytes=end)) for made in programs]
+
+
+def stored_by(made: Generated, before: StoredWeights) -> StoredWeights:
+    """What there is for the next program: `before`, and what `made` has placed."""
+    return before.followed_by(made.placements, made.weights.size, made.constants.tobytes())
+
+
+def _constants_place(weights: PackingList, nbytes: int) -> tuple[int, int]:
+    """Where the constants begin, and where the file ends."""
+    offset = -(-weights.size // weights.page_bytes) * weights.page_bytes
+    return offset, offset + nbytes
 
 
 def generate(
@@ -58,12 +93,14 @@ def generate(
     precision: Literal["fp32", "fp16"] = "fp32",
     slicing: Slicing = FINEST,
     choices: Choices | None = None,
+    earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,
 ) -> Generated:
-    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.weights` can write them later.
+    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.write` does that later.
 
-    `choices` says which variant computes a contraction; without it the one that does so soonest. `cuts`: the slices that
-    weights have already; those that lie side by side become one.
+    `choices` says which variant computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
+    the file already, of programs for other shapes; those are read to be compared. `cuts`: the slices that its own weights have
+    already; those that lie side by side become one.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
@@ -84,8 +121,10 @@ def generate(
             launched.append(layer)
     early = [*(port.value for port in graph.inputs), *gathered]
     places = find_places(launched, early, [port.value for port in results if port.value.size], ranges, storage)
-    weights = PackingList(descriptor.page_bytes)
-    emitter = Emitter(descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights)
+    weights = PackingList(descriptor.page_bytes, earlier.size)
+    emitter = Emitter(
+        descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights, earlier
+    )
     emitter.cuts = cuts or {}
     for value in gathered:
         emitter.tensor(value)
@@ -105,7 +144,7 @@ def generate(
     outputs = outputs if hands_over else read_early(emitter.tensors, touched, outputs, gathers)
     tensors, arena_bytes, live_bytes = _arena(emitter, touched, inputs, outputs, gathers)
     constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
-    [constants_offset] = emitter.weights.place("constants", [constants.nbytes], lambda: [constants])
+    constants_offset, end = _constants_place(weights, constants.nbytes)
     program = Program(
         memory_path=path,
         precision=precision,
@@ -121,12 +160,13 @@ def generate(
         hands_over=hands_over,
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,
-        weights_bytes=emitter.weights.size,
+        weights_bytes=end,
         status=None if emitter.status_value is None else str(emitter.status().value),
     )
     channels = {part.channel for part in program.slices if part.is_image}
+    source = emitter.kernels.source(lane_kind(program), channels)
     made = {key: tuple(part for _, part in parts) for key, parts in emitter.packed.items()}
-    return Generated(program, emitter.kernels.source(lane_kind(program), channels), emitter.weights, constants, made)
+    return Generated(program, source, weights, constants, emitter.placements, made)
 
 
 def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]]:

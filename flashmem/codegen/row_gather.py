@@ -69,10 +69,12 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
             part = np.ascontiguousarray(array[first : first + step], dtype)
             yield pack_nibbles(part) if kind.endswith("int4") else part
 
-    sizes = [min(step, rows - first) * row_bytes for first in starts]
-    offsets = emitter.weights.place(table.name, sizes, pieces)
+    offset = emitter.earlier.table_at(table, kind)
+    if offset is None:
+        offset = emitter.weights.place(table.name, [min(step, rows - first) * row_bytes for first in starts], pieces)[0]
+    emitter.placements.tables.append((table, kind, offset))
     stride = 0 if kind.endswith("int4") else dtype.itemsize
-    return RowGather(indices, tensor, offsets[0], rows, columns, row_bytes, stride, kind)
+    return RowGather(indices, tensor, offset, rows, columns, row_bytes, stride, kind)
 
 
 def _kind(emitter: Emitter, table: Value) -> TableType:

@@ -11,6 +11,7 @@ from flashmem.bundle import Bundle
 from flashmem.bundle_cache import Entry
 from flashmem.console import emit_json, print_table, say
 from flashmem.errors import BundleError
+from flashmem.shapes import port_shapes
 from flashmem.units import format_size, parse_size
 
 
@@ -32,10 +33,13 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
         bundle_cache.forget(bundle.files)
         raise
     nbytes, seconds = bundle.program.weights_bytes, time.perf_counter() - begun
+    slices = len({part.name for variant in bundle.variants for part in variant.program.slices})
     if as_json:
-        emit_json({"ok": True, "slices": len(bundle.program.slices), "weights_bytes": nbytes, "seconds": seconds})
+        shapes = [port_shapes(variant.program.inputs) for variant in bundle.variants]
+        emit_json({"ok": True, "slices": slices, "weights_bytes": nbytes, "variants": shapes, "seconds": seconds})
     else:
-        print(f"{path} is what was written: {len(bundle.program.slices)} slices, {format_size(nbytes)} of weights")
+        several = f", for {len(bundle.variants)} shape variants" if len(bundle.variants) > 1 else ""
+        print(f"{path} is what was written: {slices} slices, {format_size(nbytes)} of weights{several}")
 
 
 def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:

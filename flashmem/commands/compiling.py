@@ -23,7 +23,7 @@ from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
 from flashmem.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.paths import VARIABLE, can_be_written
-from flashmem.units import parse_shape
+from flashmem.shapes import asked_for, list_text, read_variants, shapes_text
 
 if TYPE_CHECKING:
     from flashmem.bundle import Bundle
@@ -55,8 +55,7 @@ class CompileOptions:
     def check(self) -> None:
         """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
         self.limits()
-        for text in self.shape:
-            parse_shape(text)
+        read_variants(self.shape)
 
     def limits(self) -> Limits:
         """The limits among them. Raises UserError for what they refuse."""
@@ -109,7 +108,7 @@ def compile_here(
         return compile_model(
             model,
             output,
-            shapes=dict(parse_shape(text) for text in options.shape),
+            shapes=read_variants(options.shape),
             build=build,
             with_binaries=with_binaries,
             progress=report,
@@ -185,6 +184,27 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
     if fixed:
         raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
     return model
+
+
+def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Bundle:
+    """The bundle of `model`, as `bundle_of` has it, opened. It stands for the shape variant that `--shape` names, or the first.
+
+    Raises:
+        UserError: a bundle has no such variant.
+    """
+    from flashmem.bundle import Bundle
+
+    bundle = Bundle.open(bundle_of(model, options, still_open=(*still_open, "--shape"), build=build))
+    asked = read_variants(options.shape)
+    if not model.is_dir():
+        return bundle
+    if len(asked) > 1:
+        raise UserError(f"{model} is compiled, and --shape names {len(asked)} variants of it; name one, or leave --shape out")
+    inputs = [variant.program.inputs for variant in bundle.variants]
+    index = asked_for(inputs, asked[0])
+    if index is None:
+        raise UserError(f"{model} has no variant for {shapes_text(asked[0])}; it was compiled for: {list_text(inputs)}")
+    return bundle.variant(index)
 
 
 _TARGET = ("device", "memory_path", "mode", "precision", "optimize")

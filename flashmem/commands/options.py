@@ -98,7 +98,10 @@ PlannedModel = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="A device, or 'auto'.", show_default="auto")]
 Shape = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=1x128", help="Binds an input's symbolic dimensions; repeatable.")
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=1x128", help="Binds an input's open dimensions; repeatable. A name given again begins another variant."
+    ),
 ]
 RunStrategyOption = Annotated[
     RunStrategy | None, typer.Option(help="When weights are loaded; all but stream are baselines.", show_default="stream")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmem.bundle import Bundle
-from flashmem.commands.compiling import CompileOptions, bundle_of
+from flashmem.commands.compiling import CompileOptions, open_bundle
 from flashmem.commands.extras import offline_half
 from flashmem.commands.plan_steady import steady_rows, steady_text
 from flashmem.commands.plan_summary import summary
@@ -20,7 +20,8 @@ from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program import Program, raw_bytes
-from flashmem.units import format_size, parse_shape
+from flashmem.shapes import list_text, port_shapes, read_variants, stored_again
+from flashmem.units import format_size
 from flashmem.zoo.names import architecture
 
 if TYPE_CHECKING:
@@ -84,24 +85,55 @@ def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: 
         zoo = plan_architecture(name, options)
         shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
     else:
-        bundle = Bundle.open(bundle_of(model, options))
-        smallest = None if model.is_dir() else _smallest(model, options)
-        shown = Shown(str(bundle.path), bundle.descriptor.name, bundle.program, bundle.plan, smallest=smallest)
-    rows = layer_rows(shown.plan, shown.program)
-    because = why(shown.plan, shown.program)
+        bundle = open_bundle(model, options)
+        smallest = [] if model.is_dir() else _smallest(model, options)
+        which = [bundle.index] if model.is_dir() and options.shape else range(len(bundle.variants))
+        if len(bundle.variants) > 1:
+            _show_variants([bundle.variant(index) for index in which], smallest, as_json, show_all)
+            return
+        shown = _shown(bundle, smallest[0] if smallest else None)
     if as_json:
-        emit_json(_as_json(shown, rows, because, show_all))
+        emit_json(_as_json(shown, show_all))
     else:
-        _print(shown, rows, because, show_all)
+        _print(shown, show_all)
 
 
-def _smallest(model: Path, options: CompileOptions) -> SmallestBudget:
+def _shown(bundle: Bundle, smallest: SmallestBudget | None) -> Shown:
+    return Shown(str(bundle.path), bundle.descriptor.name, bundle.program, bundle.plan, smallest=smallest)
+
+
+def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget], as_json: bool, show_all: bool) -> None:
+    """The plans of shape variants of one bundle, and what their weights take together."""
+    programs = [each.program for each in variants[0].variants]
+    again = stored_again(programs)
+    shown = [_shown(each, smallest[each.index] if smallest else None) for each in variants]
+    if as_json:
+        plans = [
+            {"shapes": port_shapes(each.program.inputs), **_as_json(one, show_all)}
+            for each, one in zip(variants, shown, strict=True)
+        ]
+        emit_json({"model": shown[0].title, "stored_again_bytes": again, "variants": plans})
+        return
+    more = f", {format_size(sum(again.values()))} of them in more than one form: {_shortened(list(again))}" if again else ""
+    weights = f"{format_size(programs[0].weights_bytes)} for all{more}"
+    print_facts({"variants": list_text([program.inputs for program in programs]), "weight file": weights})
+    for each, one in zip(variants, shown, strict=True):
+        print()
+        print_facts({"shapes": list_text([each.program.inputs])})
+        _print(one, show_all)
+
+
+def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
+    """Of each shape variant by itself."""
     with offline_half("planning"):
         from flashmem.compile import read_graph
         from flashmem.request import resolve
         from flashmem.smallest import smallest_budget
-    resolved = resolve(options.limits(), shapes=dict(parse_shape(text) for text in options.shape), **options.target())
-    return smallest_budget(read_graph(model, resolved), resolved)
+    found = []
+    for shapes in read_variants(options.shape):
+        resolved = resolve(options.limits(), shapes=shapes, **options.target())
+        found.append(smallest_budget(read_graph(model, resolved), resolved))
+    return found
 
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
@@ -190,8 +222,9 @@ def _smallest_text(smallest: SmallestBudget | None) -> dict[str, str]:
     return {"smallest budget": f"{works}; without bands {bands}, with launches in the model's order too {order}"}
 
 
-def _as_json(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> dict[str, Any]:
+def _as_json(shown: Shown, show_all: bool) -> dict[str, Any]:
     plan, order = shown.plan, shown.program.order
+    rows, because = layer_rows(plan, shown.program), why(plan, shown.program)
     data = {
         "model": shown.title,
         "device": shown.device,
@@ -237,8 +270,9 @@ def _kernels(program: Program) -> dict[str, int]:
     return dict(Counter(name.rsplit("_", 1)[0] for name in names))
 
 
-def _print(shown: Shown, rows: list[LayerRow], because: list[Because], show_all: bool) -> None:
+def _print(shown: Shown, show_all: bool) -> None:
     plan = shown.plan
+    rows, because = layer_rows(plan, shown.program), why(plan, shown.program)
     total = sum(weight.nbytes for weight in plan.weights)
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
     most = max((row.in_flight_bytes for row in rows), default=0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
-from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
+from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.extras import offline_half
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.trace import write_trace
@@ -19,9 +19,10 @@ from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
 from flashmem.files import check_target
-from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
+from flashmem.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
+from flashmem.shapes import list_text, port_shapes, which_fits
 from flashmem.units import format_size
 
 if TYPE_CHECKING:
@@ -81,9 +82,10 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not model.is_dir() and options.strategy != "preload":
         compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
-    place = bundle_of(model, compiling, still_open=RUN_TIME, build=options.build)
     before = process_rss() or 0
-    bundle = Bundle.open(place)
+    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build)
+    if options.input is not None and not (model.is_dir() and compiling.shape):
+        bundle = _fitting(bundle, options.input)
 
     def make_inputs() -> dict[str, NDArray[Any]]:
         given = read_inputs(options.input, bundle.program.inputs) if options.input else {}
@@ -114,6 +116,16 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         from flashmem.commands.verify import complaint
 
         raise RunError(complaint(verification, bundle.program.precision))
+
+
+def _fitting(bundle: Bundle, path: Path) -> Bundle:
+    """The bundle, standing for the shape variant that the arrays in the file fit. Raises UserError where there is none."""
+    if len(bundle.variants) == 1:
+        return bundle
+    try:
+        return bundle.variant(which_fits([variant.program.inputs for variant in bundle.variants], stored_arrays(path)))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 class HandedOver(Mapping[str, NDArray[Any]]):
@@ -201,6 +213,7 @@ def report_json(outcome: Outcome, options: RunOptions, verification: Verificatio
         "transfer_mode": outcome.transfer_mode,
         "strategy": outcome.strategy,
         "precision": outcome.bundle.program.precision,
+        "shapes": port_shapes(outcome.bundle.program.inputs),
         "latency_ms": {name: 1e3 * seconds for name, seconds in latency.items()},
         "memory": {
             "peak_bytes": max(report.memory.peak_bytes for report in outcome.reports),
@@ -238,6 +251,8 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
         "memory": f"{format_size(peak)} at most, {format_size(memory.average_bytes)} on average, {budget}{process}",
         "plan": f"{plan.status} by {plan.tier}, gap {plan.gap:.2%}, {plan.preload_ratio:.0%} of the weights preloaded",
     }
+    if len(outcome.bundle.variants) > 1:
+        facts["shapes"] = f"{list_text([outcome.bundle.program.inputs])}, one of {len(outcome.bundle.variants)} variants"
     for port, array in zip(outcome.bundle.program.outputs, outcome.outputs, strict=True):
         facts[f"output {port.name}"] = f"{array.dtype} {'x'.join(map(str, array.shape))}{_range(array)}"
     if verification is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from flashmem.bundle import Bundle
-from flashmem.commands.compiling import RUN_TIME, CompileOptions, bundle_of
+from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
@@ -18,6 +18,7 @@ from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program import Program, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.runtime.residence import Strategy
+from flashmem.shapes import port_shapes
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.units import format_size
@@ -93,13 +94,13 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
     """What is played: a bundle on any device; anything else planned now, for the device and the strategy asked for."""
     if model.is_dir():
-        return _Subject.of_bundle(Bundle.open(bundle_of(model, compiling, still_open=RUN_TIME)), compiling.device)
+        return _Subject.of_bundle(open_bundle(model, compiling, still_open=RUN_TIME), compiling.device)
     if options.strategy not in ("auto", "preload"):
         compiling = replace(compiling, strategy=options.strategy)
     name = architecture(model)
     if name is not None:
         return _Subject.of_zoo(plan_architecture(name, compiling))
-    return _Subject.of_bundle(Bundle.open(bundle_of(model, compiling)))
+    return _Subject.of_bundle(open_bundle(model, compiling))
 
 
 def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Played:
@@ -127,6 +128,7 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
         "transfer_mode": played.mode,
         "strategy": played.strategy,
         "precision": program.precision,
+        "shapes": port_shapes(program.inputs),
         "disk": options.disk,
         "latency_ms": {name: 1e3 * value for name, value in seconds.items()},
         "busy_ms": {name: 1e3 * value for name, value in prediction.busy.items()},

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.bundle import replace_plan
+from flashmem.bundle_writer import replace_plan
 from flashmem.design import metrics
 from flashmem.design.application import Application
 from flashmem.design.metrics import Candidate, Decision

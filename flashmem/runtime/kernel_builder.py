@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from flashmem.bundle import Bundle, replace_binaries
+from flashmem.bundle import Bundle
+from flashmem.bundle_writer import replace_binaries
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import FlashmemWarning, UserError
 from flashmem.paths import VARIABLE, can_be_written
@@ -87,12 +88,16 @@ class KernelBuilder:
         Raises:
             RunError: the driver refuses a kernel, or ends the process that builds it.
         """
-        planned, plan = bundle.meta.get("mode"), bundle.plan
-        found = self._begin(Wish(bundle.program, bundle.source, bundle.descriptor, plan.strategy, planned, plan))
-        if found is None:
-            return None
-        device, keys, missing = found
-        if missing:
+        keys: dict[str, None] = {}
+        planned = bundle.common.get("mode")
+        for each in bundle.variants:
+            found = self._begin(Wish(each.program, each.source, bundle.descriptor, each.plan.strategy, planned, each.plan))
+            if found is None:
+                return None
+            device, wanted, missing = found
+            keys |= dict.fromkeys(wanted)
+            if not missing:
+                continue
             warnings.warn(
                 f"the program cache {self._cache.folder} cannot be written, so kernels are built when they first run; set "
                 f"{VARIABLE} to a folder that can",
@@ -103,7 +108,7 @@ class KernelBuilder:
         while self._builders.step():
             self._report(self._builders.fraction)
         self._builders.check()
-        return Built(device, keys, len(self._builders.submitted))
+        return Built(device, tuple(keys), len(self._builders.submitted))
 
     def _begin(self, wish: Wish) -> tuple[Device, tuple[str, ...], bool] | None:
         """As `begin`: the device, the keys of all kernels, and whether some are missing that cannot be built."""

@@ -47,21 +47,18 @@ class Ledger(Account):
         self._objects.append((handle, category, nbytes))
         return handle
 
-    @property
-    def objects(self) -> int:
-        """How many memory objects there are: what `give_back` takes to return to this state."""
-        return len(self._objects)
-
-    def give_back(self, objects: int) -> None:
-        """Give the latest memory objects back to the device, all but the first `objects`."""
-        while len(self._objects) > objects:
-            handle, category, nbytes = self._objects.pop()
+    def give_back(self, *categories: Category) -> None:
+        """Give the memory objects of these categories back to the device, or all of them, the latest first."""
+        going = [each for each in self._objects if not categories or each[1] in categories]
+        self._objects = [each for each in self._objects if categories and each[1] not in categories]
+        while going:
+            handle, category, nbytes = going.pop()
             release(handle)
             self.release(category, nbytes)
 
     def close(self) -> None:
         """Give everything back to the device."""
         try:
-            self.give_back(0)
+            self.give_back()
         finally:
             self.clear()

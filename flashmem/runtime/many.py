@@ -31,6 +31,7 @@ from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
 from flashmem.runtime.pressure import Follower
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.tenant import Tenant
+from flashmem.shapes import which_fits
 from flashmem.units import parse_size
 
 Array = NDArray[Any]
@@ -80,7 +81,7 @@ class Runtime:
         self._state = threading.Condition()
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], Future[None]]] = deque()  # for the runtime's own thread, between runs
-        self._running: Model | None = None
+        self._running: Tenant | None = None
         self._player = Player(self._device, self._occupancy, self._following, self._tell_relieved)
         self._relieved: list[Future[None]] = []
         self._closing: str | None = None
@@ -122,18 +123,22 @@ class Runtime:
         if not isinstance(bundle, Bundle | str | Path):
             raise UserError(f"a model is opened with a bundle or its path, not with {type(bundle).__name__}")
         self._refuse_closed()
-        tenant = Tenant(
-            bundle if isinstance(bundle, Bundle) else Bundle.open(bundle), self._device, mode, build_apart=self._build_apart
-        )
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        tenants: list[Tenant] = []
         try:
-            tenant.refuse_below(self.budget)
+            for index in range(len(opened.variants)):
+                tenant = Tenant(opened.variant(index), self._device, mode, build_apart=self._build_apart)
+                tenants.append(tenant)
+                tenant.refuse_below(self.budget)
             with self._state:
                 self._refuse_closed()
-                self._occupancy.enter(tenant)
+                for tenant in tenants:
+                    self._occupancy.enter(tenant)
         except BaseException:
-            tenant.close("opening failed")
+            for tenant in tenants:
+                tenant.close("opening failed")
             raise
-        return Model(self, tenant)
+        return Model(self, tenants, opened)
 
     def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
         """Have `model` run once, after all that was submitted before. The inputs must stay as they are until it has.
@@ -142,14 +147,15 @@ class Runtime:
             ValueError: an input or an output name that does not fit.
             RunError: the model or the runtime is closed.
         """
-        program = model.bundle.program
-        names, arrays = chosen_outputs(program.outputs, output_names), arrays_by_name(inputs)
-        check_inputs(program.inputs, arrays)
-        answer = Answer(model, arrays, names)
+        names, arrays = chosen_outputs(model.bundle.program.outputs, output_names), arrays_by_name(inputs)
+        variants = [variant.program.inputs for variant in model.bundle.variants]
+        index = which_fits(variants, arrays)
+        check_inputs(variants[index], arrays)
+        answer = Answer(model, model.tenants[index], arrays, names)
         with self._state:
             self._refuse_closed()
-            if model.tenant.failure is not None:
-                raise RunError(f"the model is closed ({model.tenant.failure}); open it again")
+            if model.failure is not None:
+                raise RunError(f"the model is closed ({model.failure}); open it again")
             self._waiting.append(answer)
             self._state.notify_all()
         return answer
@@ -182,7 +188,7 @@ class Runtime:
                 return done
             self._relieved.append(done)
             running = self._running
-            if running is None or self._on_pressure == "fail" or limit is None or running.tenant.runs_in(limit):
+            if running is None or self._on_pressure == "fail" or limit is None or running.runs_in(limit):
                 self._player.pressed.set()
             self._state.notify_all()
         return done
@@ -274,7 +280,7 @@ class Runtime:
                 chores, self._chores = self._chores, deque()
                 answer = self._waiting.popleft() if self._waiting and not chores and not self._closing else None
                 if answer is not None and answer.set_running_or_notify_cancel():
-                    self._running = answer.model
+                    self._running = answer.tenant
                 else:
                     answer = None
             for chore, done in chores:
@@ -298,7 +304,7 @@ class Runtime:
             outputs = self._player.play(answer)
         except BudgetError as error:
             failure: BaseException | None = error
-            model.tenant.leave()
+            answer.tenant.leave()
         except ValueError as error:  # of this request alone
             failure = error
         except BaseException as error:
@@ -310,7 +316,7 @@ class Runtime:
         answer.finished = perf_counter()
         with self._state:
             self._running = None
-        self._occupancy.has_run(model.tenant)
+        self._occupancy.has_run(answer.tenant)
         if failure is not None:
             answer.set_exception(failure)
         else:
@@ -327,13 +333,14 @@ class Runtime:
 
     def _forget(self, model: Model, why: str) -> None:
         """Close a model; the runtime's own thread calls it, outside of runs."""
-        self._occupancy.leave(model.tenant)
-        model.tenant.close(why)
+        for tenant in model.tenants:
+            self._occupancy.leave(tenant)
+            tenant.close(why)
 
     def _following(self) -> Tenant | None:
         with self._state:
-            return next((answer.model.tenant for answer in self._waiting if not answer.cancelled()), None)
+            return next((answer.tenant for answer in self._waiting if not answer.cancelled()), None)
 
     def _queue(self) -> list[Tenant]:
         with self._state:
-            return [answer.model.tenant for answer in self._waiting]
+            return [answer.tenant for answer in self._waiting]

@@ -32,25 +32,42 @@ def uses_host_memory(device: Device) -> bool:
 class OpenedBundle:
     """What placements and runs of a bundle have in common. `close` closes its weight file."""
 
-    def __init__(self, bundle: Bundle, device: Device, mode: TransferMode, *, verify_weights: bool, lanes: bool = True) -> None:
-        """Open the weight file. `verify_weights`: compare every slice and table row that is read with its digest.
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: Device,
+        mode: TransferMode,
+        *,
+        verify_weights: bool,
+        lanes: bool = True,
+        file: WeightFile | None = None,
+    ) -> None:
+        """Open the weight file. `verify_weights`: compare every slice and table row that is read with its digest. `file`: the
+        weight file, where another of the bundle's shape variants has it open.
 
         Raises:
             BundleError: the weight file is not there, or not as long as it was.
         """
         program = program_on(bundle.program, device)
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
+        self._device, self._verify_weights, self._others_file = device, verify_weights, file is not None
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}
         self.tensors = {tensor.name: tensor for tensor in program.tensors}
         self.digests: Mapping[str, Digest] | None = bundle.digests.slices if verify_weights else None
         self.banded = not verify_weights  # a digest is of a whole slice
-        self.file = WeightFile(bundle.weights_path, program.weights_bytes)
+        self.file = file or WeightFile(bundle.weights_path, program.weights_bytes)
         self.tables: list[Reader] = [
             CheckedTable(self.file, table_blocks(gather), values) if verify_weights else self.file
             for gather, values in zip(program.row_gathers, bundle.digests.tables, strict=True)
         ]
+
+    def variant(self, bundle: Bundle) -> OpenedBundle:
+        """The same for another shape variant of the bundle. It has to be closed before this one."""
+        return OpenedBundle(
+            bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file
+        )
 
     def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
         """What kernels move in a run of `plan`, by layer."""
@@ -60,7 +77,8 @@ class OpenedBundle:
 
     def close(self) -> None:
         """Close the weight file; placements have to be closed before."""
-        self.file.close()
+        if not self._others_file:
+            self.file.close()
 
 
 class Kernels:

@@ -21,6 +21,7 @@ from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Event, Memory, Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
+from flashmem.runtime.residence import share_places
 from flashmem.runtime.schedule import Schedule, scheduled, staying
 from flashmem.runtime.steady import Either, NamedKernels, playable
 from flashmem.runtime.transfer import InterleaveTransfer, Transfer, make_transfer
@@ -49,25 +50,16 @@ class Placement:
         self.opened, self.ledger, self._device, self._kernels = opened, ledger, device, kernels
         self.resident: frozenset[str] = frozenset()  # slices that the next run finds
         self.has_run = False
-        program, context = opened.program, device.context
+        self._host: Bytes | None = None
+        self._arena: Memory | None = None
+        self._places: tuple[Memory | None, Memory | None] = None, None
+        self._ports: dict[str, Memory] = {}
         self._transfer: Transfer | None = None
+        self._resources: Resources | None = None
+        self._executor: Executor | None = None
+        self._bound: tuple[OverlapPlan, list[Step]] | None = None
         try:
-            arena = self._make_arena()
-            constants = self._load_constants(queue)
-            self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
-            self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
-            self._places = arena, constants
-            self._below = self.ledger.objects
-            ports = (
-                {port.tensor for port in (*program.inputs, *program.outputs)}
-                | {g.tensor for g in program.row_gathers}
-                | {program.status}
-            )
-            self._ports: dict[str, Memory] = {
-                name: context.sub_buffer(arena, tensor.offset, tensor.nbytes)
-                for name, tensor in opened.tensors.items()
-                if name in ports
-            }
+            self._make_room(queue)
             self._lay_out(plan, layout)
         except BaseException:
             kernels.close()
@@ -76,10 +68,66 @@ class Placement:
             self.ledger.close()
             raise
 
+    def _make_room(self, queue: Queue) -> None:
+        """All that is there whatever the plan."""
+        opened, program, context = self.opened, self.opened.program, self._device.context
+        arena = self._make_arena()
+        constants = self._load_constants(queue)
+        self.ledger.reserve("outputs", output_bytes(program), "the arrays that outputs are copied to")
+        self.ledger.reserve("staging", scratch_bytes(program), "conversion of inputs and outputs")
+        self._places = arena, constants
+        ports = (
+            {port.tensor for port in (*program.inputs, *program.outputs)}
+            | {g.tensor for g in program.row_gathers}
+            | {program.status}
+        )
+        self._ports = {
+            name: context.sub_buffer(arena, tensor.offset, tensor.nbytes)
+            for name, tensor in opened.tensors.items()
+            if name in ports
+        }
+
+    def become(self, opened: OpenedBundle, kernels: Kernels, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Play another shape variant of the bundle from now on: its activations and constants take the place of those that are
+        here. Weights stay that are resident, if they lie where `layout` has them. No run may be loading.
+
+        Raises:
+            RunError: the device or the budget refuses; the placement can only be closed then.
+        """
+        if self.has_run:
+            with suppress(RunError):  # as in `close`
+                self._kernels.save()
+        left, before = self.opened, self.transfer
+        mode = opened.mode
+        stays = staying(plan) & self.resident
+        if mode == "interleave" and stays != staying(plan):  # kernels would move what is at home already
+            stays = frozenset()
+        if mode == "map":
+            self.drop(left.slices.keys() - stays)
+        self._executor = self._resources = self._bound = None
+        self._ports.clear()
+        self._arena = self._host = None
+        self._places = None, None
+        self.ledger.give_back("arena", "constants")
+        self.ledger.release("outputs", output_bytes(left.program))
+        self.ledger.release("staging", scratch_bytes(left.program))
+        if share_places(self.layout, layout, mode, slices=(left.slices, opened.slices)):
+            before.leave()
+            self.ledger.give_back("staging")
+            after: Transfer | None = before
+        else:
+            before.close()
+            self._transfer = None
+            self.ledger.give_back("weights", "staging")
+            after, stays = None, frozenset()
+        self.resident = stays
+        self.opened, self._kernels, self.has_run = opened, kernels, False
+        self._make_room(self._device.queue)
+        self._lay_out(plan, layout, after)
+
     def _make_arena(self) -> Memory:
         """The arena; in `_host`, where it is host memory, as the host sees it."""
         program, what = self.opened.program, "the activation arena"
-        self._host: Bytes | None = None
         if not program.hands_over:
             self._arena = self.ledger.buffer("arena", program.arena_bytes, what)
         else:
@@ -98,19 +146,20 @@ class Placement:
         queue.unmap(view)
         return constants
 
-    def _lay_out(self, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Places for the weights under `plan`, and kernels bound to them."""
+    def _lay_out(self, plan: OverlapPlan, layout: PoolLayout, after: Transfer | None = None) -> None:
+        """Places for the weights under `plan`, those of `after` if it is given, and kernels bound to them."""
         opened, context = self.opened, self._device.context
         self.plan, self.layout = plan, layout
         self._last_schedule: tuple[object, Schedule] | None = None
         self._rebinds = True  # the first run has other steps than later ones
         self._transfer = make_transfer(
             opened.mode, context, self.ledger, opened.file, opened.program.slices, layout,
-            self._device.places, opened.bundle.digests.identities, opened.digests, opened.together,
+            self._device.places, opened.bundle.digests.identities, opened.digests, opened.together, after,
         )  # fmt: skip
         staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
         arena, constants = self._places
-        self._resources: Resources | None = Resources(context, arena, constants, self.transfer.memories, staged)
+        assert arena is not None
+        self._resources = Resources(context, arena, constants, self.transfer.memories, staged)
         self._bind(plan)
 
     def _bind(self, plan: OverlapPlan) -> None:
@@ -118,8 +167,8 @@ class Placement:
         moves = self.opened.moves(plan)
         needs = needed_slices(plan, moves)
         steps = make_steps(self.opened.program, needs, moves, self._resources, self._kernels.plain, self._kernels.lane)
-        self._executor: Executor | None = self._played(steps)
-        self._bound: tuple[OverlapPlan, list[Step]] | None = (plan, steps)
+        self._executor = self._played(steps)
+        self._bound = plan, steps
         if not moves or plan.later() is plan:
             self._rebinds = False  # every run has these steps
 
@@ -172,7 +221,7 @@ class Placement:
         self._executor = self._resources = self._bound = None
         self.transfer.close()
         self._transfer = None
-        self.ledger.give_back(self._below)
+        self.ledger.give_back("weights", "staging")
 
     def lay_out_again(self, plan: OverlapPlan, layout: PoolLayout, kernels: Kernels) -> None:
         """After `let_weights_go`: take the places that another plan has for weights.

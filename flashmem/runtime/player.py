@@ -45,7 +45,7 @@ class Player:
             ValueError: an index outside a table or a tensor.
             RunError: the run failed, or the model is closed.
         """
-        tenant, budget = answer.model.tenant, self._device.budget
+        tenant, budget = answer.tenant, self._device.budget
         if tenant.failure is not None:
             raise RunError(f"the model is closed ({tenant.failure}); open it again")
         placement = self._occupancy.placed(tenant)

@@ -14,6 +14,7 @@ from flashmem.runtime.report import RunReport
 from flashmem.runtime.tenant import Tenant
 
 if TYPE_CHECKING:
+    from flashmem.bundle import Bundle
     from flashmem.runtime.many import Runtime
 
 Array = NDArray[Any]
@@ -26,9 +27,9 @@ class Answer(Future[list[Array]]):
     it is over.
     """
 
-    def __init__(self, model: Model, inputs: Mapping[str, Array], names: Sequence[str]) -> None:
+    def __init__(self, model: Model, tenant: Tenant, inputs: Mapping[str, Array], names: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.names = model, names
+        self.model, self.tenant, self.names = model, tenant, names  # the tenant of the shapes that the inputs have
         self.submitted = perf_counter()
         self.started = self.finished = 0.0
         self.report: RunReport | None = None
@@ -38,10 +39,20 @@ class Answer(Future[list[Array]]):
 class Model:
     """A bundle open in a runtime. It runs like a session, among others."""
 
-    def __init__(self, runtime: Runtime, tenant: Tenant) -> None:
-        self._runtime, self.tenant = runtime, tenant
-        self.bundle = tenant.opened.bundle
+    def __init__(self, runtime: Runtime, tenants: Sequence[Tenant], bundle: Bundle) -> None:
+        self._runtime, self.bundle = runtime, bundle
+        self.tenants = tuple(tenants)  # one for each shape variant
         self.last_run: RunReport | None = None
+
+    @property
+    def tenant(self) -> Tenant:
+        """The one of the shape variant that the bundle stood for when it was opened."""
+        return self.tenants[self.bundle.index]
+
+    @property
+    def failure(self) -> str | None:
+        """Why the model was closed; None while it is open."""
+        return self.tenant.failure
 
     def submit(self, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
         """See `Runtime.submit`."""

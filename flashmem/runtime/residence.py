@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -58,6 +58,20 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
         free[w.name] = int(place.max(initial=0))
         place[:] = last
     return free
+
+
+def share_places(
+    before: PoolLayout, after: PoolLayout, mode: TransferMode, *, slices: tuple[Collection[str], Collection[str]]
+) -> bool:
+    """Whether the places of weights in `before` are those in `after`, each with the names of its program's `slices`: what is
+    resident in them may stay when a session goes on to another shape variant. In mode `map` places are pages of the file.
+    """
+    if mode == "map":
+        return True
+    same = (before.pool_bytes, before.offsets, before.slots, before.slot_of) == (
+        after.pool_bytes, after.offsets, after.slots, after.slot_of
+    )  # fmt: skip
+    return same and set(slices[0]) == set(slices[1])
 
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:

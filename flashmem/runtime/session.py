@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.errors import RunError, UserError
-from flashmem.program import fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.opened import Kernels, OpenedBundle, program_on
+from flashmem.runtime.fitted import Fitted, fit
+from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs, described
 from flashmem.runtime.preparation import Idle
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
-from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.runtime.residence import Strategy
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
 from flashmem.runtime.schedule import planned_loads, read_while_opening
 from flashmem.runtime.target import playable
+from flashmem.shapes import which_fits
 
 Array = NDArray[Any]
 
@@ -39,6 +40,10 @@ class Session:
 
     Runs are made one at a time: threads wait for each other. A run that fails closes the session; an input that is refused
     does not. A forked child has to open sessions of its own.
+
+    Of a bundle with several shape variants one is ready at a time, at first the one that the bundle stands for (the first). A
+    run with inputs of other shapes takes that one's place: memory is that of one variant, never of two, and weights that both
+    leave resident are not read again (docs/shapes.md).
     """
 
     def __init__(
@@ -84,30 +89,31 @@ class Session:
             raise UserError(f"a session is opened with a bundle or its path, not with {described(bundle)}")
         if not isinstance(device, str):
             raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
-        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        self.device = device_here(device, prefer=self.bundle.descriptor.name)
-        program, plan = program_on(self.bundle.program, self.device), self.bundle.plan
-        self.strategy: Strategy = choose_strategy(plan, strategy)
+        opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        self.device = device_here(device, prefer=opened.descriptor.name)
+        self.strategy: Strategy = choose_strategy(opened.plan, strategy)
         self.mode = choose_mode(
-            playable(self.bundle, self.device, mode),
+            playable(opened, self.device, mode),
             mode,
-            path=program.memory_path,
-            planned=self.bundle.meta.get("mode"),
+            path=opened.program.memory_path,
+            planned=opened.meta.get("mode"),
             strategy=self.strategy,
         )
-        if self.strategy == "preload":
-            layout = preloaded_layout(program, self.mode, plan.loader_threads, shares_memory=self.device.unified_memory)
-            plan = preloaded(plan)
-        else:
-            layout = streamed_layout(program, plan, self.mode, shares_memory=self.device.unified_memory)
-        needed = fixed_bytes(program) + layout.total_bytes
-        self.budget = choose_budget(budget, self.bundle.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
+        self._variants = [
+            fit(opened.variant(index), self.device, self.mode, self.strategy) for index in range(len(opened.variants))
+        ]
+        self._ready = self._variants[opened.index]
+        needed = max(variant.needed for variant in self._variants)
+        self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
+        plan, layout, program = self._ready.plan, self._ready.layout, self._ready.program
         self.last_run: RunReport | None = None
         self._runs = 0
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._busy = False  # seen by the thread that holds the lock
         self._closed: str | None = None  # why
+        self._build_apart = build_apart
+        self._kernels: dict[int, Kernels] = {}  # of the variants that were ready so far
         self._opened = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
         try:
             # The disk may start now: it needs nothing that is still to be made. Constants are wanted first.
@@ -116,7 +122,7 @@ class Session:
             constants = (program.constants_offset, program.constants_bytes)
             self._opened.file.announce([constants, *(load.place for load in first)])
             self._device = DeviceInUse(self.device, self.budget, profiling=trace)
-            kernels = Kernels(self._opened, self._device, plan, apart=build_apart)
+            kernels = self._kernels[opened.index] = Kernels(self._opened, self._device, plan, apart=build_apart)
             ledger, queue = self._device.ledger(), self._device.queue
             self._placement = Placement(self._device, self._opened, kernels, plan, layout, ledger, queue)
         except BaseException:
@@ -137,7 +143,8 @@ class Session:
 
         Args:
             output_names: which outputs, in this order; None for all, in the model's order.
-            inputs: an array for every input, of exactly its shape and dtype.
+            inputs: an array for every input, of exactly its shape and dtype; of a bundle with several shape variants, of the
+                shapes of one of them, which then runs.
 
         Returns:
             The outputs, in the model's dtypes. `last_run` then reports how it went.
@@ -151,15 +158,19 @@ class Session:
             if self._closed is not None:
                 raise RunError(f"the session is closed ({self._closed}); open a new one")
             begun = perf_counter()
-            outputs = {port.name: port for port in self.bundle.program.outputs}
-            chosen = chosen_outputs(self.bundle.program.outputs, output_names)
+            chosen = chosen_outputs(self._ready.program.outputs, output_names)
             inputs = arrays_by_name(inputs)
-            check_inputs(self.bundle.program.inputs, inputs)
+            fitting = self._variants[which_fits([variant.program.inputs for variant in self._variants], inputs)]
+            check_inputs(fitting.program.inputs, inputs)
+            if fitting is not self._ready:
+                with self._closed_by_failure():
+                    self._go_on_with(fitting)
             if self._runs:
                 self._placement.ledger.restart_history()
             with self._closed_by_failure(but=ValueError):  # an index outside a table: nothing has started yet
                 write_inputs(self._placement, inputs)
             inputs.clear()  # of this run: who calls may have given them for good
+            outputs = {port.name: port for port in fitting.program.outputs}
             ports = [outputs[name] for name in dict.fromkeys(chosen)]
             with self._closed_by_failure():
                 run, steady = self._idle.take() if self._idle else (Run(self._placement, self._placement.schedule()), False)
@@ -171,6 +182,24 @@ class Session:
             if self._idle is not None:
                 self._idle.begin()
             return [results[name] for name in chosen]
+
+    @property
+    def bundle(self) -> Bundle:
+        """The bundle, standing for the shape variant that is ready: the one that ran last."""
+        return self._ready.bundle
+
+    def _go_on_with(self, variant: Fitted) -> None:
+        """Have another shape variant ready: its activations in the place of those that are there, the weights kept.
+        What was prepared for the next run is let go.
+        """
+        if self._idle is not None:
+            self._idle.stop()
+        index = variant.bundle.index
+        opened = self._opened.variant(variant.bundle)
+        if index not in self._kernels:
+            self._kernels[index] = Kernels(opened, self._device, variant.plan, apart=self._build_apart)
+        self._placement.become(opened, self._kernels[index], variant.plan, variant.layout)
+        self._ready = variant
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
@@ -234,6 +263,8 @@ class Session:
             if self._idle is not None:
                 self._idle.stop()
             self._placement.close()
+            for kernels in self._kernels.values():
+                kernels.close()
             self._opened.close()
 
     def __enter__(self) -> Self:

@@ -25,11 +25,11 @@ def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     Raises:
         UserError: the bundle does not fit the device, or not in that mode.
     """
-    program, target = bundle.program, bundle.descriptor.name
-    misfit = _misfit(program, device)
+    programs, target = [variant.program for variant in bundle.variants], bundle.descriptor.name
+    misfit = next(filter(None, (_misfit(program, device) for program in programs)), "")
     if misfit:
         raise UserError(f"bundle {bundle.path}, which was compiled for {target}, {misfit}; compile the model for this device")
-    reasons = _reasons(program, device)
+    reasons = {mode: reason for program in programs for mode, reason in _reasons(program, device).items()}
     for refused, reason in reasons.items():
         if refused == mode:
             what = f"bundle {bundle.path} cannot be played in mode {mode} here"
@@ -39,7 +39,7 @@ def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
         warnings.warn(FlashmemWarning(text), stacklevel=3)
     descriptor = descriptor_for(device)
-    path = program.memory_path
+    path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:
         return descriptor
     left = tuple(each for each in descriptor.modes[path] if each not in reasons)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, cast
 
 from flashmem.device import TransferMode
 from flashmem.digests import Digest, digest
@@ -107,15 +107,20 @@ class Transfer(ABC):
         if self.digests is not None:
             self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
 
+    def leave(self) -> None:  # noqa: B027 - some have places of weights only
+        """Give back what is not a place of weights: the transfer that is made `after` this one takes those over."""
+
     def close(self) -> None:
         """Give back what the ledger does not."""
+        self.leave()
         self.memories.clear()
 
 
 class MapTransfer(Transfer):
     """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
 
-    With `places`, a slice that another placement on the device has too is used where that one has it.
+    With `places`, a slice that another placement on the device has too is used where that one has it. A placement is known by
+    its ledger.
     """
 
     in_place = True
@@ -129,6 +134,7 @@ class MapTransfer(Transfer):
         places: Places,
         identities: Mapping[str, bytes],
         together: Mapping[str, Slice],
+        after: MapTransfer | None = None,
     ) -> None:
         super().__init__(file)
         file.missed = True  # populating does not tell
@@ -146,6 +152,8 @@ class MapTransfer(Transfer):
         except BaseException:
             self.close()
             raise
+        if after is not None:
+            after._give_places_up(but=self._places)
         self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
 
     def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
@@ -164,7 +172,7 @@ class MapTransfer(Transfer):
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring the pages in."""
         place = self._places[part.name]
-        place.load(band, (self, part.name), self._ledger, f"slice {part.name}")
+        place.load(band, (self._ledger, part.name), self._ledger, f"slice {part.name}")
         self._check(part, place.mapped[band.first : band.first + band.nbytes])
         turn.did("copy")
 
@@ -176,14 +184,23 @@ class MapTransfer(Transfer):
 
     def free(self, part: Slice) -> None:
         """Drop the pages, unless somebody else uses them."""
-        self._places[part.name].free((self, part.name))
+        self._places[part.name].free((self._ledger, part.name))
+
+    def leave(self) -> None:
+        """No buffer is over the pages any more."""
+        self.memories.clear()
+        self._together.clear()
 
     def close(self) -> None:
         """Let all pages go, and their places."""
         super().close()
-        self._together.clear()
+        self._give_places_up()
+
+    def _give_places_up(self, but: Container[str] = ()) -> None:
+        """All places; the pages of those slices, too, that are not in `but`: another transfer of the same ledger has those."""
         for name, place in self._places.items():
-            place.free((self, name))
+            if name not in but:
+                place.free((self._ledger, name))
             self._all.give_up(place, self._identities[name])
         self._places.clear()
 
@@ -195,11 +212,23 @@ class AliasTransfer(Transfer):
     writing, and the pool as a whole is not touched by anyone.
     """
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: AliasTransfer | None = None,
+    ) -> None:
         super().__init__(file)
-        self._queue, self._context = context.queue(), context
-        self._offsets, self._places = layout.offsets, dict[str, Memory]()
+        self._context, self._offsets = context, layout.offsets
+        self._queue: Queue = context.queue() if after is None else after._queue
         self._pool: Memory | None = None
+        self._places: dict[str, Memory] = {}
+        if after is not None:
+            self._pool, self._places, self.memories = after._pool, after._places, after.memories
+            return
         if not slices:  # a device has no buffers without bytes
             return
         self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
@@ -289,9 +318,17 @@ class DmaTransfer(Transfer):
 
     reads_ahead = True
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: DmaTransfer | None = None,
+    ) -> None:
         super().__init__(file)
-        self._homes = _Homes(context, ledger, slices, layout)
+        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._ring = _Ring(context, ledger, layout.staging_bytes, layout.threads)
 
@@ -304,9 +341,8 @@ class DmaTransfer(Transfer):
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Unmap staging."""
-        super().close()
         self._ring.close()
 
 
@@ -319,10 +355,18 @@ class InterleaveTransfer(Transfer):
     out of the entrance that staging has for W, while layers run.
     """
 
-    def __init__(self, context: Context, ledger: Ledger, file: WeightFile, slices: Sequence[Slice], layout: PoolLayout) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: InterleaveTransfer | None = None,
+    ) -> None:
         super().__init__(file)
         self._context, self._layout = context, layout
-        self._homes = _Homes(context, ledger, slices, layout)
+        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
         self._ring = _Ring(context, ledger, layout.ring_bytes, layout.threads)
         self.reads_ahead = bool(layout.ring_bytes)
@@ -368,9 +412,8 @@ class InterleaveTransfer(Transfer):
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Unmap the ring."""
-        super().close()
         self.staged.clear()
         self._ring.close()
 
@@ -386,22 +429,24 @@ def make_transfer(
     identities: Mapping[str, bytes],
     digests: Mapping[str, Digest] | None = None,
     together: Mapping[str, Slice] = MappingProxyType({}),
+    after: Transfer | None = None,
 ) -> Transfer:
     """The transfer of `mode`, which checks slices against `digests`. `together`: by slice, the whole that may be asked for by
-    `joined`.
+    `joined`. `after`: one of the same mode for another shape variant of the bundle, which has left; its places of weights,
+    which are those of `layout` (`residence.share_places`), are taken over.
 
     Raises:
         RunError: device or budget refuse.
     """
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices, places, identities, together)
+        made = MapTransfer(context, ledger, file, slices, places, identities, together, cast(MapTransfer | None, after))
     elif mode == "alias":
-        made = AliasTransfer(context, ledger, file, slices, layout)
+        made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
     elif mode == "dma":
-        made = DmaTransfer(context, ledger, file, slices, layout)
+        made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after))
     else:
-        made = InterleaveTransfer(context, ledger, file, slices, layout)
+        made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after))
     made.digests = digests
     return made
 

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def run(request: dict[str, Any]) -> dict[str, float]:
     begun = time.perf_counter()
     bundle = Bundle.open(path)
     check_bundle(bundle.program, plan)
-    planned = replace(bundle, plan=plan, meta={**bundle.meta, "budget_bytes": request["budget"]})
+    planned = bundle.with_plan(plan, {**bundle.meta, "budget_bytes": request["budget"]})
     opened = time.perf_counter() - begun  # a session that is given a path does this itself
     with Session(planned, device=request["device"], mode=request["mode"]) as session:
         session.run(None, inputs)

@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
-from flashmem.bundle import BundleWriter
+from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode
@@ -111,7 +111,7 @@ def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
     with TemporaryDirectory(prefix=".sweep-", dir=subject.bundle.parent) as folder:
         path = Path(folder) / subject.bundle.name
         with BundleWriter(path) as writer:
-            planned.generated.weights.write(writer)
+            planned.generated.write(writer)
             writer.commit(planned.program, planned.generated.source, planned.plan, subject.descriptor, {"mode": subject.mode})
         yield path
 

@@ -16,9 +16,9 @@ from flashmem.graph.passes import prepare
 from flashmem.graph.portable import portable
 from flashmem.planning.limits import Limits
 from flashmem.request import Options, choose_mode, device_here, find_descriptor
+from flashmem.shapes import read_variants
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
-from flashmem.units import parse_shape
 from flashmem.zoo.graphs import check_architecture, zoo_graph
 from flashmem.zoo.names import architecture
 
@@ -64,7 +64,9 @@ def subject_of(point: Point) -> Subject:
         graph = prepare(zoo_graph(name))
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
     path, precision = Path(point.model), cast(Literal["fp32", "fp16"], point.precision)
-    shapes = dict(parse_shape(text) for text in point.shape.split())
+    [shapes, *others] = read_variants(point.shape.split())
+    if others:
+        raise UserError("--shape names several shape variants, and a sweep is of one; name each input once")
     graph = read_graph(path, Options(descriptor, mode, Limits(), precision, shapes))
     if point.source == "simulated":
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))

@@ -21,7 +21,7 @@ from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, scalar_literal
 from flashmem.graph.placement import broadcast_strides
-from flashmem.program import ITEMSIZE, Arg, KernelShape, Slice
+from flashmem.program import ITEMSIZE, Arg, KernelShape
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
@@ -63,7 +63,8 @@ def choice(emitter: Emitter, layer: Layer, product: Product, *, packed: bool = T
     key = (layer.main.input(1), replace(product, rows=0), winograd)
     if not packed or key not in emitter.variants:
         widest = emitter.slicing.widest(product.depth * (2 if product.storage == "float16" else 4)) if packed else None
-        emitter.variants[key] = emitter.choices.variant(product, [node.op for node in layer.tail], widest, winograd)
+        forms = emitter.earlier.forms(layer.main) if packed else frozenset()
+        emitter.variants[key] = emitter.choices.variant(product, [node.op for node in layer.tail], widest, winograd, forms)
     return emitter.variants[key]
 
 
@@ -149,7 +150,7 @@ def emit_packed(
     if kept.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
-        parts = emitter.parts(node.input(1), packing, tile.launched(rows, 1)[0])
+        parts = emitter.parts(node, packing, tile.launched(rows, 1)[0])
     texture, scattered = parts[0].width > 0, layer.moved is not None
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
     if template == "conv":
@@ -247,22 +248,12 @@ def placed(
     emitter: Emitter, node: Node, packing: Packing, parts: Sequence[PackedSlice], read: Callable[[], NDArray[Any]]
 ) -> list[str]:
     """The slices of a weight, or of its scales or zero points: what `read` gives, placed once however many layers use it."""
-    weight = node.input(1)
-    key = (weight, packing)
-    if key not in emitter.packed:
-        taken = any(each.name == f"{weight.name}[0]" for each in emitter.slices)
-        name = f"{weight.name}#{len(emitter.packed)}" if taken else weight.name
 
-        def pieces() -> Iterator[NDArray[Any]]:
-            columns = weight_columns(node, read())
-            return (packing.pack(part, columns) for part in parts)
+    def pieces() -> Iterator[NDArray[Any]]:
+        columns = weight_columns(node, read())
+        return (packing.pack(part, columns) for part in parts)
 
-        offsets = emitter.weights.place(weight.name, [part.nbytes for part in parts], pieces)
-        for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-            image = (part.width, part.height, part.row_pitch)
-            emitter.slices.append(Slice(f"{name}[{i}]", weight.name, offset, part.nbytes, *image, packing.channel, part.raw))
-        emitter.packed[key] = [(f"{name}[{i}]", part) for i, part in enumerate(parts)]
-    return [name for name, _ in emitter.packed[key]]
+    return [name for name, _ in emitter.place_packed(node, packing, parts, pieces)]
 
 
 def emit_depthwise(emitter: Emitter, layer: Layer) -> None:

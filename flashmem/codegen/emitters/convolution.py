@@ -108,7 +108,7 @@ def _emit_winograd(emitter: Emitter, layer: Layer, variant: Variant) -> None:
         whole=True, aligned_columns=columns % 4 == 0,
     )  # fmt: skip
     packing = Packing(depth, columns, 1, tile.panel, "float32", emitter.memory_path, 1, emitter.descriptor)
-    parts = emitter.parts(weight, packing, tile.launched(tiles, 1)[0])
+    parts = emitter.parts(node, packing, tile.launched(tiles, 1)[0])
     names = placed(emitter, node, packing, parts, lambda: transformed_weights(read()))
     texture = parts[0].width > 0
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=layer.moved is not None)

@@ -1,0 +1,119 @@
+"""The files of a bundle: their names, the manifest, and how what is read is checked (flashmem.bundle says what they are)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flashmem.errors import BundleError, UserError
+from flashmem.generations import MANIFEST, is_generation
+
+FORMAT_VERSION = 9
+WEIGHTS = "weights.bin"
+BINARIES = "binaries.bin"
+_OF_A_VARIANT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "digests.bin")
+
+
+def variant_files(index: int) -> tuple[str, ...]:
+    """The files of shape variant `index`: program, plan, kernels, kernels with stream lanes, digests."""
+    if not index:
+        return _OF_A_VARIANT
+    return tuple(f"{name}.{index}.{ending}" for name, _, ending in (each.partition(".") for each in _OF_A_VARIANT))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the bundle at `path`, its fields of the types that they must have. Raises BundleError."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is not a bundle: it has no readable {MANIFEST}; compile the model again") from error
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise BundleError(
+            f"bundle {path} has format version {version!r}, this flashmem reads {FORMAT_VERSION}; compile the model again"
+        )
+    if manifest.get("digest") != _manifest_digest(manifest):
+        raise BundleError(f"bundle {path} is damaged: {MANIFEST} is not what was written; compile the model again")
+    shape = {"generation": str, "device": dict, "files": dict, "weights": dict, "meta": dict, "variants": list}
+    for key, kind in shape.items():
+        if not isinstance(manifest.get(key), kind):
+            raise BundleError(f"bundle {path} is damaged: its manifest lacks {key!r}; compile the model again")
+    weights = manifest["weights"]
+    if type(weights.get("nbytes")) is not int or weights["nbytes"] < 0 or not isinstance(weights.get("sha256"), str):
+        raise BundleError(f"bundle {path} is damaged: its manifest does not describe {WEIGHTS}; compile the model again")
+    if not manifest["variants"] or not all(isinstance(own, dict) for own in manifest["variants"]):
+        raise BundleError(f"bundle {path} is damaged: its manifest does not describe its programs; compile the model again")
+    if not is_generation(manifest["generation"]):
+        raise BundleError(f"bundle {path} is damaged: its manifest names no folder; compile the model again")
+    checked: dict[str, Any] = manifest
+    return checked
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its own digest, however it is laid out."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> bytes:
+    """The content of manifest.json."""
+    plain = json.loads(json.dumps(manifest))  # as it will be read, so that the digests agree
+    return json.dumps({**plain, "digest": _manifest_digest(plain)}, indent=2).encode()
+
+
+def read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
+    """The content of a small file whose size and hash are as the manifest says."""
+    try:
+        content: bytes = (path / manifest["generation"] / name).read_bytes()
+    except OSError as error:
+        raise BundleError(f"bundle {path} lacks {name} ({error.strerror}); compile the model again") from error
+    if manifest["files"].get(name) != fingerprint(content):
+        raise BundleError(f"bundle {path} is damaged: {name} is not what was written; compile the model again")
+    return content
+
+
+def read_binaries(path: Path, manifest: Mapping[str, Any]) -> bytes | None:
+    """The compiled kernels that the bundle carries; None if they are not what was written."""
+    if BINARIES not in manifest["files"]:
+        return b""
+    try:
+        return read_checked(path, BINARIES, manifest)
+    except BundleError:
+        return None
+
+
+def check_weights_size(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise BundleError unless weights.bin is there, as long as the manifest says."""
+    try:
+        size = (path / manifest["generation"] / WEIGHTS).stat().st_size
+    except OSError as error:
+        raise BundleError(f"bundle {path} lacks {WEIGHTS} ({error.strerror}); compile the model again") from error
+    expected = manifest["weights"]["nbytes"]
+    if size != expected:
+        raise BundleError(f"bundle {path} is damaged: {WEIGHTS} has {size} bytes, not {expected}; compile the model again")
+
+
+def fingerprint(content: bytes) -> dict[str, Any]:
+    """What the manifest says of a small file."""
+    return {"nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Errors of the disk become UserErrors about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"the disk is full, so {path} was not written; free some space or name another output") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}); name another output") from error
+
+
+def compact(data: Mapping[str, Any]) -> bytes:
+    """JSON without blanks."""
+    return json.dumps(data, separators=(",", ":")).encode()

@@ -1,0 +1,254 @@
+"""Bundles written, and parts of them replaced: whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem import __version__, digests
+from flashmem.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, common_part, digest_of_file, own_part
+from flashmem.bundle_check import check_bundle, check_variants
+from flashmem.bundle_files import (
+    BINARIES,
+    FORMAT_VERSION,
+    WEIGHTS,
+    compact,
+    disk_errors,
+    fingerprint,
+    manifest_text,
+    read_manifest,
+    variant_files,
+)
+from flashmem.device import DeviceDescriptor
+from flashmem.digests import Piece, digest, identity
+from flashmem.errors import BundleError, UserError
+from flashmem.generations import MANIFEST, Draft
+from flashmem.kernel_bounds import check_reach
+from flashmem.lane_bounds import check_lanes
+from flashmem.planning.plan import OverlapPlan
+from flashmem.program import Program, Source
+
+
+class BundleWriter:
+    """Writes a bundle: append weights, then commit. Leaving the context without a commit leaves nothing behind."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Begin a bundle that will be the folder `path`. An older bundle of that name stays until the new one is whole.
+
+        Raises:
+            UserError: `path` is something else than a bundle, or cannot be written.
+        """
+        self.path = Path(path)
+        if self.path.exists() and not (self.path / MANIFEST).is_file():
+            raise UserError(f"{self.path} exists and is not a bundle; remove it or name another output")
+        with disk_errors(self.path):
+            self._draft = Draft(self.path)
+        self._size = 0
+        self._sha256 = hashlib.sha256()
+        self._appended: dict[tuple[int, int], tuple[int, bytes]] = {}  # digest and identity of what was, by offset and bytes
+        with self._cleaned_up():
+            self._weights = (self._draft.folder / WEIGHTS).open("w+b", buffering=0)
+
+    @property
+    def size(self) -> int:
+        """Bytes in weights.bin so far."""
+        return self._size
+
+    def append(self, data: NDArray[Any] | bytes, alignment: int = 1) -> int:
+        """Write `data` at the next multiple of `alignment`, and return that offset.
+
+        Raises:
+            UserError: the disk is full or fails; nothing of the bundle is kept.
+        """
+        with self._cleaned_up():
+            padding = bytes(-self._size % alignment)
+            offset = self._size + len(padding)
+            flat = memoryview(data if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+            hashing = threading.Thread(target=self._hash, args=(padding, flat, offset))
+            hashing.start()
+            try:
+                self._write(memoryview(padding))
+                self._write(flat)
+            finally:
+                hashing.join()
+            return offset
+
+    def _hash(self, padding: bytes, data: memoryview, offset: int) -> None:
+        """In a thread beside the writing: both take about as long, and none needs the interpreter."""
+        self._sha256.update(padding)
+        self._sha256.update(data)
+        self._appended[offset, len(data)] = digest(data), identity([data])
+
+    def _write(self, data: memoryview) -> None:
+        while len(data):
+            written = self._weights.write(data[:READ_BYTES])
+            self._size += written
+            data = data[written:]
+
+    def commit(
+        self,
+        program: Program,
+        source: Source,
+        plan: OverlapPlan,
+        descriptor: DeviceDescriptor,
+        meta: Mapping[str, Any],
+    ) -> None:
+        """`commit_all` of one program."""
+        self.commit_all([ShapeVariant(program, plan, source, own_part(meta))], descriptor, common_part(meta))
+
+    def commit_all(self, variants: Sequence[ShapeVariant], descriptor: DeviceDescriptor, meta: Mapping[str, Any]) -> None:
+        """Write everything else, and put the bundle in place.
+
+        `meta` is JSON-able: where the model came from; `budget_bytes` is the default budget of a session. `variants`: at least
+        one; the first is what a session has ready when it is opened.
+
+        Raises:
+            UserError: the disk is full or fails; nothing of the bundle is kept.
+            BundleError: programs and plans do not hold together (an error of the compiler).
+        """
+        with self._cleaned_up():
+            contents: dict[str, bytes] = {}
+            for index, variant in enumerate(variants):
+                program, source = variant.program, variant.source
+                if program.weights_bytes != self._size:
+                    raise BundleError(f"the program is for {program.weights_bytes} bytes of weights, {self._size} were written")
+                # What Bundle.open will check, checked before anything is kept.
+                check_bundle(program, variant.plan)
+                check_reach(program, source.plain)
+                check_lanes(program, source.lane)
+                texts = (
+                    compact(program.to_json()),
+                    compact(variant.plan.to_json()),
+                    source.plain.encode(),
+                    source.lane.encode(),
+                    digests.make(program, self._digest, self._identity),
+                )
+                contents |= zip(variant_files(index), texts, strict=True)
+            check_variants([variant.program for variant in variants])
+            os.fsync(self._weights.fileno())
+            self._weights.close()
+            for name, content in contents.items():
+                self._draft.write(name, content)
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "flashmem_version": __version__,
+                "generation": self._draft.generation,
+                "files": {name: fingerprint(content) for name, content in contents.items()},
+                "weights": {"nbytes": self._size, "sha256": self._sha256.hexdigest()},
+                "device": descriptor.to_dict(),
+                "meta": dict(meta),
+                "variants": [dict(variant.own) for variant in variants],
+            }
+            self._draft.publish(manifest_text(manifest))
+
+    def _digest(self, part: Piece) -> int:
+        """The digest of a part as it was appended; of what is only a part of that, as it was written."""
+        known = self._appended.get((part.offset, part.nbytes))
+        return digest_of_file(self._weights.fileno(), part) if known is None else known[0]
+
+    def _identity(self, part: Piece) -> bytes:
+        """Its identity, likewise."""
+        known = self._appended.get((part.offset, part.nbytes))
+        return identity(blocks_of_file(self._weights.fileno(), part)) if known is None else known[1]
+
+    @contextmanager
+    def _cleaned_up(self) -> Iterator[None]:
+        """Whatever fails inside leaves nothing half-written; errors of the disk become UserErrors."""
+        try:
+            with disk_errors(self.path):
+                yield
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        if hasattr(self, "_weights"):
+            self._weights.close()
+        self._draft.discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._discard()
+
+
+def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], path: Path | None = None) -> Bundle:
+    """The same bundle, opened anew, with another plan of its program and other `meta`; all other files stay as they are.
+
+    It takes the bundle's place when it is whole; or that of `path`. The two share one file of weights if the file system can.
+    Of a bundle of several shape variants, `plan` is that of the one it stands for.
+
+    Raises:
+        UserError: the disk is full or fails; the bundle stays as it was.
+        BundleError: the plan is not one of the bundle's program, or the bundle was replaced by another one meanwhile.
+    """
+    return replace_plans(bundle, {bundle.index: plan}, {bundle.index: meta}, path)
+
+
+def replace_plans(
+    bundle: Bundle, plans: Mapping[int, OverlapPlan], metas: Mapping[int, Mapping[str, Any]], path: Path | None = None
+) -> Bundle:
+    """`replace_plan` of several shape variants, by index, at once. Of the `metas`, what all variants share is as in the last.
+
+    Raises:
+        UserError, BundleError: as `replace_plan`.
+    """
+    common, owns = dict(bundle.common), [dict(variant.own) for variant in bundle.variants]
+    contents: dict[str, bytes] = {}
+    for index, plan in plans.items():
+        check_bundle(bundle.variants[index].program, plan)
+        contents[variant_files(index)[1]] = compact(plan.to_json())
+        common, owns[index] = common_part(metas[index]), own_part(metas[index])
+    return _with_files(bundle, contents, {"meta": common, "variants": owns}, path or bundle.path)
+
+
+def replace_binaries(bundle: Bundle, binaries: bytes) -> Bundle:
+    """The same bundle, opened anew, carrying the compiled kernels `binaries` (`program_cache.packed_entries`).
+
+    Raises:
+        UserError: the disk is full or fails; the bundle stays as it was.
+        BundleError: the bundle was replaced by another one meanwhile.
+    """
+    return bundle if bundle.binaries == binaries else _with_files(bundle, {BINARIES: binaries}, {}, bundle.path)
+
+
+def _with_files(bundle: Bundle, contents: Mapping[str, bytes], said: Mapping[str, Any], path: Path) -> Bundle:
+    """The bundle at `path`, opened: `bundle` with other `contents` of some files; the manifest says `said` instead."""
+    manifest = read_manifest(bundle.path)
+    if bundle.path / manifest["generation"] != bundle.files:
+        raise BundleError(f"bundle {bundle.path} was replaced since it was opened; open it again")
+    with disk_errors(path):
+        draft = Draft(path)
+        try:
+            texts = [name for index in range(len(bundle.variants)) for name in variant_files(index)]
+            kept = (*texts, *([BINARIES] if bundle.binaries else []))
+            for name in (*kept, WEIGHTS):
+                if name not in contents:
+                    _link_or_copy(bundle.files / name, draft.folder / name)
+            for name, content in contents.items():
+                draft.write(name, content)
+            files = {name: manifest["files"][name] for name in kept}
+            files |= {name: fingerprint(content) for name, content in contents.items()}
+            draft.publish(manifest_text({**manifest, "generation": draft.generation, "files": files, **said}))
+        finally:
+            draft.discard()
+    return Bundle.open(path).variant(bundle.index)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Two names for one file where the file system has such a thing, else a copy."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)

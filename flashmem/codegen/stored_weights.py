@@ -1,0 +1,150 @@
+"""What programs of one model share in the weight file, where it is compiled for several shapes.
+
+The first program's weights are placed as it likes. A later one looks for what it reads by what that holds, and takes it as it
+is packed; only what is not there, or not in a form that its kernels read, is placed behind the rest. Resident constants are one
+run of bytes, of which each program has a beginning, the longer the later it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.codegen.packing import PackedSlice, Packing
+from flashmem.graph.ir import Constant, FileConstant, NibbleConstant, Node, Value
+from flashmem.graph.quantized import QuantizedConstant
+from flashmem.program import Arg, Slice, TableType
+
+_ROWS_AT_ONCE = 1 << 20
+"""Elements, about, that are brought into order at a time to be hashed."""
+
+
+class Identities:
+    """What constants hold, each looked at once: equal answers for equal contents."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Constant, Hashable]] = {}
+
+    def of(self, constant: Constant) -> Hashable:
+        """The place of a constant that lies in the model's file; of one that is computed, a hash of what comes out."""
+        if isinstance(constant, FileConstant | NibbleConstant):
+            return constant
+        if id(constant) not in self._known:
+            self._known[id(constant)] = constant, self._look_at(constant)
+        return self._known[id(constant)][1]
+
+    def _look_at(self, constant: Constant) -> Hashable:
+        if isinstance(constant, QuantizedConstant):
+            zero = None if constant.zero is None else self.of(constant.zero)
+            return "quantized", self.of(constant.codes), self.of(constant.scale), zero, constant.block, constant.bits
+        return constant.shape, constant.dtype.str, _sha256(constant.array())
+
+
+def _sha256(array: NDArray[Any]) -> bytes:
+    """Of the elements in their order; no copy is made of more than a few rows."""
+    hashing = hashlib.sha256()
+    rows = array.reshape(1) if not array.ndim else array
+    step = max(1, _ROWS_AT_ONCE * len(rows) // max(1, rows.size))
+    for first in range(0, len(rows), step):
+        hashing.update(np.ascontiguousarray(rows[first : first + step]).reshape(-1).view(np.uint8).data)
+    return hashing.digest()
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A contraction's weights, or what goes with them, as they lie in the file. `node` says how their matrix is read."""
+
+    node: Node
+    packing: Packing
+    slices: tuple[Slice, ...]
+    parts: tuple[PackedSlice, ...]
+
+
+@dataclass
+class Placements:
+    """What one program has placed in the file, or found there."""
+
+    packed: list[PackedWeight] = field(default_factory=list)
+    plain: list[tuple[Slice, Callable[[], NDArray[Any]]]] = field(default_factory=list)
+    tables: list[tuple[Value, TableType, int]] = field(default_factory=list)  # with the offset
+    small: dict[bytes, Arg] = field(default_factory=dict)  # resident constants by content
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """What earlier programs have placed: `size` bytes of the file, `constants` apart. Empty where a model has one program."""
+
+    size: int = 0
+    constants: bytes = b""
+    small: Mapping[bytes, Arg] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    _packed: Mapping[Hashable, Sequence[PackedWeight]] = field(default_factory=dict)
+    _plain: Mapping[tuple[int, bytes], Slice] = field(default_factory=dict)
+    _tables: Mapping[Hashable, int] = field(default_factory=dict)
+    _identities: Identities = field(default_factory=Identities)
+
+    def followed_by(self, placements: Placements, size: int, constants: bytes) -> StoredWeights:
+        """These, and what one more program has placed. Contents are looked at."""
+        packed = {key: list(found) for key, found in self._packed.items()}
+        for weight in placements.packed:
+            found = packed.setdefault(self._key(weight.node), [])
+            if weight.slices not in [each.slices for each in found]:
+                found.append(weight)
+        plain = dict(self._plain)
+        plain.update({(part.nbytes, _sha256(make())): part for part, make in placements.plain})
+        tables: dict[Hashable, int] = dict(self._tables)
+        tables.update({(self._of(table), kind): offset for table, kind, offset in placements.tables})
+        placed = [part for weight in placements.packed for part in weight.slices] + [part for part, _ in placements.plain]
+        names = self.names | {part.name for part in placed}
+        return StoredWeights(size, constants, placements.small, names, packed, plain, tables, self._identities)
+
+    def packed_as(self, node: Node, packing: Packing) -> PackedWeight | None:
+        """The weights of `node` where they are there in that packing; images may be folded where `packing` allows it."""
+        for weight in self._found(node):
+            same = replace(weight.packing, fold_unit=packing.fold_unit) == packing
+            if same and all(_may_be_folded(part, packing) for part in weight.parts):
+                return weight
+        return None
+
+    def forms(self, node: Node) -> frozenset[tuple[int, int]]:
+        """Columns of a panel and depth that the weights of `node` are there in."""
+        return frozenset((weight.packing.panel, weight.packing.depth) for weight in self._found(node))
+
+    def plain_as(self, nbytes: int, make: Callable[[], NDArray[Any]]) -> Slice | None:
+        """The slice that holds what `make` gives, in its plain order; `nbytes`: with what a slice has behind it."""
+        if not any(size == nbytes for size, _ in self._plain):
+            return None
+        return self._plain.get((nbytes, _sha256(make())))
+
+    def table_at(self, table: Value, kind: TableType) -> int | None:
+        """Where the rows of `table` lie one after the other."""
+        return self._tables.get((self._of(table), kind)) if self._tables else None
+
+    def _found(self, node: Node) -> Iterable[PackedWeight]:
+        constant = node.input(1).constant
+        return self._packed.get(self._key(node), ()) if self._packed and constant is not None else ()
+
+    def _key(self, node: Node) -> Hashable:
+        """The weights of `node`, and what of it says how their columns are read (`packing.weight_columns`)."""
+        if node.op.startswith("MatMul"):
+            how: Hashable = bool(node.attributes["transposed"])
+        else:
+            how = node.attributes["group"] if node.op == "ConvTranspose" else None
+        return node.op.startswith("MatMul"), how, self._of(node.input(1))
+
+    def _of(self, value: Value) -> Hashable:
+        assert value.constant is not None, f"{value.name} is not a constant"
+        return self._identities.of(value.constant)
+
+
+def _may_be_folded(part: PackedSlice, packing: Packing) -> bool:
+    return not part.width or part.height >= packing.depth or part.height % packing.fold_unit == 0
+
+
+NOTHING_STORED = StoredWeights()
+"""Of the first program of a model."""
