@@ -286,7 +286,7 @@ def test_tables_and_quantised_weights_are_not_repeated(precision: Any, tmp_path:
     ]
     assert len(few.row_gathers) == 2 and many.weights_bytes == alone.program.weights_bytes
     with Session(bundle, verify_weights=True) as session:
-        for size in (32, 4):
+        for size in (32, 4) if precision == "fp32" else (4,):  # each variant has kernels to be built
             inputs = {"ids": rng.integers(0, 2100, size)}
             rows = tables[:, inputs["ids"]].sum(axis=0)
             reference = rows @ ((held["codes"].astype(np.int32) - held["zero"]) * np.float32(0.01)) @ tables[0].T
