@@ -54,7 +54,8 @@ def test_a_profile_killed_and_resumed_to_its_figures(
         done = flashmem(*words, "--minutes", minutes)
         code = done.code
     assert code == 0, done.err
-    tables = {f"{name}.tuned.csv" for name in (load_descriptor(DEVICE).tuned,) if name}  # go on being used
+    tuned = load_descriptor(list_devices()[int(DEVICE)].descriptor_name).tuned
+    tables = {f"{tuned}.tuned.csv"} if tuned else set()  # it is used on
     written = {"mine.profile.csv.gz", "mine.seconds.ubj", "mine.slowdown.ubj", "mine.toml"}
     assert {path.name for path in folder.iterdir()} == written | tables
     assert done.out.strip() == str(folder / "mine.toml")
