@@ -110,7 +110,7 @@ def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     for took in (1e-3, 2e-3):
         descriptor = tuned(tmp_path, [timing(product, tile, took), timing(product, wide, 1234.0)])
         assert digest(descriptor) and "1234" not in str(descriptor.to_dict())
-        keys.add(_key(model, Options(descriptor, "map", Limits())))
+        keys.add(_key(model, [Options(descriptor, "map", Limits())]))
     assert len(keys) == 2
 
 

@@ -41,7 +41,7 @@ def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path
     """Odd sizes, every padding, images smaller than a tile, channels that fill no vector, several images and panels."""
 
     def wherever_it_can_be(
-        self: Choices, product: Product, ending: object = (), widest: int | None = None, winograd: bool = False
+        self: Choices, product: Product, ending: object, widest: int | None, winograd: bool, forms: object
     ) -> Variant:
         return variant if winograd else PLAIN
 
