@@ -155,7 +155,7 @@ def test_a_child_that_dies_is_one_sentence_each_time(where: str, tmp_path: Path,
 
 
 _INTERRUPTED = """
-import sys
+import sys, time
 from flashmem import Session
 from flashmem.runtime import kernel_processes
 start = kernel_processes._start
@@ -164,6 +164,11 @@ def started(*given):
     print(child.pid, flush=True)
     return child
 kernel_processes._start = started
+step = kernel_processes.Builders.step
+def late(builders, **given):  # however busy the machine is, the interrupt comes before the session has its kernels
+    time.sleep(60)
+    return step(builders, **given)
+kernel_processes.Builders.step = late
 try:
     Session(sys.argv[1], mode="map")
 except KeyboardInterrupt:
