@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,6 @@ from flashmem.errors import BudgetError, UserError
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.bounds import fastest_seconds
-from flashmem.planning.gates import from_cache
 from flashmem.planning.latency import forced_preload
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.limits import read_limits
@@ -53,8 +53,6 @@ ELEVEN = (
     "gptneo-125m", "gptneo-1.3b", "gptneo-2.7b", "resnet50", "sam2-large", "vit-103m", "deepvit-204m", "sd15-unet",
     "whisper-medium-text", "depthanything-s", "depthanything-l",
 )  # fmt: skip
-_APART = 4e-4
-"""Seconds by which one loader thread is late: two that read and copy slices of one size in step leave both resources idle."""
 
 QUARTERS = ("gptneo-125m", "vit-b16", "resnet50")
 ZOO = [Path()]
@@ -142,7 +140,7 @@ def weights_of(name: str, device: str) -> int:
 def serial_table(models: Sequence[str], devices: Sequence[str], objectives: Sequence[str]) -> None:
     """Execution over the busiest resource, and over a proven bound within the same memory."""
     head("model", "device", "mode", "objective", "file", "disk", "read", "copy", "compute", "execution", "over the busiest",
-         "threads apart", "over the bound", "in W", "gap")  # fmt: skip
+         "over the bound", "in W", "gap")  # fmt: skip
     for name in models or QUARTERS:
         for device in devices or ["nvidia", "adreno750"]:
             descriptor = load_descriptor(device)
@@ -166,20 +164,17 @@ def serial_row(made: Planned, disk: Disk) -> Iterator[str]:
     scenario = describe(made.program, plan, options.descriptor, options.mode, disk=disk)
     played = simulate(scenario)
     execution = played.report.latency.exec
-    first, *rest = scenario.loads
-    late = ("copy", int(_APART * scenario.machine.copy_bandwidth))  # one thread begins a little later than the other
-    apart = simulate(replace(scenario, loads=(replace(first, pieces=(late, *first.pieces)), *rest))).report.latency.exec
     busiest = max(played.busy.get(each, 0.0) for each in ("disk", "read", "copy", "compute"))
     problem = planning_problem(made.program, options.descriptor, options.mode, options.limits)
     problem = replace(problem, m_peak=plan.m_peak)
     chosen = forced_preload(problem, {w.name for w in plan.weights if w.preload})
-    bound = fastest_seconds(problem if disk == "cold" else from_cache(problem), chosen) - problem.opening_seconds
+    read = problem if disk == "cold" else replace(problem, load_bandwidth=math.inf)
+    bound = fastest_seconds(read, chosen) - problem.opening_seconds
     for each in ("disk", "read", "copy", "compute"):
         yield f"{1e3 * played.busy.get(each, 0.0):.1f}"
     yield f"{1e3 * execution:.1f}"
     yield f"{execution / busiest:.2f}"
-    yield f"{apart / busiest:.2f}"
-    yield f"{apart / bound:.2f}" if bound > 0 else ""
+    yield f"{execution / bound:.2f}" if bound > 0 else ""
     yield f"{plan.preload_ratio:.0%}"
     yield f"{plan.gap:.2%}"
 

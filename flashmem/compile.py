@@ -115,7 +115,8 @@ def compile(
     progress = progress or (lambda stage, fraction: None)
     model = Path(model)
     if not model.is_file():
-        raise MissingFileError(f"model {model} does not exist; name an ONNX file")
+        what = "is a folder" if model.is_dir() else "does not exist"
+        raise MissingFileError(f"model {model} {what}; name an ONNX file")
     limits = read_limits(
         budget=budget,
         m_peak=m_peak,
@@ -353,7 +354,7 @@ def _plan(
         return attempt.generated, attempt.plan
     pipeline, first = first_attempt(pipeline_for, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
-    if limits.resolved_objective == "first":
+    if limits.resolved_objective != "steady":
         made = completed(problem(generated.program), made, generated.program, mode, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))

@@ -33,6 +33,7 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
         BudgetError: even the smallest slices do not fit; it names the smallest budget of all that were tried.
     """
     best: tuple[Pipeline, Attempt] | None = None
+    worse = 0
     refused: BudgetError | None = None
     before, largest = Slicing(most=None), 0
     for slicing in _sizes(limits):
@@ -48,9 +49,12 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
             if refused is None or error.smallest_bytes < refused.smallest_bytes:
                 refused = error
             continue
-        if best is not None and not _is_better(tried, best[1]):
+        if best is None or _is_better(tried, best[1]):
+            best, worse = (pipeline, tried), 0
+            continue
+        worse += 1
+        if worse > _patience(limits):
             break
-        best = pipeline, tried
     if best is not None:
         return _with_w_larger(*best, limits)
     assert refused is not None
@@ -96,6 +100,11 @@ def _is_better(tried: Attempt, best: Attempt) -> bool:
     if tried.plan.objective_kind != best.plan.objective_kind:  # under a budget the paper's may have given way to latency
         return tried.plan.objective_kind == "paper"
     return tried.plan.objective < (1 - WORTH) * best.plan.objective
+
+
+def _patience(limits: Limits) -> int:
+    """How many sizes in a row may be no better: the paper's W changes by whole slices, so it stands still and then falls."""
+    return 1 if limits.resolved_objective == "paper" else 0
 
 
 def _largest(program: Program) -> int:

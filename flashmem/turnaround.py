@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 
 def normalised_turnaround(single: float, multi: float) -> float:
-    """NTT_i = T_i,multi / T_i,single: how much slower it seems beside the others; 1 is the best."""
+    """NTT_i = T_i,multi / T_i,single: how much slower it seems beside the others.
+
+    It is 1 where they cost nothing, and less where loading ahead gains more than waiting costs.
+    """
     return multi / single
 
 
@@ -19,7 +22,7 @@ def normalised_progress(single: float, multi: float) -> float:
 
 
 def system_throughput(progress: Sequence[float]) -> float:
-    """STP = sum of NP_i: how many models' worth of work is done at once; the number of models at most."""
+    """STP = sum of NP_i: how many models' worth of work is done at once; the number of models where others cost nothing."""
     return sum(progress)
 
 

@@ -23,10 +23,13 @@ from flashmem.planning.problem import Problem
 from flashmem.program import Program
 
 BATCH = 8
-"""Layers split at a time; halved when that does not improve the objective."""
+"""Layers split at first; twice as many when that improves the objective, half as many when it does not."""
 
 SECONDS = 12.0
 """No further split is tried after this long."""
+
+LAUNCHES = 12_000
+"""Of programs that are generated to try splits: a try makes two, the second to see what parts could stream."""
 
 Cuts = frozenset[Node]
 
@@ -82,8 +85,11 @@ def refine(
         return best.generated, best.plan
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
-    ranked, batch = _ranked(graph, best, cuts, pipeline, limits), BATCH
-    while ranked and batch and time.monotonic() < deadline:
+    one_try = 2 * len(first.generated.program.launches)
+    ranked, batch, generated = [], BATCH, one_try
+    if generated <= LAUNCHES:
+        ranked = _ranked(graph, best, cuts, pipeline, limits)
+    while ranked and batch and generated <= LAUNCHES and time.monotonic() < deadline:
         chosen = ranked[:batch]
         try:
             tried: Attempt | None = pipeline.attempt(cuts | {split.node for split in chosen})
@@ -94,9 +100,10 @@ def refine(
         if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
             best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
-            ranked = _ranked(graph, best, cuts, pipeline, limits)
+            ranked, batch = _ranked(graph, best, cuts, pipeline, limits), 2 * batch
         else:
             batch = min(batch, len(ranked)) // 2
+        generated += one_try
     if not done:
         return best.generated, best.plan
     names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])

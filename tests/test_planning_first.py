@@ -13,10 +13,10 @@ from planning_problems import layers_of, problems
 
 from flashmem.device import TransferMode
 from flashmem.planning.bounds import fastest_seconds
-from flashmem.planning.clock import Moves, play
+from flashmem.planning.clock import Moves, Timing, play
 from flashmem.planning.cp_first import improve
 from flashmem.planning.fill import filled
-from flashmem.planning.gates import closed_late, earliest_gates, from_cache, held_bytes, in_turn, settled
+from flashmem.planning.gates import closed_late, earliest_gates, held_bytes, in_turn, settled
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -97,10 +97,11 @@ def test_gates_are_not_closed_where_a_cached_file_would_notice() -> None:
     problem = Problem(layers_of([9] * 30, seconds=0.1), weights, 10, 1000, 1.0, mode="dma", host_bandwidth=100.0)
     gates = dict.fromkeys((w.name for w in weights), 1)
     moves = {w.name: ((w.first_use - 1, 1),) for w in weights}
-    closed = closed_late(problem, gates, moves, play(problem, gates, moves))
+    timing = Timing(problem, moves)
+    closed = closed_late(timing, gates, timing.play(gates))
     assert max(closed.values()) > 1
-    for each in (problem, from_cache(problem)):
-        assert play(each, closed, moves).seconds == pytest.approx(play(each, gates, moves).seconds)
+    for in_cache in (False, True):
+        assert timing.play(closed, in_cache=in_cache).seconds == pytest.approx(timing.play(gates, in_cache=in_cache).seconds)
 
 
 def test_weights_of_w_are_read_when_their_turn_comes() -> None:
@@ -108,7 +109,7 @@ def test_weights_of_w_are_read_when_their_turn_comes() -> None:
     weights = (WeightSpec("a", 10, 2, 2), WeightSpec("b", 10, 3, 3), WeightSpec("w", 50, 8, 8))
     problem = Problem(layers_of([9] * 8, seconds=5.0), weights, 10, 20, 1.0)
     gates, moves = {"a": 1, "b": 2, "w": 0}, {"a": ((1, 1),), "b": ((2, 1),)}
-    turned = in_turn(problem, {"w"}, gates, moves)
+    turned = in_turn(Timing(problem, moves), {"w"}, gates)
     assert turned["w"] >= 1 and turned["a"] == 1 and turned["b"] == 2
     assert play(problem, turned, moves).seconds < play(problem, gates, moves).seconds
 

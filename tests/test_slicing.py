@@ -31,10 +31,12 @@ from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.pages import page_size
+from flashmem.planning.clock import Timing
 from flashmem.planning.latency import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import PASSING_BYTES, OverlapPlan, passing_bytes
+from flashmem.planning.planner import planning_problem
 from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program import MemoryPath, Program, Slice, fixed_bytes
 from flashmem.request import Options
@@ -127,6 +129,18 @@ def test_the_smallest_budget_is_that_of_the_smallest_slices(
     with pytest.raises(BudgetError) as finest:
         planned(graph, "nvidia", mode, budget=1 << 20)
     assert finest.value.smallest_bytes == smallest
+
+
+@pytest.mark.parametrize("mode", ["dma", "interleave"])
+def test_reads_of_the_papers_plan_run_ahead_as_far_as_its_layout_has_room(mode: TransferMode) -> None:
+    m_peak = 24 << 20
+    program, plan = planned(graph_of(128, *PRODUCTS), "nvidia", mode, m_peak=m_peak, objective="paper")
+    assert lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes <= m_peak
+    assert any(w.read_layer < w.first_mover for w in plan.weights if not w.preload)
+    problem = planning_problem(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
+    timing = Timing(problem, {w.name: w.moves for w in plan.weights if not w.preload})
+    ahead = timing.play({w.name: w.read_layer for w in plan.weights}).seconds
+    assert ahead <= timing.play({w.name: 0 if w.preload else w.first_mover for w in plan.weights}).seconds
 
 
 def test_slices_are_smaller_under_a_budget_as_far_as_that_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

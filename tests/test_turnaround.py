@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
 from command_line import Command, command_line
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 
 from flashmem.commands.queue import Request, read_trace
 from flashmem.errors import RunError, UserError
 from flashmem.runtime.accounts import Account, Budget
-from flashmem.runtime.sharing import Need, latest_needed, left_over
+from flashmem.runtime.sharing import Need, Turn, latest_needed, may_keep, spare
 from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 
 
@@ -32,11 +35,83 @@ def test_the_metrics_are_those_of_the_paper() -> None:
 
 
 def test_what_is_left_over_is_for_residents() -> None:
-    needs = [Need(10, 30), Need(20, 5)]
-    assert left_over(100, needs) == 40
-    assert left_over(60, needs) == 0, "they stay placed, and nothing else does"
-    assert left_over(40, needs) == 0, "they take turns"
-    assert left_over(None, needs) == inf
+    needs = {"a": Need(10, 30), "b": Need(20, 5)}
+    assert may_keep(100, needs, {}, {}, "a", []) == 40
+    assert may_keep(60, needs, {}, {}, "a", []) == 0, "they stay placed, and nothing else does"
+    assert may_keep(40, needs, {}, {}, "a", []) == 0, "they take turns"
+    assert may_keep(None, needs, {}, {}, "a", []) == inf
+
+
+def test_the_queue_says_who_leaves_residents() -> None:
+    needs, resident = {"a": Need(10, 30), "b": Need(20, 5), "c": Need(10, 50)}, {"b": 7, "c": 9}
+    assert may_keep(120, needs, resident, {}, "a", []) == 14, "whoever comes first"
+    assert may_keep(120, needs, resident, {}, "a", ["a", "c"]) == 50, "it is next itself, and the others give way"
+    assert may_keep(120, needs, resident, {}, "b", ["b"]) == 75
+    assert may_keep(120, needs, resident, {}, "a", ["b", "a", "c"]) == 43, "b is needed before"
+    assert may_keep(120, needs, resident, {}, "a", ["b", "c", "a"]) == may_keep(120, needs, resident, {}, "a", [])
+    assert may_keep(120, needs, resident, {"c": 20}, "a", ["a", "c"]) == 30, "c has begun to load"
+
+
+def test_who_loads_ahead_takes_nothing_from_turns_before() -> None:
+    a, b, c = Turn("a", 40, 40, 10, 8), Turn("b", 20, 50, 15, 15), Turn("c", 5, 60, 20, 20)
+    assert spare(100, 10, [a, b]) == 30, "what nobody counts on"
+    assert spare(95, 10, [a, b, c]) == 20, "what nobody counts on"
+    assert spare(100, 10, [a, b, c]) == 25
+    assert spare(85, 10, [replace(a, committed=20), b, c]) == 12, "a without residents, b at its peak"
+    assert spare(85, 10, [replace(a, committed=20), b, a, c]) == 10, "a at rest"
+    assert spare(75, 10, [a, b, c]) == 0
+    assert spare(60, 10, [a, b, c]) < 0
+    assert spare(inf, 0, [a, b, c]) == inf
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_turns_find_their_peaks_whatever_was_loaded_ahead(data: st.DataObject) -> None:
+    """Random models and queues: the limit is kept, and nobody has to give up what he has loaded before his turn."""
+    sizes = st.integers(0, 50)
+    needs = {model: Need(data.draw(sizes), data.draw(sizes)) for model in range(4)}
+    fixed = {model: need.fixed for model, need in needs.items()}
+    limit = sum(fixed.values()) + max(need.room for need in needs.values()) + data.draw(sizes)
+    queue = data.draw(st.lists(st.sampled_from(range(4)), min_size=1, max_size=9))
+    counted, kept, begun = dict(fixed), dict.fromkeys(needs, 0), set[int]()  # counted on now, left behind, loading ahead
+
+    def begin(model: int, behind: list[int], ahead: dict[int, int]) -> None:
+        left = may_keep(limit, needs, kept, ahead, model, behind)
+        kept[model] = min(int(left), data.draw(sizes))
+        counted[model] = min(counted[model], fixed[model] + kept[model])
+
+    def turn(model: int) -> Turn[int]:
+        rest = fixed[model] + kept[model]
+        return Turn(model, counted[model], rest + needs[model].room, rest, fixed[model])
+
+    for number, playing in enumerate(queue):
+        behind = queue[number + 1 :]
+        if playing not in begun:
+            begin(playing, behind, {model: counted[model] - fixed[model] for model in begun})
+        begun.discard(playing)
+        counted[playing] = turn(playing).peak
+        for model in latest_needed(needs.keys() - begun - {playing}, behind):
+            given = max(0, min(sum(counted.values()) - limit, kept[model]))
+            kept[model] -= given
+            counted[model] -= given
+        assert sum(counted.values()) <= limit
+        line = [playing]
+        for place, model in enumerate(behind):
+            line.append(model)
+            if model == playing:
+                continue
+            if model not in begun:
+                if spare(limit, sum(counted[other] for other in needs if other not in line), [*map(turn, line)]) < 0:
+                    break
+                begin(model, behind[place + 1 :], {other: counted[other] - fixed[other] for other in begun - {*line}})
+                begun.add(model)
+            free = spare(limit, sum(counted[other] for other in needs if other not in line), [*map(turn, line)])
+            more = max(0, min(int(free), turn(model).peak - counted[model]))
+            counted[model] += data.draw(st.integers(0, more))
+            assert sum(counted.values()) <= limit
+            if not data.draw(st.booleans()):  # it still loads
+                break
+        counted[playing] = turn(playing).rest
 
 
 def test_who_is_needed_latest_gives_memory_up_first() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError
-from flashmem.planning.budget import Measure, plan_within
+from flashmem.planning.budget import Measure, plan_within, with_staging_that_fits
 from flashmem.planning.keep import leanest, with_kept
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.memory_layout import lay_out_pools
@@ -35,13 +34,12 @@ def plan_again(
     """
     if budget is None:
         return _sealed(program, problem, mode, first_plan(problem, preload, quick=True))
-    problem = staged_within(problem, budget)
     measure = _measure(program, mode)
-    try:
-        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0, quick=True)
-    except BudgetError:  # staging is given as little as it can do with
-        problem = staged_least(problem)
-        plan, _ = plan_within(problem, budget, measure, preload=preload, lambda_=0.0, quick=True)
+
+    def within(staged: Problem) -> OverlapPlan:
+        return plan_within(staged, budget, measure, preload=preload, lambda_=0.0, quick=True)[0]
+
+    problem, plan = with_staging_that_fits(staged_within(problem, budget), budget, within)
     least = smallest_m_peak(problem, preload)[0]
     if plan.m_peak > least:
 

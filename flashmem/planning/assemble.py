@@ -19,6 +19,12 @@ def moved_chunks(problem: Problem, moves: Moves) -> list[int]:
     return used
 
 
+def slowdown(problem: Problem, base: Collection[str], seconds: float) -> float:
+    """By what share `seconds` are more than without a memory limit, with W = `base`."""
+    fastest = unlimited_seconds(problem, base)
+    return max(0.0, seconds / fastest - 1) if fastest else 0.0
+
+
 def assemble(
     problem: Problem,
     preload: Collection[str],
@@ -54,7 +60,6 @@ def assemble(
             f"C_l relaxed at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
             f"{worst} {problem.layers[worst - 1].name!r} ({problem.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
         )
-    fastest = unlimited_seconds(problem, base)
     seconds = play(problem, {w.name: w.read_layer for w in weights}, moves).seconds
     status: Status = "OPTIMAL" if bound >= objective else "FEASIBLE"
     return OverlapPlan(
@@ -75,6 +80,6 @@ def assemble(
         piece_bytes=problem.piece_bytes or PASSING_BYTES,
         loader_threads=problem.loader_threads,
         shares_memory=problem.shares_memory,
-        expected_slowdown=max(0.0, seconds / fastest - 1) if fastest else 0.0,
+        expected_slowdown=slowdown(problem, base, seconds),
         notes=(*problem.notes, *notes),
     )

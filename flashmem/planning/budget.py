@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashmem.errors import BudgetError
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem
+from flashmem.planning.problem import Problem, with_less_staging
 
 Measure = Callable[[OverlapPlan], int]
 """The bytes a plan takes in all, in the caller's meaning of a budget."""
@@ -55,6 +55,24 @@ def plan_within(
     return plan, replace(problem, m_peak=plan.m_peak)
 
 
+def with_staging_that_fits(
+    problem: Problem, limit: int | None, make: Callable[[Problem], OverlapPlan]
+) -> tuple[Problem, OverlapPlan]:
+    """What `make` plans of `problem` with its staging, or with less where `limit` bytes have no room for that; and the problem.
+
+    Raises:
+        BudgetError: nothing fits beside the least staging; it names what works.
+    """
+    while True:
+        try:
+            return problem, make(problem)
+        except BudgetError as error:
+            less = with_less_staging(problem, error.smallest_bytes - (limit or 0))
+            if less is None:
+                raise
+            problem = less
+
+
 def largest_within(
     problem: Problem,
     budget: int,
@@ -71,7 +89,6 @@ def largest_within(
         BudgetError: even the smallest M_peak measures more; it names a budget that works and the layer that binds.
     """
     streamed = sum(w.nbytes for w in problem.weights if w.name not in preload)
-    best: OverlapPlan | None
 
     def attempt(m_peak: int) -> tuple[OverlapPlan, int]:
         plan = make(replace(problem, m_peak=m_peak))
@@ -82,7 +99,14 @@ def largest_within(
     best, needed = attempt(high)
     if needed <= budget:
         return best
-    best = None
+    best, needed_least = attempt(low)
+    if needed_least > budget:
+        raise BudgetError(
+            f"budget of {budget} bytes is too small: {needed_least} bytes are needed, bound by layer {binding!r} and the loads "
+            f"for the next layer; raise the budget to {needed_least} bytes or more",
+            smallest_bytes=needed_least,
+            binding=binding,
+        )
     for _ in range(_GUESSES):  # a layout takes about as much of a smaller M_peak
         guess = min(high - 1, int(high * budget / needed * _BELOW))
         if guess <= low:
@@ -94,15 +118,6 @@ def largest_within(
                 return best
             break
         high = guess
-    if best is None:
-        best, needed = attempt(low)
-        if needed > budget:
-            raise BudgetError(
-                f"budget of {budget} bytes is too small: {needed} bytes are needed, bound by layer {binding!r} and the loads "
-                f"for the next layer; raise the budget to {needed} bytes or more",
-                smallest_bytes=needed,
-                binding=binding,
-            )
     for _ in range(_STEPS):
         middle = (low + high) // 2
         plan, needed = attempt(middle)

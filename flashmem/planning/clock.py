@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.planning.problem import Problem
+from flashmem.planning.problem import Problem, WeightSpec
 
 Moves = Mapping[str, tuple[tuple[int, int], ...]]
 """x_{w,l}: by weight, (layer, chunks) in ascending order."""
@@ -36,13 +36,13 @@ class Clock:
 
 
 class Compute:
-    """The compute queue, advanced as far as someone asks."""
+    """The compute queue, advanced as far as someone asks. `durations`: seconds by layer; it begins at `opening` seconds."""
 
-    def __init__(self, problem: Problem, durations: Sequence[float] | None = None) -> None:
-        self.durations = durations or [layer.seconds for layer in problem.layers]
-        self.ready = [0.0] * (len(self.durations) + 1)  # when the weights first needed by a layer are all resident
+    def __init__(self, durations: Sequence[float], opening: float) -> None:
+        self.durations = durations
+        self.ready = [0.0] * (len(durations) + 1)  # when the weights first needed by a layer are all resident
         self.started: list[float] = []
-        self.done = [problem.opening_seconds]
+        self.done = [opening]
 
     def until(self, layer: int) -> float:
         """When `layer` is done; everything it needs must have been loaded before this is asked."""
@@ -61,7 +61,10 @@ def durations(problem: Problem, moves: Moves) -> list[float]:
         for layer, chunks in parts:
             if layer < uses[name]:
                 beside[layer - 1] += chunks
-    return [spec.loaded_seconds(chunks * problem.chunk_bytes) for spec, chunks in zip(problem.layers, beside, strict=True)]
+    return [
+        spec.loaded_seconds(chunks * problem.chunk_bytes) if chunks else spec.seconds
+        for spec, chunks in zip(problem.layers, beside, strict=True)
+    ]
 
 
 def needed_at(problem: Problem, moves: Moves | None) -> dict[str, int]:
@@ -71,29 +74,65 @@ def needed_at(problem: Problem, moves: Moves | None) -> dict[str, int]:
     return {w.name: moves[w.name][0][0] if moves.get(w.name) else w.first_use for w in problem.weights}
 
 
-def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
-    """The clock of a plan: `gates` is g_w of every weight. Without `moves` nothing slows a layer down.
+class Timing:
+    """The clock of `problem` with `moves`, for the many gates that a planner compares.
 
-    Weights are read in the order (g_w, first use), each as soon as its gate allows; gate 0 (of W) is as gate 1.
+    Without `moves` nothing slows a layer down. Weights are read in the order (g_w, first need, first use), each as soon as its
+    gate allows; gate 0 (of W) is as gate 1.
     """
-    compute = Compute(problem, durations(problem, moves) if moves is not None else None)
-    needs = needed_at(problem, moves)
-    loaded: dict[str, float] = {}
-    read: dict[str, float] = {}
-    disk, host = 0.0, problem.opening_seconds
-    for w in sorted(problem.weights, key=lambda w: (max(gates[w.name], 1), needs[w.name], w.first_use)):
-        gate = gates[w.name]
-        opens = compute.until(gate - 1) if gate > 1 else 0.0
-        read[w.name] = max(disk, opens)
-        disk = read[w.name] + w.nbytes / problem.load_bandwidth
-        last_piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
-        host = max(max(host, opens) + w.nbytes / problem.host_bandwidth, disk + last_piece)
-        loaded[w.name] = host
-        at = needs[w.name]
-        if problem.layers:
-            compute.ready[at] = max(compute.ready[at], host)
-    compute.until(len(problem.layers))
-    return Clock(loaded, tuple(compute.started), tuple(compute.done[1:]), read)
+
+    def __init__(self, problem: Problem, moves: Moves | None = None) -> None:
+        self.problem = problem
+        self.moves = moves or {}
+        self.needs = needed_at(problem, moves)
+        self.durations = durations(problem, self.moves)
+        self._by_need = sorted(problem.weights, key=lambda w: (self.needs[w.name], w.first_use))
+        self._needed = [min(self.needs[w.name], len(problem.layers)) for w in self._by_need]
+        self._handed = [w.nbytes / problem.host_bandwidth for w in self._by_need]
+        self._last_piece = [min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth for w in self._by_need]
+        self._read = [w.nbytes / problem.load_bandwidth for w in self._by_need]
+        self._in_cache = [0.0] * len(self._by_need)
+
+    def order(self, gates: Mapping[str, int]) -> list[WeightSpec]:
+        """The weights in the order in which they are read."""
+        return [self._by_need[at] for at in self._order([gates[w.name] or 1 for w in self._by_need])]
+
+    def _order(self, opened: Sequence[int]) -> list[int]:
+        return sorted(range(len(opened)), key=opened.__getitem__)  # stable
+
+    def compute(self) -> Compute:
+        """The compute queue before anything was read."""
+        return Compute(self.durations, self.problem.opening_seconds)
+
+    def play(self, gates: Mapping[str, int], *, in_cache: bool = False) -> Clock:
+        """The clock of g_w by weight. `in_cache`: with the file in the page cache, where reads take what handing on takes."""
+        opened = [gates[w.name] or 1 for w in self._by_need]
+        order = self._order(opened)
+        reading = self._in_cache if in_cache else self._read
+        compute = self.compute()
+        ready, done = compute.ready, compute.done
+        loaded, read = [0.0] * len(order), [0.0] * len(order)
+        disk, host = 0.0, self.problem.opening_seconds
+        for at in order:
+            if opened[at] > len(done):
+                compute.until(opened[at] - 1)
+            opens = done[opened[at] - 1] if opened[at] > 1 else 0.0
+            read[at] = begin = max(disk, opens)
+            disk = begin + reading[at]
+            loaded[at] = host = max(max(host, opens) + self._handed[at], disk + self._last_piece[at])
+            need = self._needed[at]
+            ready[need] = max(ready[need], host)
+        compute.until(len(self.durations))
+        names = [w.name for w in self._by_need]
+        return Clock(
+            dict(zip(names, loaded, strict=True)), tuple(compute.started), tuple(done[1:]),
+            dict(zip(names, read, strict=True)),
+        )  # fmt: skip
+
+
+def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
+    """The clock of one plan: see `Timing`."""
+    return Timing(problem, moves).play(gates)
 
 
 def unlimited_seconds(problem: Problem, preload: Collection[str]) -> float:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
-from flashmem.planning.clock import Clock, Moves, durations, needed_at, play
+from flashmem.planning.clock import Clock, Moves, Timing
 from flashmem.planning.cp_models import cp_solver
-from flashmem.planning.fill import read_order, stalls
+from flashmem.planning.fill import stalls
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -47,18 +47,19 @@ def improve(
     """
     deadline = time.monotonic() + seconds
     best = dict(gates)
-    clock = play(problem, best, moves)
+    timing = Timing(problem, moves)
+    clock = timing.play(best)
     whole = (1, len(problem.layers))
     small = _choices(problem, best, moves, *whole) <= _MOST_CHOICES
-    ranges = [whole] if small else list(_around_stalls(problem, best, moves, clock))
+    ranges = [whole] if small else list(_around_stalls(timing, best, clock))
     for number, (first, last) in enumerate(ranges):
         left = deadline - time.monotonic()
         if left <= 0 or clock.seconds <= enough:
             break
         share = 0.6 if small else 1 / (len(ranges) - number)
-        found = _Neighbourhood(problem, best, moves, clock, limit, first, last).solve(left * share, workers)
+        found = _Neighbourhood(timing, best, clock, limit, first, last).solve(left * share, workers)
         if found is not None and int(held_bytes(problem, found, moves).max()) <= limit:
-            played = play(problem, found, moves)
+            played = timing.play(found)
             if played.seconds < clock.seconds:
                 best, clock = found, played
     left = deadline - time.monotonic()
@@ -77,9 +78,9 @@ def _free(problem: Problem, gates: Mapping[str, int], moves: Moves, first: int, 
     return [w for w in problem.weights if w.name in moves and first < w.first_use <= last and gates[w.name] >= first]
 
 
-def _around_stalls(problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock) -> Iterator[tuple[int, int]]:
+def _around_stalls(timing: Timing, gates: Mapping[str, int], clock: Clock) -> Iterator[tuple[int, int]]:
     """Ranges of layers about the longest waits of the disk for memory, as long as a model can have them."""
-    order = read_order(problem, gates, moves)
+    problem, moves, order = timing.problem, timing.moves, timing.order(gates)
     layers = len(problem.layers)
     taken: set[int] = set()
     for stall in sorted(stalls(problem, order, clock), key=lambda s: s.begin - s.end):
@@ -97,20 +98,19 @@ def _around_stalls(problem: Problem, gates: Mapping[str, int], moves: Moves, clo
 class _Neighbourhood:
     """The model for the weights first used at layers `first` + 1 to `last`; in ticks from the session's opening."""
 
-    def __init__(
-        self, problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, limit: int, first: int, last: int
-    ) -> None:
-        self.problem, self.gates, self.moves, self.clock = problem, gates, moves, clock
+    def __init__(self, timing: Timing, gates: Mapping[str, int], clock: Clock, limit: int, first: int, last: int) -> None:
+        self.problem, self.moves, self.needs = timing.problem, timing.moves, timing.needs
+        self.gates, self.clock = gates, clock
         self.first, self.last = first, last
         self.tick = clock.seconds / _TICKS
-        self.free = _free(problem, gates, moves, first, last)
+        self.took = [self._ticks(seconds) for seconds in timing.durations]
+        self.free = _free(self.problem, gates, self.moves, first, last)
         names = {w.name for w in self.free}
-        order = read_order(problem, gates, moves)
+        order = timing.order(gates)
         begin = next((at for at, w in enumerate(order) if w.name in names), len(order))
         self.read_before = order[:begin]
         # Read among them or after them; what opens behind the last layer is left out.
         self.others = [w for w in order[begin:] if w.name not in names and gates[w.name] <= last]
-        self.needs = needed_at(problem, moves)
         self.model = cp_model.CpModel()
         self._layers()
         self.opens: dict[str, list[cp_model.IntVar]] = {}  # of layers first + 1 to z_w: whether the gate is there or later
@@ -119,7 +119,7 @@ class _Neighbourhood:
         self._memory(limit)
         ends = [self.reads[w.name] + self._size(w) for w in self.free]
         finish = self.model.new_int_var(0, self.horizon, "finish")
-        if last < len(problem.layers):
+        if last < len(self.problem.layers):
             for end in ends:
                 self.model.add(finish >= end)
         self.model.minimize(self.done[last] + finish)
@@ -133,7 +133,6 @@ class _Neighbourhood:
     def _layers(self) -> None:
         """Ends of layers, with what was read before."""
         problem, clock = self.problem, self.clock
-        self.took = [self._ticks(s) for s in durations(problem, self.moves)]
         self.horizon = 2 * _TICKS
         opened = clock.done[self.first - 2] if self.first > 1 else problem.opening_seconds
         self.done: dict[int, cp_model.IntVar | int] = {self.first - 1: self._ticks(opened)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.planning.clock import Clock, Moves, needed_at, play
+from flashmem.planning.clock import Clock, Moves, Timing, play
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -33,12 +33,6 @@ class Stall:
     at: int
     begin: float
     end: float
-
-
-def read_order(problem: Problem, gates: Mapping[str, int], moves: Moves) -> list[WeightSpec]:
-    """The weights in the order in which they are read."""
-    needs = needed_at(problem, moves)
-    return sorted(problem.weights, key=lambda w: (max(gates[w.name], 1), needs[w.name], w.first_use))
 
 
 def stalls(problem: Problem, order: list[WeightSpec], clock: Clock) -> list[Stall]:
@@ -66,12 +60,13 @@ def filled(
     it they stay.
     """
     best = dict(gates)
-    clock = play(problem, best, moves)
+    timing = Timing(problem, moves)
+    clock = timing.play(best)
     held = held_bytes(problem, best, moves)
     tries = _WORK // max(1, len(problem.weights))
     given_up: set[str] = set()
     while tries > 0:
-        order = read_order(problem, best, moves)
+        order = timing.order(best)
         stall = next((s for s in stalls(problem, order, clock) if order[s.at].name not in given_up), None)
         if stall is None:
             break
@@ -92,7 +87,8 @@ def filled(
             seconds, trial = min(played, key=lambda each: each[0], default=(clock.seconds, (best, moves)))
             if seconds < clock.seconds * (1 - _GAIN):
                 best, moves = trial
-                clock, held = play(problem, best, moves), held_bytes(problem, best, moves)
+                timing = Timing(problem, moves)
+                clock, held = timing.play(best), held_bytes(problem, best, moves)
                 break
         else:
             given_up.add(order[stall.at].name)

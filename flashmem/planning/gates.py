@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.clock import Clock, Compute, Moves, durations, needed_at, play
+from flashmem.planning.clock import Clock, Moves, Timing
 from flashmem.planning.plan import LOADER_THREADS
 from flashmem.planning.problem import Problem, WeightSpec
 
@@ -106,10 +105,11 @@ def staged_bytes(problem: Problem, moves: Moves) -> NDArray[np.int64]:
 
 def settled(problem: Problem, preload: Collection[str], gates: Mapping[str, int], moves: Moves) -> tuple[dict[str, int], Clock]:
     """Gates of a plan, with those of W, from the earliest `gates` of its streamed weights; and the clock that they give."""
-    gates = in_turn(problem, preload, gates, moves)
-    clock = play(problem, gates, moves)
-    late = in_turn(problem, preload, closed_late(problem, gates, moves, clock), moves)
-    closed = play(problem, late, moves)
+    timing = Timing(problem, moves)
+    gates = in_turn(timing, preload, gates)
+    clock = timing.play(gates)
+    late = in_turn(timing, preload, closed_late(timing, gates, clock))
+    closed = timing.play(late)
     return (late, closed) if closed.seconds <= clock.seconds * (1 + _NOTICED) else (dict(gates), clock)
 
 
@@ -117,40 +117,33 @@ _NOTICED = 1e-9
 """A share of the latency that closing gates late may cost: rounding."""
 
 
-def from_cache(problem: Problem) -> Problem:
-    """The same with the file in the page cache: reads take what handing on takes."""
-    return replace(problem, load_bandwidth=math.inf)
-
-
-def closed_late(
-    problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, margin: float = MARGIN
-) -> dict[str, int]:
+def closed_late(timing: Timing, gates: Mapping[str, int], clock: Clock, margin: float = MARGIN) -> dict[str, int]:
     """`gates`, each as late as every layer still starts in time if reads take `margin` times as long as predicted.
 
     In time is when `clock` says, and what the clock says of a file in the page cache, where layers are less far apart. A loader
     thread is never without an open gate while a layer waits. Where layers wait for the disk, a gate need not be open much
     sooner than the disk comes to it. No gate becomes earlier, none passes z_w, and those of W stay.
     """
-    closed = _closed_late(problem, gates, moves, clock, margin)
+    problem = timing.problem
+    handing = 1 / problem.host_bandwidth
+    closed = _closed_late(timing, gates, clock, margin * (1 / problem.load_bandwidth + handing))
     if problem.host_bandwidth == math.inf:
         return closed
-    cached = from_cache(problem)
-    also = _closed_late(cached, gates, moves, play(cached, gates, moves), margin)
+    also = _closed_late(timing, gates, timing.play(gates, in_cache=True), margin * handing)
     return {name: min(gate, also[name]) for name, gate in closed.items()}
 
 
-def _closed_late(problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, margin: float) -> dict[str, int]:
-    needs = needed_at(problem, moves)
+def _closed_late(timing: Timing, gates: Mapping[str, int], clock: Clock, seconds_per_byte: float) -> dict[str, int]:
+    needs, moves = timing.needs, timing.moves
     later = dict(gates)
-    rate = 1 / problem.load_bandwidth + 1 / problem.host_bandwidth
     begin = clock.done[-1] if clock.done else 0.0
-    done = (problem.opening_seconds, *clock.done)  # index l: when layer l is done
-    bound = len(problem.layers)
-    order = sorted((w for w in problem.weights if w.name in moves), key=lambda w: (gates[w.name], needs[w.name], w.first_use))
+    done = (timing.problem.opening_seconds, *clock.done)  # index l: when layer l is done
+    bound = len(timing.durations)
+    order = [w for w in timing.order(gates) if w.name in moves]
     for nth in range(len(order) - 1, -1, -1):
         w = order[nth]
         due = min(begin, clock.started[needs[w.name] - 1])
-        begin = max(due - margin * w.nbytes * rate, clock.read[w.name] - margin * (w.nbytes + LEAD_BYTES) * rate)
+        begin = max(due - w.nbytes * seconds_per_byte, clock.read[w.name] - (w.nbytes + LEAD_BYTES) * seconds_per_byte)
         # The last layer whose end is no later than that opens the gate of the one behind it.
         opened = bisect_right(done, begin)
         if nth > LOADER_THREADS:
@@ -159,37 +152,34 @@ def _closed_late(problem: Problem, gates: Mapping[str, int], moves: Moves, clock
     return later
 
 
-def in_turn(problem: Problem, preload: Collection[str], gates: Mapping[str, int], moves: Moves) -> dict[str, int]:
+def in_turn(timing: Timing, preload: Collection[str], gates: Mapping[str, int]) -> dict[str, int]:
     """`gates` with those of W, which is read in turn with the streamed weights instead of before them: 0 or a layer.
 
     Whenever the disk is free, it reads of the weights whose gates are open the one that is needed first; memory says nothing
     about W, whose places are its own. Of that order for a file on disk, the one for a file in the page cache, and W before
     everything, the one is taken that answers first in both cases together.
     """
+    problem = timing.problem
     first = {**gates, **dict.fromkeys(preload, 0)}
     resident = [w for w in problem.weights if w.name in preload and w.first_use > 1]
-    if not resident or not moves:
+    if not resident or not timing.moves:
         return first
-    cached = from_cache(problem)
-    orders = [first, _in_turn(problem, resident, first, moves)]
+    handing = 1 / problem.host_bandwidth
+    orders = [first, _in_turn(timing, resident, first, max(1 / problem.load_bandwidth, handing))]
     if problem.host_bandwidth < math.inf:
-        orders.append(_in_turn(cached, resident, first, moves))
-    return min(orders, key=lambda order: play(problem, order, moves).seconds + play(cached, order, moves).seconds)
+        orders.append(_in_turn(timing, resident, first, handing))
+    return min(orders, key=lambda order: timing.play(order).seconds + timing.play(order, in_cache=True).seconds)
 
 
-def _in_turn(problem: Problem, resident: list[WeightSpec], gates: Mapping[str, int], moves: Moves) -> dict[str, int]:
-    needs = needed_at(problem, moves)
-    compute = Compute(problem, durations(problem, moves))
-    streamed = sorted(
-        (w for w in problem.weights if w.name in moves), key=lambda w: (gates[w.name], needs[w.name], w.first_use)
-    )
+def _in_turn(timing: Timing, resident: list[WeightSpec], gates: Mapping[str, int], seconds_per_byte: float) -> dict[str, int]:
+    needs, compute = timing.needs, timing.compute()
+    streamed = [w for w in timing.order(gates) if w.name in timing.moves]
     waiting = sorted(resident, key=lambda w: w.first_use)
     found = dict(gates)
-    rate = max(1 / problem.load_bandwidth, 1 / problem.host_bandwidth)
     now, gate, at = 0.0, 1, 0
-    for w in problem.weights:  # of W, what layer 1 uses
+    for w in timing.problem.weights:  # of W, what layer 1 uses
         if w.first_use == 1:
-            now += w.nbytes * rate
+            now += w.nbytes * seconds_per_byte
     for w in streamed:
         while at < len(waiting):
             other = waiting[at]
@@ -197,15 +187,15 @@ def _in_turn(problem: Problem, resident: list[WeightSpec], gates: Mapping[str, i
                 opens = compute.until(gates[w.name] - 1) if gates[w.name] > 1 else 0.0
                 if opens <= now and needs[w.name] <= other.first_use:
                     break
-                if opens > now and opens - now < other.nbytes * rate / 2 and needs[w.name] <= other.first_use:
+                if opens > now and opens - now < other.nbytes * seconds_per_byte / 2 and needs[w.name] <= other.first_use:
                     break  # it is opened while the other one would be read
-            now += other.nbytes * rate
+            now += other.nbytes * seconds_per_byte
             compute.ready[other.first_use] = max(compute.ready[other.first_use], now)
             found[other.name] = gate
             at += 1
         gate = max(gate, gates[w.name])
         opens = compute.until(gates[w.name] - 1) if gates[w.name] > 1 else 0.0
-        now = max(now, opens) + w.nbytes * rate
+        now = max(now, opens) + w.nbytes * seconds_per_byte
         need = needs[w.name]
         compute.ready[need] = max(compute.ready[need], now)
     for other in waiting[at:]:

@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
+
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble, moved_chunks
 from flashmem.planning.bounds import fastest_seconds
@@ -102,7 +104,8 @@ def late_moves(problem: Problem, gates: Mapping[str, int], clock: Clock, near: i
         _serve(queue, opens, left, moves, _unnoticed(problem, clock, moves))
     spread = _Spread(problem)
     for index, w in enumerate(queue):
-        spread.add(moves[index], left[index], max(opens[index], w.first_use - near), w)
+        if left[index]:
+            spread.add(moves[index], left[index], max(opens[index], w.first_use - near), w)
     return {w.name: tuple(sorted(parts.items())) for w, parts in zip(queue, moves, strict=True)}
 
 
@@ -148,17 +151,18 @@ class _Spread:
 
     def __init__(self, problem: Problem) -> None:
         able = [0.0 if spec.operator_class == "hierarchical" else spec.seconds for spec in problem.layers]
-        self.able = [0.0, *accumulate(able)]
-        self.any = [0.0, *accumulate(spec.seconds for spec in problem.layers)]
+        self.able = np.array([0.0, *accumulate(able)])
+        self.any = np.array([0.0, *accumulate(spec.seconds for spec in problem.layers)])
 
     def add(self, moves: dict[int, int], chunks: int, opens: int, w: WeightSpec) -> None:
         """Add `chunks` to `moves`, at layers `opens` to i_w - 1."""
         last = w.first_use - 1
         reach = self.able if self.able[last] > self.able[opens - 1] else self.any
         low, high = reach[opens - 1], reach[last]
-        for part in range(chunks):
-            at = bisect_left(reach, low + (high - low) * (part + 0.5) / chunks, opens, last)
-            moves[at] = moves.get(at, 0) + 1
+        wished = low + (high - low) * (np.arange(chunks) + 0.5) / chunks
+        layers, shares = np.unique(opens + np.searchsorted(reach[opens:last], wished), return_counts=True)
+        for layer, share in zip(layers.tolist(), shares.tolist(), strict=True):
+            moves[layer] = moves.get(layer, 0) + share
 
 
 def read_and_move(problem: Problem, preload: frozenset[str], limit: int) -> tuple[dict[str, int], Moves, Clock]:

@@ -18,8 +18,7 @@ import time
 from dataclasses import replace
 
 from flashmem.errors import UserError
-from flashmem.planning.assemble import assemble
-from flashmem.planning.clock import Moves
+from flashmem.planning.assemble import assemble, slowdown
 from flashmem.planning.gates import gates_ahead, settled
 from flashmem.planning.latency import first_plan, forced_preload
 from flashmem.planning.paper import Decision, PaperProblem
@@ -38,6 +37,7 @@ def solve(
     workers: int = 2,
     preload_limit: int | None = None,
     units: Units = "printed",
+    ahead: bool = True,
 ) -> OverlapPlan:
     """The overlap plan of `problem`; it has passed `OverlapPlan.check`.
 
@@ -53,6 +53,8 @@ def solve(
         workers: threads of CP-SAT; 0: it is not asked.
         preload_limit: most bytes W may take beyond those that must be in it ("paper"); None for no limit.
         units: of the paper's objective: as shares of all chunks and all layers, or in chunks and layers as printed.
+        ahead: whether reads run as far ahead as M_peak permits ("paper"), which its objective does not ask; else each begins
+            with its first move, and `with_room` lets it begin sooner.
 
     Raises:
         UserError: lambda out of range, or `preload` names a weight that is not there.
@@ -70,6 +72,8 @@ def solve(
         plan = _solve_paper(
             PaperProblem(problem, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
         )
+        if ahead:
+            plan = with_room(problem, plan, problem.m_peak)
     plan.check(problem)
     return plan
 
@@ -88,7 +92,7 @@ def _solve_paper(
     if units == "share":
         chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(problem.layers) * len(problem.weights))
         objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
-    gates = read_ahead(problem, decision.preload, decision.moves, problem.m_peak)
+    gates = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
     plan = assemble(
         problem, decision.preload, gates, decision.moves, kind="paper", lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale), tier=tier,
@@ -97,17 +101,17 @@ def _solve_paper(
     return replace(plan, units=units)
 
 
-def read_ahead(problem: Problem, preload: frozenset[str], moves: Moves, limit: int, *, staging: bool = False) -> dict[str, int]:
-    """Read gates for moves that are decided: as early as `limit` bytes permit, then as late as nobody notices."""
-    return settled(problem, preload, gates_ahead(problem, preload, moves, limit, staging=staging), moves)[0]
-
-
 def with_room(problem: Problem, plan: OverlapPlan, limit: int, *, staging: bool = False) -> OverlapPlan:
-    """`plan` with the reads running ahead within `limit` bytes only, of all that is in flight or of staging."""
+    """`plan` with its reads running ahead: as early as `limit` bytes permit, of all that is in flight or of staging, then
+    as late as nobody notices.
+    """
     preload = frozenset(w.name for w in plan.weights if w.preload)
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    gates = read_ahead(problem, preload, moves, limit, staging=staging)
-    return replace(plan, weights=tuple(replace(w, read_layer=gates[w.name]) for w in plan.weights))
+    gates, clock = settled(problem, preload, gates_ahead(problem, preload, moves, limit, staging=staging), moves)
+    weights = tuple(replace(w, read_layer=gates[w.name]) for w in plan.weights)
+    return replace(
+        plan, weights=weights, expected_slowdown=slowdown(problem, forced_preload(problem, plan.asked), clock.seconds)
+    )
 
 
 def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:

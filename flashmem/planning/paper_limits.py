@@ -5,6 +5,7 @@ Left out of the wheel for phones: a plan of this objective is for comparing with
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from flashmem.errors import BudgetError
@@ -14,47 +15,39 @@ from flashmem.planning.latency import smallest_m_peak
 from flashmem.planning.lc_opg import solve, with_room
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, Units
+from flashmem.planning.plan import OverlapPlan, Status, Units
 from flashmem.planning.problem import Problem
 from flashmem.program import Program
 
 
 def paper_plan_inside(
-    problem: Problem,
-    preload: frozenset[str],
-    lambda_: float,
-    units: Units,
-    program: Program,
-    in_flight: Measure,
-    *,
-    limited: bool,
+    problem: Problem, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
 ) -> OverlapPlan:
-    """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak.
-
-    First the reads are given less room to run ahead; then the plan itself.
+    """The paper's plan whose layout, with what it wastes and with staging, takes no more than M_peak; no read runs ahead.
 
     Raises:
         BudgetError: nothing fits; it names what the plan with the least takes.
     """
-    plan = solve(problem, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST)
-    if not limited:
+    plan = solve(
+        problem, objective="paper", lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST, ahead=False
+    )
+    least = in_flight(plan)
+    if not limited or least <= problem.m_peak:
         return plan
-    roomy, least = _reading_ahead(problem, plan, program, in_flight)
-    if roomy is not None:
-        return roomy
     for share in _SHARES:
         try:
             smaller = solve(
                 replace(problem, m_peak=int(problem.m_peak * share)), objective="paper", lambda_=lambda_, preload=preload,
-                time_limit=_SECONDS_AGAIN, units=units,
+                time_limit=_SECONDS_AGAIN, units=units, ahead=False,
             )  # fmt: skip
         except BudgetError:
             break
-        smaller = replace(smaller, m_peak=problem.m_peak, bound=min(plan.bound, smaller.objective))
-        roomy, needed = _reading_ahead(problem, smaller, program, in_flight)
-        least = min(least, needed)
-        if roomy is not None:
-            return replace(roomy, status="OPTIMAL" if roomy.bound >= roomy.objective else "FEASIBLE")
+        taken = in_flight(smaller)
+        least = min(least, taken)
+        if taken <= problem.m_peak:
+            bound = min(plan.bound, smaller.objective)
+            status: Status = "OPTIMAL" if bound >= smaller.objective else "FEASIBLE"
+            return replace(smaller, m_peak=problem.m_peak, bound=bound, status=status)
     raise BudgetError(
         f"M_peak of {problem.m_peak} bytes is too small: {least} bytes are in flight with what staging and the layout take; "
         f"raise the limit to {least} bytes or more",
@@ -63,35 +56,8 @@ def paper_plan_inside(
     )
 
 
-def _reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, in_flight: Measure) -> tuple[OverlapPlan | None, int]:
-    """`plan` with its reads running as far ahead as its layout has room in M_peak; None if it has none even without that.
-
-    And the bytes that it takes with no read ahead of the first move.
-    """
-    if (taken := in_flight(plan)) <= problem.m_peak:
-        return plan, taken
-    tight = with_room(problem, plan, 0)
-    needed = in_flight(tight)
-    if needed > problem.m_peak:
-        return None, needed
-    staging = problem.mode == "interleave"
-    most = problem.m_peak
-    if staging:  # what reads ahead waits in staging, and takes nothing else
-        layout = lay_out_pools(program.slices, tight, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
-        most -= needed - layout.staging_bytes + layout.threads * layout.entrance_bytes
-    for share in _READ_AHEAD:
-        roomy = with_room(problem, plan, int(most * share), staging=staging)
-        if in_flight(roomy) <= problem.m_peak:
-            return roomy, needed
-    return tight, needed
-
-
-_READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-"""Parts of what there is within which reads may run ahead, where a layout wastes the rest."""
-
-
 def paper_plan_within(
-    program_problem: Problem, program: Program, limits: Limits, preload: frozenset[str], measure: Measure
+    program_problem: Problem, program: Program, limits: Limits, preload: frozenset[str], in_all: Measure
 ) -> OverlapPlan:
     """The paper's objective under a budget: W and M_peak share it, the largest share for M_peak that works."""
     assert limits.budget is not None
@@ -106,17 +72,41 @@ def paper_plan_within(
             time_limit=_SECONDS_EACH,
             preload_limit=max(0, limits.budget - m_peak),
             units=limits.units,
+            ahead=False,
         )
-        for ahead in (None, *_READ_AHEAD[1::2], 0.0):
-            roomy = plan if ahead is None else with_room(replace(program_problem, m_peak=m_peak), plan, int(m_peak * ahead))
-            if measure(roomy) <= limits.budget:
-                return roomy
+        if in_all(plan) <= limits.budget:
+            return plan
     # The other planner knows the smallest budget, or finds the plan that the shares above stepped over.
-    plan = fastest_within(program_problem, operators_of(program), limits.budget, measure, preload, 0.0)
+    plan = fastest_within(program_problem, operators_of(program), limits.budget, in_all, preload, 0.0)
     return replace(
         plan, notes=(*plan.notes, "no plan of the paper's objective fits the budget; this one is for the first answer")
     )
 
+
+def reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, limit: int | None, measure: Measure) -> OverlapPlan:
+    """`plan`, in which no read runs ahead, with reads that run as far ahead as `measure` of its layout has room in `limit`."""
+    staging = problem.mode == "interleave" and limit is not None
+    most = plan.m_peak
+    if staging:  # what reads ahead waits in staging, and takes nothing else
+        layout = lay_out_pools(program.slices, plan, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
+        most = (limit or 0) - measure(plan) + layout.staging_bytes - layout.threads * layout.entrance_bytes
+
+    def ahead(share: float) -> OverlapPlan:
+        return with_room(problem, plan, int(most * share), staging=staging)
+
+    def fits(share: float) -> bool:
+        made[share] = ahead(share)
+        return limit is None or measure(made[share]) <= limit
+
+    made: dict[float, OverlapPlan] = {}
+    if fits(1.0):
+        return made[1.0]
+    widest = bisect_left(_READ_AHEAD, True, key=fits)
+    return made[_READ_AHEAD[widest]] if widest < len(_READ_AHEAD) else ahead(0.0)
+
+
+_READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Parts of what there is within which reads may run ahead, where a layout wastes the rest."""
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 _SECONDS_EACH = 4.0

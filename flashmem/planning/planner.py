@@ -6,12 +6,14 @@ their padding, staging, activations, constants, and arrays that outputs are copi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
-from flashmem.planning.budget import Measure
+from flashmem.planning.budget import Measure, with_staging_that_fits
 from flashmem.planning.clock import unlimited_seconds
 from flashmem.planning.gates import held_bytes, settled
 from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
@@ -19,7 +21,7 @@ from flashmem.planning.latency import first_plan, forced_preload, smallest_m_pea
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan
-from flashmem.planning.problem import Problem, build_problem, staged_least, staged_within
+from flashmem.planning.problem import Problem, build_problem, staged_within
 from flashmem.program import Program, fixed_bytes
 
 
@@ -48,26 +50,29 @@ def plan_problem(
 ) -> OverlapPlan:
     """The plan of `problem`, which is `program`'s, as `make_plan` makes it. It has passed `OverlapPlan.check`.
 
-    Not `complete`: what the objective "first" does not need is left to `completed`.
+    Not `complete`: what neither "first" nor "paper" asks is left to `completed`.
     """
-    try:
-        plan = _plan(problem, program, mode, limits)
-    except BudgetError:  # staging is given as little as it can do with
-        problem = staged_least(problem)
-        plan = _plan(problem, program, mode, limits)
+    limit = limits.m_peak or limits.budget
+    problem, plan = with_staging_that_fits(problem, limit, lambda staged: _plan(staged, program, mode, limits))
     if complete or limits.resolved_objective == "steady":
         return completed(problem, plan, program, mode, limits)
     return _sealed(problem, plan, program, mode, limits)
 
 
 def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
-    """A plan for the first answer with what stays for later runs. It has passed `OverlapPlan.check`."""
+    """A plan for the first answer with what stays for later runs, or the paper's with its reads running ahead. It has passed
+    `OverlapPlan.check`.
+    """
     objective, budget = limits.resolved_objective, limits.budget
     problem = replace(problem, piece_bytes=plan.piece_bytes, loader_threads=plan.loader_threads)
-    if limits.strategy == "stream" and objective != "paper":
+    limit = limits.m_peak if budget is None else budget
+    measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
+    if plan.objective_kind == "paper":
+        with _where_the_compiler_is():
+            from flashmem.planning.paper_limits import reading_ahead
+        plan = reading_ahead(problem, plan, program, limit, measure)
+    elif limits.strategy == "stream" and objective != "paper":
         preload = _slices_of(program, limits.preload)
-        limit = limits.m_peak if budget is None else budget
-        measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
         if objective == "first":
             plan = _searched(problem, plan, limit, measure)
         if objective == "steady" or limits.m_peak is None:
@@ -146,15 +151,22 @@ def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits
         measure = in_flight if limits.m_peak is not None else in_all
         limit = limits.m_peak if limits.m_peak is not None else limits.budget
         return _first_plan(problem, program, limits, preload, limit, measure)
+    with _where_the_compiler_is():
+        from flashmem.planning.paper_limits import paper_plan_inside, paper_plan_within
+    if limits.budget is not None:
+        return paper_plan_within(problem, program, limits, preload, in_all)
+    limited = limits.m_peak is not None
+    return paper_plan_inside(problem, preload, limits.resolved_lambda, limits.units, in_flight, limited=limited)
+
+
+@contextmanager
+def _where_the_compiler_is() -> Iterator[None]:
+    """Around imports of the paper's objective, which `flashmem-runtime` has not got. Raises UserError there."""
     try:
-        from flashmem.planning import paper_limits as paper
-    except ImportError as error:  # flashmem-runtime has not got it
+        yield
+    except ImportError as error:
         what = "the bundle is planned by the paper's objective, which is not installed here"
         raise UserError(f"{what}; plan it where the compiler is, or compile the model without --objective") from error
-    if limits.budget is not None:
-        return paper.paper_plan_within(problem, program, limits, preload, in_all)
-    limited = limits.m_peak is not None
-    return paper.paper_plan_inside(problem, preload, limits.resolved_lambda, limits.units, program, in_flight, limited=limited)
 
 
 def _first_plan(
