@@ -67,6 +67,15 @@ def test_two_threads_share_the_rate_and_overlap_reading_with_copying() -> None:
     assert parallel.report.latency.integrated == pytest.approx(10 + 10 + 1)  # in step: both read, then both copy
 
 
+def test_a_copy_engine_does_one_copy_after_the_other_so_threads_fall_out_of_step() -> None:
+    """Four loads that read for 5 s and are copied for 5 s, by two threads that begin together."""
+    loads = tuple(SimulatedLoad(name, 50, (("read", 50), ("copy", 100))) for name in "abcd")
+    shared = Scenario(replace(PLAIN, threads=2), (layer(1.0, *"abcd"),), loads)
+    assert simulate(shared).report.latency.integrated == pytest.approx(4 * 10 + 1)
+    engine = replace(shared, machine=replace(shared.machine, copy_engine=True))
+    assert simulate(engine).report.latency.integrated == pytest.approx(2 * 5 + 4 * 5 + 1)  # it is never idle again
+
+
 def test_a_cold_disk_begins_when_the_session_does() -> None:
     cold = replace(PLAIN, disk_bandwidth=5.0)
     opened = Scenario(cold, (layer(1.0, "w"),), (load("w", 50),), announced=1, context_seconds=4.0, kernel_seconds=2.0)
@@ -100,7 +109,8 @@ def test_every_slice_costs_its_load_seconds() -> None:
     prediction = simulate(Scenario(replace(PLAIN, load_seconds=0.5), (layer(1.0, "a", "b"),), (load("a", 10), load("b", 10))))
     assert prediction.report.latency.integrated == pytest.approx(2 * 1.5 + 1)
     two = Scenario(replace(PLAIN, load_seconds=0.5, threads=2), (layer(1.0, "a", "b"),), (load("a", 10), load("b", 10)))
-    assert simulate(two).report.latency.integrated == pytest.approx(1 + 2 + 1), "threads take turns"
+    ends = simulate(two).report.latency.integrated
+    assert ends == pytest.approx(0.5 + 2 + 1), "threads take turns: the second's time passes while the first one reads"
 
 
 def test_preloading_belongs_to_the_opening() -> None:

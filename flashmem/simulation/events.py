@@ -2,14 +2,14 @@
 
 A process is a generator. It yields `Work` (an amount of one resource, which takes as long as the resource's speed makes it) or
 a condition (it goes on once that holds). Between two events every speed is constant, so time advances to the next completion.
-How works share a resource (a bus, a disk) or disturb one another (compute beside a copy) is one function: from what is busy to
-speeds.
+How works share a resource (a bus) or disturb one another (compute beside a copy) is one function: from what is busy to speeds.
+A resource may do one work after the other instead (a disk, a copy engine).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 
 Condition = Callable[[], bool]
@@ -43,9 +43,13 @@ class _Waiting:
 
 @dataclass
 class Events:
-    """The clock. `now` is in seconds; `busy` adds up for how long each resource had any work."""
+    """The clock. `now` is in seconds; `busy` adds up for how long each resource had any work.
+
+    `in_turn`: resources that do one work at a time, in the order in which they were begun.
+    """
 
     speeds: Speeds
+    in_turn: Collection[str] = ()
     now: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
     _running: list[_Running] = field(default_factory=list)
@@ -95,22 +99,34 @@ class Events:
 
     def _advance(self) -> None:
         """To the next completion."""
-        speeds = self.speeds(Counter(running.resource for running in self._running))
-        times = [running.left / speeds[running.resource] for running in self._running if speeds[running.resource] > 0]
+        at_work = self._at_work()
+        speeds = self.speeds(Counter(running.resource for running in at_work))
+        times = [running.left / speeds[running.resource] for running in at_work if speeds[running.resource] > 0]
         if not times:
             raise RuntimeError("the simulation is stuck: every process waits for another one")
         step = min(times)
         self.now += step
-        for resource in {running.resource for running in self._running}:
+        for resource in {running.resource for running in at_work}:
             self.busy[resource] = self.busy.get(resource, 0.0) + step
         finished: list[_Running] = []
-        going: list[_Running] = []
-        for running in self._running:
+        for running in at_work:
             speed = speeds[running.resource]
             # Works that end together by arithmetic end together here, whatever the rounding.
-            done = running.left <= step * speed * (1 + 1e-12)
+            if running.left <= step * speed * (1 + 1e-12):
+                finished.append(running)
             running.left -= step * speed
-            (finished if done else going).append(running)
-        self._running = going
+        for running in finished:
+            self._running.remove(running)
         for running in finished:
             self._resume(running.process)
+
+    def _at_work(self) -> list[_Running]:
+        """Those that do not wait for their turn."""
+        taken: set[str] = set()
+        found = []
+        for running in self._running:
+            if running.resource not in taken:
+                found.append(running)
+            if running.resource in self.in_turn:
+                taken.add(running.resource)
+        return found

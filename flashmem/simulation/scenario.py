@@ -44,7 +44,7 @@ class Machine:
 
     `contention` is the share of its speed that compute loses while a loader thread is at work. A call that announces reads
     (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit a disk's queue, Linux makes
-    the caller wait for.
+    the caller wait for. `copy_engine`: the device has memory of its own, and copies to it are made one after the other.
     """
 
     read_bandwidth: float
@@ -53,6 +53,7 @@ class Machine:
     load_seconds: float = 0.0
     contention: float = 0.0
     disk_queue_bytes: int = 16 << 20
+    copy_engine: bool = False
     threads: int = LOADER_THREADS
 
 
@@ -197,6 +198,7 @@ def describe(
             load_seconds=rates.load_seconds,
             # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
             contention=0.0 if mode == "interleave" else rates.contention_of(mode),
+            copy_engine=not descriptor.shares_memory,
             threads=layout.threads,
         ),
         layers=layers(plan, moves),
@@ -250,13 +252,20 @@ class _Travel:
             return (("copy", total),)
         if self.mode == "alias":
             return (("read", total),)
-        if self.mode == "interleave":
-            copy: Piece = ("copy", total)
-            return (("read", total), *[copy] * (load.preload or bool(self.layout.ring_bytes)))
-        ring = self.layout.staging_bytes // self.layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
-        step = ring // part.row_pitch * part.row_pitch if part.is_image else ring
+        through = self._passed_through(load.preload)
+        if not through:
+            return (("read", total),)
+        step = through // part.row_pitch * part.row_pitch if part.is_image else through
         ends = [*range(0, total, step), total]
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
+
+    def _passed_through(self, preload: bool) -> int:
+        """Bytes of what a load is copied out of, a thread's own; 0: it is read to where it stays, or where kernels fetch it."""
+        layout = self.layout
+        if self.mode == "interleave" and not layout.ring_bytes:
+            return layout.entrance_bytes if preload else 0
+        ring = layout.staging_bytes if self.mode == "dma" else layout.ring_bytes
+        return ring // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
 
     @property
     def reads_ahead(self) -> bool:

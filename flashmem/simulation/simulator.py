@@ -5,8 +5,8 @@ What runs at the same time, and what waits for what, is as in runtime/{session,r
 - the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
   cache ends no sooner than the disk brought it in;
 - loader threads free what may be freed, then take the next load whose gate is open; where loads pass through staging of a
-  thread's own, they read it there before that, and copy it then. They share one read and one copy rate; what
-  slices cost beside their bytes is the interpreter's time, spent by one thread at a time;
+  thread's own, they read it there before that, and copy it then. They share one read rate, and one copy rate or a copy engine,
+  which does one copy after the other. What slices cost beside their bytes is the interpreter's time, one thread's at a time;
 - the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread is at work. The
   host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
 """
@@ -68,7 +68,7 @@ def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
     transferring = any(busy.get(resource) for resource in ("slice", "read", "copy"))
     return {
         "disk": machine.disk_bandwidth or 0.0,
-        "slice": 1.0 / max(1, busy.get("slice", 0)),
+        "slice": 1.0,
         "read": machine.read_bandwidth / max(1, busy.get("read", 0)),
         "copy": machine.copy_bandwidth / max(1, busy.get("copy", 0)),
         "compute": max(0.0, 1.0 - machine.contention) if transferring else 1.0,
@@ -107,7 +107,8 @@ class _Player:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.machine = scenario.machine
-        self.events = Events(lambda busy: speeds(self.machine, busy))
+        in_turn = ("slice", "copy") if self.machine.copy_engine else ("slice",)
+        self.events = Events(lambda busy: speeds(self.machine, busy), in_turn)
         self.memory = _Memory()
         self.opened = 0.0
         self.loads: list[tuple[Span, int]] = []
