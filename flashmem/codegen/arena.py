@@ -7,6 +7,7 @@ is room for other blocks.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,6 +19,12 @@ from flashmem.program import SLACK, TENSOR_ALIGNMENT
 
 _ENOUGH = 1.005
 """A layout of whole blocks that is this close to the bound is taken; otherwise their parts are placed one by one."""
+
+_REPAIRS, _MOVES, _PARTS_PLACED = 12, 100, 30_000
+"""How often everything is placed, by each order with its repairs and by moves; and how many parts, at 10 microseconds each."""
+
+_NEAR = 1.03
+"""How close to the bound is close enough for moves."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,42 @@ def place_blocks(blocks: Mapping[str, Sequence[Rectangle]], layers: int) -> tupl
         lambda name, shape: (-_area(shape), _first(shape)),  # those that are large for long
         lambda name, shape: (_first(shape), -_end(shape)),  # in the order of time
     )
+    times = max(1, _PARTS_PLACED // max(1, sum(map(len, blocks.values()))))
+    found: list[tuple[int, list[str]]] = []
     for order in orders:
-        if best[1] <= bound * _ENOUGH:
+        names = sorted(blocks, key=lambda name: order(name, blocks[name]))
+        for _ in range(min(_REPAIRS, times)):
+            if best[1] <= bound * _ENOUGH:
+                return *best, bound
+            offsets, size = _place_parts(names, blocks)
+            found.append((size, names))
+            best = min(best, (offsets, size), key=_size)
+            names = sorted(names, key=lambda name: offsets[name] + _end(blocks[name]) < size)
+    moved = _moved(min(found)[1], blocks, int(bound * _NEAR), min(_MOVES, times))
+    return *min(best, moved, key=_size), bound
+
+
+def _moved(
+    names: Sequence[str], blocks: Mapping[str, Sequence[Rectangle]], enough: int, moves: int
+) -> tuple[dict[str, int], int]:
+    """A layout by an order in which blocks that end highest come earlier than in `names`: the best of so many drawn moves."""
+    draw = random.Random(0)
+    best = _place_parts(names, blocks)
+    for _ in range(moves):
+        offsets, size = best
+        if size <= enough:
             break
-        best = _place_parts(sorted(blocks.items(), key=lambda block: order(*block)), best[1]) or best
-    return *best, bound
+        tried = list(names)
+        tried.remove(highest := draw.choice([name for name in names if offsets[name] + _end(blocks[name]) == size]))
+        tried.insert(draw.randint(0, names.index(highest)), highest)
+        placed = _place_parts(tried, blocks)
+        if placed[1] <= size:
+            names, best = tried, placed
+    return best
+
+
+def _size(layout: tuple[dict[str, int], int]) -> int:
+    return layout[1]
 
 
 def _first(shape: Sequence[Rectangle]) -> int:
@@ -115,12 +153,15 @@ def _area(shape: Sequence[Rectangle]) -> int:
     return sum((end - start) * (last - first + 1) for start, end, first, last in shape)
 
 
-def _place_parts(blocks: Sequence[tuple[str, Sequence[Rectangle]]], limit: int) -> tuple[dict[str, int], int] | None:
-    """Blocks one after the other, each as low as its parts fit beside those placed; None if that is no less than `limit`."""
+def _place_parts(names: Sequence[str], blocks: Mapping[str, Sequence[Rectangle]]) -> tuple[dict[str, int], int]:
+    """Where blocks start that are placed in the order of `names`, each as low as its parts fit beside those placed; and the
+    bytes that hold all of them.
+    """
     offsets: dict[str, int] = {}
-    placed = np.zeros((sum(len(shape) for _, shape in blocks), 4), np.int64)
+    placed = np.zeros((sum(map(len, blocks.values())), 4), np.int64)
     count = top = 0
-    for name, shape in blocks:
+    for name in names:
+        shape = blocks[name]
         taken: list[tuple[int, int]] = []  # a block that starts above the one and below the other overlaps something
         for start, end, first, last in shape:
             there = placed[:count]
@@ -135,8 +176,6 @@ def _place_parts(blocks: Sequence[tuple[str, Sequence[Rectangle]]], limit: int) 
         for start, end, first, last in shape:
             placed[count] = (at + start, at + end, first, last)
             count, top = count + 1, max(top, at + end)
-        if top >= limit:
-            return None
     return offsets, top
 
 
