@@ -28,6 +28,8 @@ def variant_files(index: int) -> tuple[str, ...]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the bundle at `path`, its fields of the types that they must have. Raises BundleError."""
+    if path.suffix == ".onnx" and path.is_file():
+        raise BundleError(f"{path} is an ONNX file, not a bundle; make one of it with flashmem compile")
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

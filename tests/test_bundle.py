@@ -147,6 +147,10 @@ def test_no_bundle_and_no_folder_are_reported(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "file"):
         with pytest.raises(BundleError, match="is not a bundle"):
             Bundle.open(path)
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"")
+    with pytest.raises(BundleError, match="is an ONNX file, not a bundle; make one of it with flashmem compile"):
+        Bundle.open(model)
 
 
 @pytest.mark.parametrize("name", ["program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "digests.bin", "weights.bin"])

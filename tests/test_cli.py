@@ -53,6 +53,12 @@ def test_devices_names_what_is_here(flashmem: Command) -> None:
         assert entry["name"] in report.out and entry["driver_version"] in report.out
 
 
+def test_verify_asks_for_onnx_runtime_before_it_compiles(flashmem: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    outcome = flashmem("run", RESNET, "--verify")
+    assert outcome.code == 2 and "pip install onnxruntime" in outcome.err and "compiling" not in outcome.err
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_run_reports_one_json_object(flashmem: Command, bundle: Path, device: str) -> None:
     outcome = flashmem("run", bundle, "--json", "--verify", "--repeat", "3", "--device", device)

@@ -18,7 +18,18 @@ from flashmem.runtime.manager import Manager
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.pressure import Sample
 from flashmem.runtime.session import Session
-from flashmem.runtime.watch import LONGEST_REST, QUIET_SECONDS, REST_SECONDS, WAITED_LOW, Ticks, Watch, load_of_others, ticks
+from flashmem.runtime.watch import (
+    LOAD_HIGH,
+    LOAD_LOW,
+    LONGEST_REST,
+    QUIET_SECONDS,
+    REST_SECONDS,
+    WAITED_LOW,
+    Ticks,
+    Watch,
+    load_of_others,
+    ticks,
+)
 
 GB = 10**9
 
@@ -54,13 +65,14 @@ def test_a_slow_processor_is_left_after_two_runs_and_tried_again_after_ever_long
 
 def test_the_load_of_others_makes_the_cpu_troubled_until_it_is_gone() -> None:
     watch = Watch(best=GB, cpus=frozenset({"cpu"}))
-    watch.sampled(sampled(0.0), 0.2)
+    between = (LOAD_LOW + LOAD_HIGH) / 2
+    watch.sampled(sampled(0.0), between)
     assert watch.state == State()
-    watch.sampled(sampled(1.0), 0.5)
+    watch.sampled(sampled(1.0), LOAD_HIGH)
     assert watch.state == State(frozenset({"cpu"}))
-    watch.sampled(sampled(1.0 + REST_SECONDS), 0.2)
+    watch.sampled(sampled(1.0 + REST_SECONDS), between)
     assert watch.state.troubled, "between the two levels nothing changes"
-    watch.sampled(sampled(2.0 + REST_SECONDS), 0.05)
+    watch.sampled(sampled(2.0 + REST_SECONDS), LOAD_LOW / 2)
     assert watch.state == State()
 
 

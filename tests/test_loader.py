@@ -112,6 +112,21 @@ def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile
     assert ("copy", "w3") not in transfer.done
 
 
+def test_threads_take_from_one_queue_and_none_waits_for_a_slow_one() -> None:
+    class Slow(Noted):
+        def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+            if part.name == "w0":
+                until(lambda: len(self.done) == 10)  # all the others, by the other thread
+            super().load(part, band, thread, turn)
+
+    transfer = Slow(reads_ahead=False)
+    run = LoaderRun(transfer, loads(0, 0, 0, 0, 0, 0), {}, threads=2)
+    run.wait("w0")
+    run.stop()
+    assert [name for what, name in transfer.done if what == "copy"] == ["w1", "w2", "w3", "w4", "w5", "w0"]
+    assert len({span.thread for span in run.spans if span.name != "w0"}) == 1
+
+
 @pytest.mark.parametrize("failing", ["", "w0"])
 def test_threads_that_wait_at_a_gate_end_with_the_run(failing: str) -> None:
     transfer = Noted(reads_ahead=True, failing=failing)

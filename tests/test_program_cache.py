@@ -155,9 +155,10 @@ def test_a_child_that_dies_is_one_sentence_each_time(where: str, tmp_path: Path,
 
 
 _INTERRUPTED = """
-import sys, time
+import signal, sys, time
 from flashmem import Session
 from flashmem.runtime import kernel_processes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who was started in the background ignores it
 start = kernel_processes._start
 def started(*given):
     child = start(*given)

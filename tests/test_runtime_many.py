@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from flashmem.errors import BudgetError, RunError, UserError
 from flashmem.planning import again
 from flashmem.program import fixed_bytes
 from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.planner import ShortTurns
+from flashmem.runtime.program_cache import CachedKernels
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.run import Run
 
@@ -122,6 +125,48 @@ def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monk
         for answer, model in zip(answers, models, strict=False):
             assert same(answer.result(60), expected(model.path, model.inputs(), mode="map"))
         assert seen.is_set()
+
+
+def test_the_model_after_the_next_loads_too_and_residents_wait_for_the_next_turn(
+    models: list[MiniModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run waits in its last layer for loads of the third model, whose turn comes after that of another."""
+    bundles = [model.open() for model in models]
+    wanted = [expected(model.path, model.inputs(), mode="map") for model in models]
+    budget = sum(needed(bundle, "map") for bundle in bundles)
+    with Runtime(budget) as many:
+        opened = [many.open(bundle, mode="map") for bundle in bundles]
+        last, play, seen, runs = opened[2].tenant, Run.play, threading.Event(), list[Run]()
+
+        def slow(run: Run, *ports: Any, **options: Any) -> Any:
+            played = play(run, *ports, **options)
+            begun = time.monotonic()
+            runs.append(run)
+            while len(runs) == 2 and not seen.is_set():
+                assert time.monotonic() - begun < 30, "nothing was loaded for the third model"
+                if last.run is not None and last.run.loader is not None and any(last.run.loader.loaded.values()):
+                    seen.set()
+                time.sleep(0.01)
+            return played
+
+        monkeypatch.setattr(Run, "play", slow)
+        order = [0, 0, 1, 2]
+        answers = [many.submit(opened[which], models[which].inputs()) for which in order]
+        for which, answer in zip(order, answers, strict=True):
+            assert same(answer.result(60), wanted[which])
+        assert seen.is_set()
+        first, again = (answers[number].report for number in (0, 1))
+        assert first is not None and again is not None and len(again.loads) < len(first.loads)
+        assert many.peak <= budget
+
+
+def test_plans_are_made_in_short_turns() -> None:
+    before = sys.getswitchinterval()
+    with ShortTurns():
+        with ShortTurns():
+            assert sys.getswitchinterval() < before
+        assert sys.getswitchinterval() < before
+    assert sys.getswitchinterval() == before
 
 
 def test_the_first_answer_waits_for_no_plan(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +377,37 @@ def test_a_run_goes_on_under_a_smaller_budget_with_the_same_bits(
         many.set_budget(None).result(30)
         assert same(model.run(None, inputs), wanted)
         assert same(model.run(None, inputs), wanted) and many.held > smallest
+
+
+def test_kernels_that_another_plan_replaces_load_no_longer(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels move weights, each plan has its own."""
+    begin, made = CachedKernels.__init__, list[CachedKernels]()
+
+    def noted(kernels: CachedKernels, *arguments: Any) -> None:
+        made.append(kernels)
+        begin(kernels, *arguments)
+
+    monkeypatch.setattr(CachedKernels, "__init__", noted)
+    with Runtime() as many:
+        model, inputs = many.open(compiled[0], mode="interleave"), drawn(compiled[0], 1)
+        many.set_budget(model.tenant.smallest).result(30)
+        model.run(None, inputs)
+        many.set_budget(None).result(30)
+        model.run(None, inputs)
+        model.run(None, inputs)
+    assert len(made) > 2 and all(kernels._loading is None for kernels in made)
+
+
+def test_nobody_has_to_wait_for_a_budget_that_is_moved(compiled: list[Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `asyncio.wait_for` does, which cancels what it waited for."""
+    inputs = drawn(compiled[0], 1)
+    with Runtime() as many:
+        model, cancelled = many.open(compiled[0], mode="map"), list[bool]()
+        wanted = model.run(None, inputs)
+        halting(monkeypatch, 3, lambda: cancelled.append(many.set_budget(model.tenant.smallest).cancel()))
+        assert same(model.run(None, inputs), wanted) and cancelled == [True]
+        assert many.held <= model.tenant.smallest
+        assert same(model.run(None, inputs), wanted)
 
 
 @pytest.mark.parametrize(("policy", "mode"), [("finish", "map"), ("fail", "map"), ("finish", "dma"), ("fail", "dma")])

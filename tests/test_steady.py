@@ -11,42 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from command_line import command_line
-from compared import PLACES, Nodes
+from compared import PLACES
 from mini_bundle import MiniModel, write_mini_bundle
+from wide_model import Wide, close_to, equal, wide_model, with_parted
 
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.bundle_check import check_bundle
-from flashmem.codegen.choices import Choices, Use
-from flashmem.codegen.variants import Product
-from flashmem.device import Variant, load_descriptor
+from flashmem.device import load_descriptor
 from flashmem.errors import BundleError, FlashmemWarning, RunError
 from flashmem.kernel_bounds import check_reach
 from flashmem.program import SteadyLaunch, fixed_bytes
 from flashmem.runtime import preparation
 from flashmem.runtime.cores import little_cores
-
-Wide = tuple[Path, dict[str, Any], list[Any]]
-"""A model, its inputs, and what is right."""
-
-MIB = 1 << 20
-PARTED = Variant("parted", ("matmul",), 4, 8, 4, (2, 4), stage=16, double=True, split=4)
-"""Its panels are as wide as those of a CPU's plain tile, 32 columns, and it sums the depth in four parts."""
-
-
-def wide_model(folder: Path) -> Wide:
-    """Two products: the weights of the first take two slices, those of the second one. Its inputs, and what is right."""
-    nodes, random = Nodes(), np.random.default_rng(3)
-    weight = random.standard_normal((512, 4096), np.float32) / 16
-    [wide] = nodes.node("MatMul", nodes.input(random.standard_normal((19, 512), np.float32)), nodes.constant(weight))
-    nodes.node("MatMul", wide, nodes.constant(random.standard_normal((4096, 36), np.float32) / 64))
-    model = nodes.proto()
-    (folder / "m.onnx").write_bytes(model.SerializeToString())
-    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, nodes.feeds)
-    return folder / "m.onnx", nodes.feeds, expected
 
 
 @pytest.fixture(scope="module")
@@ -63,26 +42,12 @@ def _no_thread_is_left() -> Iterator[None]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("flashmem-")]
 
 
-def close_to(answers: list[Any], expected: list[Any]) -> None:
-    for answer, wanted in zip(answers, expected, strict=True):
-        np.testing.assert_allclose(answer, wanted, atol=1e-5 * np.ptp(wanted))
-
-
-def equal(answers: list[Any], others: list[Any]) -> bool:
-    return all(np.array_equal(one, other) for one, other in zip(answers, others, strict=True))
-
-
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_later_runs_have_other_kernels_and_fewer_launches(
     place: tuple[str, str], wide: Wide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (device, path), (model, feeds, expected) = place, wide
-    small = Product("matmul", "buffer", 19, 4096, 36)
-
-    def sooner(choices: Choices, use: Use, first: Variant) -> Variant:
-        return PARTED if use.product.depth == small.depth else first
-
-    monkeypatch.setattr(Choices, "_sooner", sooner)
+    with_parted(monkeypatch)
     bundle = flashmem.compile(model, tmp_path / "b", device=device, memory_path=path)  # type: ignore[arg-type]
     program, panel = bundle.program, load_descriptor(device).tile.columns
     if panel != 32:  # elsewhere the weights would be packed in another way
@@ -125,12 +90,17 @@ def test_the_next_run_has_begun_to_load(place: tuple[str, str], streamed: dict[s
         with Session(model.path, device=device, mode=mode, budget=budget) as session:
             first = session.run(None, inputs)
             for _ in range(2):
-                time.sleep(0.02)
-                begun = time.perf_counter()
-                assert equal(first, session.run(None, inputs))
-                assert session.last_run is not None
-                assert session.last_run.memory.peak_bytes <= budget
-                assert any(span.start < begun for span in session.last_run.loads)
+                early = False
+                for pause in (0.02, 0.2, 2.0):  # a busy machine starts threads late
+                    time.sleep(pause)
+                    begun = time.perf_counter()
+                    assert equal(first, session.run(None, inputs))
+                    assert session.last_run is not None
+                    assert session.last_run.memory.peak_bytes <= budget
+                    early = any(span.start < begun for span in session.last_run.loads)
+                    if early:
+                        break
+                assert early
         with Session(model.path, device=device, mode=mode, prepare=False) as session:
             assert equal(first, session.run(None, inputs))
             begun = time.perf_counter()
@@ -185,7 +155,7 @@ def test_what_cannot_be_prepared_is_said_once(joined: Bundle, wide: Wide, monkey
 
 
 def test_closing_ends_what_is_prepared(wide: Wide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choices, "_sooner", lambda choices, use, first: PARTED if use.product.depth == 4096 else first)
+    with_parted(monkeypatch)
     bundle = flashmem.compile(wide[0], tmp_path / "b", device=DEVICE, memory_path="buffer", build=False)
     if not any(each.launch.shape.split > 1 for each in bundle.program.steady):
         pytest.skip("panels of another width")

@@ -85,7 +85,7 @@ class Account:
 
     def _refuse_beyond(self, nbytes: int, what: str) -> None:
         budget = self.shared
-        more = max(self._promised, self.total + self._borrowed + nbytes) - self._commitment
+        more = max(self._promised, self.total + self._borrowed + nbytes) - self.commitment
         if more and budget.limit is not None and budget.committed + more > budget.limit:
             raise RunError(
                 f"{what} needs {format_size(nbytes)}, but {format_size(budget.committed)} of the budget of "
@@ -110,9 +110,9 @@ class Account:
             other._change(category, nbytes, lent=nbytes)
 
     def _owe(self, nbytes: int) -> None:
-        before = self._commitment
+        before = self.commitment
         self._borrowed += nbytes
-        self._commit(self._commitment - before)
+        self._commit(self.commitment - before)
 
     def release(self, category: Category, nbytes: int) -> None:
         """Hold `nbytes` less."""
@@ -122,7 +122,7 @@ class Account:
     def promise(self, nbytes: int) -> bool:
         """From now on count on holding `nbytes` in all; True unless that would pass the budget. Less is always granted."""
         with self._lock:
-            more = max(nbytes, self.total + self._borrowed) - self._commitment
+            more = max(nbytes, self.total + self._borrowed) - self.commitment
             if more > self.shared.room and more > 0:
                 return False
             self._promised = nbytes
@@ -132,10 +132,11 @@ class Account:
     def extend(self, nbytes: int) -> bool:
         """Count on `nbytes` more than is promised or held; False where that would pass the budget."""
         with self._lock:
-            return self.promise(self._commitment + nbytes)
+            return self.promise(self.commitment + nbytes)
 
     @property
-    def _commitment(self) -> int:
+    def commitment(self) -> int:
+        """Bytes that it counts on."""
         return max(self._promised, self.total + self._borrowed)
 
     def _commit(self, more: int) -> None:
@@ -144,7 +145,7 @@ class Account:
             self.shared.changed.notify_all()
 
     def _change(self, category: Category, nbytes: int, *, lent: int = 0) -> None:
-        budget, now, before = self.shared, time.perf_counter(), self._commitment
+        budget, now, before = self.shared, time.perf_counter(), self.commitment
         self.total += nbytes
         self._borrowed -= lent
         self.by_category[category] = self.by_category.get(category, 0) + nbytes
@@ -152,7 +153,7 @@ class Account:
         if self.total > self.peak:
             self.peak = self.total
             self.peak_by_category = dict(self.by_category)
-        self._commit(self._commitment - before)
+        self._commit(self.commitment - before)
         budget.total += nbytes
         budget.peak = max(budget.peak, budget.total)
         budget.history.append((now, budget.total))

@@ -15,11 +15,12 @@ _LITTLE = 0.7
 """Cores below this share of the fastest one are little: a phone's are at 0.2 to 0.6, and cores of one kind differ by less."""
 
 
-def little_cores(folder: Path = _CPUS) -> frozenset[int]:
+def little_cores(folder: Path | None = None) -> frozenset[int]:
     """The little ones among the cores that this thread may run on; none where all are alike, or nobody says.
 
     `folder`: what /sys/devices/system/cpu is elsewhere.
     """
+    folder = folder or _CPUS
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
     allowed = os.sched_getaffinity(0)

@@ -220,7 +220,7 @@ class Executor:
                 loader.layer_done(layer)
 
         while layer < last:
-            if halted():
+            if halted() and (layer == 0 or self._launches[layer - 1]):  # what is enqueued is the work of all of these layers
                 if launched < layer:
                     queue.finish()
                 last = layer

@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ _POCL_FOLDER = "POCL_CACHE_DIR"
 
 def main() -> None:
     """Answer until stdin ends. Arguments: the key of the device, and a folder for what is made, which whoever asks removes."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)  # nothing is left to be written when this process ends
     os.dup2(2, 1)  # what a driver prints is no answer
     key, folder = sys.argv[1], Path(sys.argv[2], str(os.getpid()))
     # PoCL's own cache, for this process only: what it made of one kernel is all there.
@@ -30,7 +31,8 @@ def main() -> None:
     except FileNotFoundError:  # whoever asked is gone, and has removed the folder
         return
     os.environ[_POCL_FOLDER] = str(pocl)
-    _answer(key, folder, pocl, answers)
+    with suppress(BrokenPipeError):  # whoever asked wants no answer any more
+        _answer(key, folder, pocl, answers)
     shutil.rmtree(folder, ignore_errors=True)  # stdin ends only where whoever asked was killed
 
 
@@ -49,8 +51,7 @@ def _answer(key: str, folder: Path, pocl: Path, answers: Any) -> None:
             made.write_bytes(_built(context, job, pocl))
         except (RunError, OSError) as failure:
             error = str(failure)
-        answers.write(json.dumps({"error": error, "file": str(made)}) + "\n")
-        answers.flush()
+        answers.write(f"{json.dumps({'error': error, 'file': str(made)})}\n".encode())
 
 
 def _built(context: Any, job: dict[str, Any], pocl: Path) -> bytes:

@@ -10,7 +10,7 @@ import atexit
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -51,6 +51,7 @@ class Runtime:
         device: str = "auto",
         on_pressure: OnPressure = "finish",
         build_apart: bool = True,
+        prepare: bool = True,
     ) -> None:
         """Nothing is loaded yet.
 
@@ -61,6 +62,8 @@ class Runtime:
             on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
                 end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
             build_apart: as for `Session`.
+            prepare: between two runs of a model, get its bundle's steady kernels ready, which later runs are then played by as
+                far as what is resident allows.
 
         Raises:
             UserError: not a size, no such device, another word.
@@ -76,13 +79,13 @@ class Runtime:
             self._device.budget.limit = self._follower.state.budget
         elif budget is not None:
             self._device.budget.limit = parse_size(budget, what="budget")
-        self._on_pressure, self._build_apart = on_pressure, build_apart
+        self._on_pressure, self._build_apart, self._prepare = on_pressure, build_apart, prepare
         self._process = os.getpid()
         self._state = threading.Condition()
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], Future[None]]] = deque()  # for the runtime's own thread, between runs
         self._running: Tenant | None = None
-        self._player = Player(self._device, self._occupancy, self._following, self._tell_relieved)
+        self._player = Player(self._device, self._occupancy, self._tell_relieved)
         self._relieved: list[Future[None]] = []
         self._closing: str | None = None
         self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
@@ -127,7 +130,7 @@ class Runtime:
         tenants: list[Tenant] = []
         try:
             for index in range(len(opened.variants)):
-                tenant = Tenant(opened.variant(index), self._device, mode, build_apart=self._build_apart)
+                tenant = Tenant(opened.variant(index), self._device, mode, build_apart=self._build_apart, prepare=self._prepare)
                 tenants.append(tenant)
                 tenant.refuse_below(self.budget)
             with self._state:
@@ -192,6 +195,18 @@ class Runtime:
                 self._player.pressed.set()
             self._state.notify_all()
         return done
+
+    def prepared(self) -> None:
+        """Return when the steady kernels are ready that the models' next runs are played by, where there are any: to measure
+        with.
+
+        Raises:
+            RunError: called by a callback of a future.
+        """
+        self.refuse_inside("prepared")
+        self._have_done(lambda: None)  # the run under way is over, and what it wants prepared has begun
+        for tenant in self._occupancy.tenants():
+            tenant.wait_prepared()
 
     def close_model(self, model: Model) -> None:
         """See `Model.close`."""
@@ -269,8 +284,7 @@ class Runtime:
         for answer in left:
             answer.cancel()
             answer.set_running_or_notify_cancel()
-        for done in (*(done for _, done in chores), *relieved):
-            done.set_result(None)
+        _tell([*(done for _, done in chores), *relieved])
 
     def _serve_all(self) -> None:
         while True:
@@ -322,14 +336,14 @@ class Runtime:
         else:
             model.last_run = answer.report
             answer.set_result(outputs)
+            answer.tenant.prepare()
 
     def _tell_relieved(self) -> None:
         with self._state:
             if self._device.budget.room < 0:
                 return
             relieved, self._relieved = self._relieved, []
-        for done in relieved:
-            done.set_result(None)
+        _tell(relieved)
 
     def _forget(self, model: Model, why: str) -> None:
         """Close a model; the runtime's own thread calls it, outside of runs."""
@@ -337,10 +351,13 @@ class Runtime:
             self._occupancy.leave(tenant)
             tenant.close(why)
 
-    def _following(self) -> Tenant | None:
-        with self._state:
-            return next((answer.tenant for answer in self._waiting if not answer.cancelled()), None)
-
     def _queue(self) -> list[Tenant]:
         with self._state:
-            return [answer.tenant for answer in self._waiting]
+            return [each.tenant for each in self._waiting if not each.cancelled() and each.tenant.failure is None]
+
+
+def _tell(waiting: Iterable[Future[None]]) -> None:
+    """What each of them is for is done. Whoever has one may have cancelled it."""
+    for done in waiting:
+        if done.set_running_or_notify_cancel():
+            done.set_result(None)

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from math import inf
 
 from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.pages import whole_pages
 from flashmem.planning.plan import OverlapPlan
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.run import Run
-from flashmem.runtime.sharing import latest_needed, left_over
+from flashmem.runtime.schedule import Load
+from flashmem.runtime.sharing import Need, latest_needed, may_keep, spare
 from flashmem.runtime.tenant import Tenant
 from flashmem.units import format_size
+
+_TURNS_AHEAD = 16
+"""Turns among which one is looked for that can load."""
+
+
+class _Ahead:
+    """A model that loads before its turn: how many bytes it still may, and how many it was refused."""
+
+    def __init__(self, tenant: Tenant, running: Run) -> None:
+        self.tenant, self.running = tenant, running
+        self.left, self.wants = 0.0, 0  # wants: 0 where nothing was refused since
 
 
 class Occupancy:
     """The models on one device. `queue` says whose turns come next.
 
-    All but `enter` and `tenants` is for one thread at a time: the runtime's own or, while that plays a run, the one that looks
-    ahead, which calls `begin_ahead` only.
+    Any thread may call `enter`, `tenants`, `beside_files`, `made_plan` and `unplanned`. All else is for one at a time: the
+    runtime's own or, while that plays a run, the one that looks ahead, which calls `load_ahead` only.
     """
 
     def __init__(self, device: DeviceInUse, queue: Callable[[], Sequence[Tenant]]) -> None:
         self._device, self._queue = device, queue
         self._tenants: list[Tenant] = []  # the one that ran longest ago first
         self._lock = threading.Lock()
+        self._ahead: _Ahead | None = None
+        self._loading_ahead = threading.Lock()
 
     def tenants(self) -> list[Tenant]:
         """All models that are open."""
@@ -73,7 +90,7 @@ class Occupancy:
         return self.made_plan(tenant)
 
     def made_plan(self, tenant: Tenant) -> OverlapPlan:
-        """Its plan for the budget in force, made now if it is not there. May be called by any thread.
+        """Its plan for the budget in force, made now if it is not there.
 
         Raises:
             BudgetError: there is none.
@@ -135,9 +152,11 @@ class Occupancy:
         Raises:
             BudgetError: the budget is too small.
         """
-        run = tenant.run or tenant.begin(self._may_keep(tenant), done=done)
+        with self._loading_ahead:  # a load that is being admitted is counted; none is admitted after that
+            self._ahead = None
+        run = tenant.run or tenant.begin(self._may_keep(tenant, self._queue(), self._loaded_ahead([tenant])), done=done)
         try:
-            self._make_room(tenant, lambda: tenant.grant(run, done))
+            self._make_room(tenant, lambda: tenant.grant(run, done), lambda: tenant.lacks(run, done))
         except BudgetError:
             if tenant.placed_under == tenant.begun_under == self._device.budget.limit:
                 raise
@@ -147,23 +166,80 @@ class Occupancy:
             return None
         return run
 
-    def begin_ahead(self, tenant: Tenant, running: Run) -> Run | None:
-        """Place a model whose turn is next, and begin its loads, if there is room, its plan is made and it is not the one that
-        runs.
+    def load_ahead(self, playing: Tenant, running: Run) -> None:
+        """While `running` plays and its loads wait: have the first model load, in the order of the queue, that has anything to
+        load before a layer of its own is done. It takes nothing from those before it.
         """
-        if tenant.placement is running.placement or tenant.failure is not None:
+        waiting = self._ahead
+        if waiting is not None and waiting.running is running and self._device.budget.room < waiting.wants:
+            return
+        queue, tenants = self._queue()[:_TURNS_AHEAD], self.tenants()
+        turns = [playing]
+        for number, tenant in enumerate(queue):
+            if len({*turns}) == len(tenants):
+                break
+            turns.append(tenant)
+            if tenant is playing:
+                continue
+            run = tenant.run or self._begin_ahead(turns, queue[number + 1 :])
+            if run is None:
+                break
+            if run.loader is not None and not run.loader.idle:
+                with self._loading_ahead:
+                    ahead = self._ahead
+                    if ahead is None or ahead.tenant is not tenant or ahead.running is not running:
+                        ahead = self._ahead = _Ahead(tenant, running)
+                    ahead.left = self._spare(turns)
+                if ahead.left >= ahead.wants:
+                    run.loader.wake()
+                return
+        self._ahead = None
+
+    def _spare(self, turns: Sequence[Tenant]) -> float:
+        """Bytes that the last one of those may take before its turn."""
+        limit = self._device.budget.limit
+        beside = sum(other.committed for other in self.tenants() if other not in turns)
+        return inf if limit is None else spare(limit, beside, [tenant.turn() for tenant in turns])
+
+    def _begin_ahead(self, turns: Sequence[Tenant], queue: Sequence[Tenant]) -> Run | None:
+        """Place the model of the last one of `turns` before that, and begin its run; `queue` comes behind it.
+
+        None if there is no room, or no plan yet: the end of the run under way must not wait for one.
+        """
+        tenant, room = turns[-1], self._spare(turns)
+        if tenant.awaits_plan(self._device.budget.limit):
             return None
-        if tenant.awaits_plan(self._device.budget.limit):  # the end of this run must not wait for it
-            return None
-        if tenant.run is not None:
-            return tenant.run
         with suppress(RunError, UserError):  # its own turn will tell
             plan = self.plan(tenant)
+            if (tenant.need(plan).fixed if tenant.placement is None else 0) > room:
+                return None
             if tenant.placement is None and not tenant.place(plan, self._device.beside):
                 return None
             if tenant.follows(plan):
-                return tenant.begin(self._may_keep(tenant), ahead_of=running)
+                return tenant.begin(
+                    self._may_keep(tenant, queue, self._loaded_ahead(turns)), admit=partial(self._admits, tenant)
+                )
         return None
+
+    def _loaded_ahead(self, but: Sequence[Tenant]) -> dict[Tenant, int]:
+        """What others hold that have begun before their turns: they would give it up with their places only."""
+        begun = [other for other in self.tenants() if other not in but and other.run is not None]
+        return {other: other.committed - other.placed_bytes for other in begun}
+
+    def _admits(self, tenant: Tenant, load: Load) -> bool:
+        """Whether it may load that before its turn. Called by its loader's threads."""
+        with self._loading_ahead:
+            ahead, placement = self._ahead, tenant.placement
+            if ahead is None or ahead.tenant is not tenant or placement is None:
+                return False
+            if ahead.running.loader is not None and not ahead.running.loader.idle:
+                return False
+            ahead.wants = whole_pages(load.band.nbytes)
+            if ahead.wants > ahead.left or not placement.ledger.extend(ahead.wants):
+                return False
+            ahead.left -= ahead.wants
+            ahead.wants = 0
+            return True
 
     def relieve(self, but: Tenant | None = None) -> None:
         """Have all `but` one give memory up until the budget is kept."""
@@ -174,15 +250,18 @@ class Occupancy:
             if budget.room < 0:
                 other.leave()
 
-    def _make_room(self, tenant: Tenant, take: Callable[[], bool]) -> None:
-        """Have others give memory up until `tenant` can `take` what it needs."""
+    def _make_room(self, tenant: Tenant, take: Callable[[], bool], lacks: Callable[[], float] = lambda: inf) -> None:
+        """Have others give memory up until `tenant` can `take` what it needs, of which the budget `lacks` so many bytes."""
         if take():
             return
-        for other in self._givers(tenant):
-            for give in (other.drop_residents, other.leave):
-                give()
-                if take():
-                    return
+        for other in (givers := self._givers(tenant)):
+            other.drop_residents(lacks())
+            if take():
+                return
+        for other in givers:
+            other.leave()
+            if take():
+                return
         limit, name = self._device.budget.limit or 0, tenant.opened.bundle.path.name
         raise BudgetError(
             f"the budget of {format_size(limit)} is too small for {name}, which takes {tenant.smallest} bytes; raise it",
@@ -195,15 +274,16 @@ class Occupancy:
         others = [other for other in self.tenants() if other is not but and other.placement is not None]
         return latest_needed(others, self._queue())
 
-    def _may_keep(self, tenant: Tenant) -> float:
-        """Bytes of weights that it may leave resident; only mode `map` has a choice."""
+    def _may_keep(self, tenant: Tenant, queue: Sequence[Tenant], ahead: Mapping[Tenant, int]) -> float:
+        """Bytes of weights that it may leave resident when its turn is over, behind which `queue` comes, and for which others
+        have loaded `ahead`; only mode `map` has a choice.
+        """
         if not tenant.streams_pages:
             return 0
-        limit, needs, tenants = self._device.budget.limit, [], self.tenants()
+        limit, needs, tenants = self._device.budget.limit, dict[Tenant, Need](), self.tenants()
         assert tenant.placement is not None
         for other in tenants:
             with suppress(BudgetError):  # it does not run in this budget
                 plan = tenant.placement.plan if other is tenant else other.plan_at_once(limit, alone=self._alone)
-                needs.append(other.need(plan))
-        taken = sum(other.resident_bytes for other in tenants if other is not tenant)
-        return max(0, left_over(limit, needs) - taken)
+                needs[other] = other.need(plan)
+        return may_keep(limit, needs, {other: other.resident_bytes for other in tenants}, ahead, tenant, queue)

@@ -23,7 +23,7 @@ from flashmem.runtime.opencl import Event, Memory, Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.residence import share_places
 from flashmem.runtime.schedule import Schedule, scheduled, staying
-from flashmem.runtime.steady import Either, NamedKernels, playable
+from flashmem.runtime.steady import Either, NamedKernels, Steady, needed_residents, playable
 from flashmem.runtime.transfer import InterleaveTransfer, Transfer, make_transfer
 
 Array = NDArray[Any]
@@ -58,6 +58,7 @@ class Placement:
         self._resources: Resources | None = None
         self._executor: Executor | None = None
         self._bound: tuple[OverlapPlan, list[Step]] | None = None
+        self._steady: Steady | None = None
         try:
             self._make_room(queue)
             self._lay_out(plan, layout)
@@ -104,7 +105,7 @@ class Placement:
             stays = frozenset()
         if mode == "map":
             self.drop(left.slices.keys() - stays)
-        self._executor = self._resources = self._bound = None
+        self._executor = self._resources = self._bound = self._steady = None
         self._ports.clear()
         self._arena = self._host = None
         self._places = None, None
@@ -177,18 +178,24 @@ class Placement:
         return Executor(self._device.queue, steps, recorder)
 
     def steady_launches(self) -> tuple[SteadyLaunch, ...]:
-        """What later runs can play instead of some layers, once what stays is resident."""
-        opened, plan = self.opened, self.plan.later()
-        return playable(opened.program, staying(self.plan), opened.moves(plan), self._joined)
+        """What the next run can play instead of some layers, which finds what is resident and leaves it there."""
+        opened = self.opened
+        if not self._moves_no_more() <= self.resident:
+            return ()
+        return playable(opened.program, self.resident, opened.moves(self.plan.later()), self._joined)
+
+    def _moves_no_more(self) -> frozenset[str]:
+        """What kernels that are bound for later runs do not move."""
+        return staying(self.plan) if self.opened.mode == "interleave" else frozenset()
 
     def _joined(self, whole: str, parts: Sequence[str]) -> Memory | None:
         opened = self.opened
         return self.transfer.joined(opened.readable[whole], [opened.slices[name] for name in parts])
 
-    def bind_steady(self, steady: Sequence[SteadyLaunch], kernels: NamedKernels) -> Executor:
+    def bind_steady(self, steady: Sequence[SteadyLaunch], kernels: NamedKernels) -> Steady:
         """The layers of later runs with `steady` among them, whose new kernels are in `kernels`.
 
-        For another thread than that of the runs, which may go on; `switch` takes it.
+        For another thread than that of the runs, which may go on; `switch` takes it. The places of weights must stay meanwhile.
 
         Raises:
             RunError: the device refuses.
@@ -205,20 +212,20 @@ class Placement:
             instead |= {**dict.fromkeys(range(each.first, each.last)), each.last: each.launch}
         same = {n: step for n, step in enumerate(steps, start=1) if n not in instead and moves.get(n) == before.get(n)}
         either = Either(kernels, self._kernels.plain)
-        return self._played(
-            make_steps(opened.program, needed_slices(plan, moves), moves, resources, either, self._kernels.lane, instead, same)
-        )
+        needs = needed_slices(plan, moves)
+        made = make_steps(opened.program, needs, moves, resources, either, self._kernels.lane, instead, same)
+        stays = needed_residents(opened.program, steady) | self._moves_no_more()
+        return Steady(tuple(steady), stays, self._played(made))
 
-    def switch(self, executor: Executor) -> None:
-        """Play later runs by what `bind_steady` gave. Between two runs."""
-        assert staying(self.plan) <= self.resident
-        self._executor, self._rebinds = executor, False
-        self._resources = self._bound = None
+    def switch(self, steady: Steady | None) -> None:
+        """Play the next runs by what `bind_steady` gave, or by the launches of the first one. Between two runs."""
+        assert steady is None or steady.needs <= self.resident
+        self._steady = steady
 
     def let_weights_go(self) -> None:
         """Give the places of all weights back; activations stay. No run may be loading, and none can begin."""
         self.resident = frozenset()
-        self._executor = self._resources = self._bound = None
+        self._executor = self._resources = self._bound = self._steady = None
         self.transfer.close()
         self._transfer = None
         self.ledger.give_back("weights", "staging")
@@ -246,11 +253,11 @@ class Placement:
     def executor(self) -> Executor:
         """The layers, bound to what is here."""
         assert self._executor is not None
-        return self._executor
+        return self._executor if self._steady is None else self._steady.executor
 
     def ready_executor(self) -> Executor:
         """The layers as the next run plays them: what was kept is not moved again. Raises RunError."""
-        if self._rebinds and staying(self.plan) <= self.resident:
+        if self._steady is None and self._rebinds and staying(self.plan) <= self.resident:
             self._bind(self.plan.later())
             self._rebinds = False
         return self.executor
@@ -344,7 +351,7 @@ class Placement:
             with suppress(RunError):  # nor to give back
                 self._transfer.close()
         self._ports.clear()
-        self._arena = self._host = self._executor = self._resources = self._bound = None
+        self._arena = self._host = self._executor = self._resources = self._bound = self._steady = None
         self._places = None, None
         with suppress(RunError):
             self.ledger.close()

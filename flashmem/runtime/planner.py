@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import suppress
+from typing import ClassVar
 
 from flashmem.errors import BudgetError
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.occupancy import Occupancy
+
+_TURN_SECONDS = 1e-4
+"""As long as a plan keeps others from the interpreter while it is being made."""
+
+
+class ShortTurns:
+    """While any of these is entered, threads of Python take short turns, at most `_TURN_SECONDS`.
+
+    By default one that computes keeps the interpreter for 5 ms whenever another one asks for it. The thread that launches
+    layers asks after each call of the driver, and the device waits with it: plans of 0.4 s took a run that long.
+    """
+
+    _lock: ClassVar = threading.Lock()
+    _entered: ClassVar = 0
+    _before: ClassVar = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not ShortTurns._entered:
+                ShortTurns._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(ShortTurns._before, _TURN_SECONDS))
+            ShortTurns._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            ShortTurns._entered -= 1
+            if not ShortTurns._entered:
+                sys.setswitchinterval(ShortTurns._before)
 
 
 class Planner:
@@ -27,10 +57,16 @@ class Planner:
             self._thread.start()
 
     def _work(self) -> None:
-        while not self._closing and (tenant := self._occupancy.unplanned()) is not None:
-            with suppress(BudgetError):  # its turn will tell
-                self._occupancy.made_plan(tenant)
-                _ = tenant.smallest  # asked for when the budget moves, while others wait
+        with ShortTurns():
+            planned = []
+            while not self._closing and (tenant := self._occupancy.unplanned()) is not None:
+                planned.append(tenant)
+                with suppress(BudgetError):  # its turn will tell
+                    self._occupancy.made_plan(tenant)
+            for tenant in planned:
+                if not self._closing:
+                    with suppress(BudgetError):
+                        _ = tenant.smallest  # asked for when the budget moves, while others wait
 
     def close(self) -> None:
         """End after the plan that is being made."""

@@ -1,4 +1,4 @@
-"""Plays the requests of a runtime, one after the other: layers now, the next model's loads as far as there is room for them."""
+"""Plays the requests of a runtime, one after the other: layers now, the next models' loads as far as there is room for them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ _GLANCE = 0.05
 class Player:
     """All but `close` is called by the runtime's own thread."""
 
-    def __init__(
-        self, device: DeviceInUse, occupancy: Occupancy, following: Callable[[], Tenant | None], relieved: Callable[[], None]
-    ) -> None:
-        """`following`: whose request comes next. `relieved` is called when memory has been given back."""
-        self._device, self._occupancy, self._following, self._relieved = device, occupancy, following, relieved
+    def __init__(self, device: DeviceInUse, occupancy: Occupancy, relieved: Callable[[], None]) -> None:
+        """`relieved` is called when memory has been given back."""
+        self._device, self._occupancy, self._relieved = device, occupancy, relieved
         self._planner = Planner(device, occupancy)
         self.pressed = threading.Event()  # the run under way has to give memory back
 
@@ -75,6 +73,7 @@ class Player:
             MemoryUse.of(placement.ledger, ended, budget.limit, self._device.start_rss),
             tuple(loads),
             (),
+            tenant.steady,
         )
         return [results[name] for name in answer.names]
 
@@ -89,13 +88,14 @@ class Player:
         self._planner.close()
 
     def _play_from(self, tenant: Tenant, wanted: Sequence[Port], done: int) -> Played:
-        """Play the layers behind `done`; meanwhile the next model begins to load, and plans are made that are not there."""
+        """Play the layers behind `done`; meanwhile the next models load, and plans are made that are not there."""
         run = self._occupancy.begin(tenant, done)
         if run is None:  # the budget has been moved
             return Played((), (), {}, done)
+        tenant.choose(done)
         self._planner.wake()
         stop = threading.Event()
-        ahead = threading.Thread(target=self._look_ahead, args=(run, stop), name="flashmem-ahead")
+        ahead = threading.Thread(target=self._look_ahead, args=(tenant, run, stop), name="flashmem-ahead")
         if len(self._occupancy.tenants()) > 1:
             ahead.start()
         try:
@@ -108,19 +108,12 @@ class Player:
                 ahead.join()
             tenant.end()
 
-    def _look_ahead(self, run: Run, stop: threading.Event) -> None:
-        """While `run` plays: when its loads wait, those of the next model go on, as far as there is memory."""
+    def _look_ahead(self, tenant: Tenant, run: Run, stop: threading.Event) -> None:
+        """While `run` plays: when its loads wait, those of the next models go on, as far as there is memory."""
         budget = self._device.budget
-        begun: Run | None = None
         while not stop.is_set():
-            if run.loader is not None and not run.loader.idle:
-                pass
-            elif begun is None:
-                following = self._following()
-                if following is not None and not self.pressed.is_set():
-                    begun = self._occupancy.begin_ahead(following, run)
-            elif begun.loader is not None:
-                begun.loader.wake()
+            if not self.pressed.is_set() and (run.loader is None or run.loader.idle):
+                self._occupancy.load_ahead(tenant, run)
             with budget.changed:
                 if not stop.is_set():
                     budget.changed.wait(_GLANCE)

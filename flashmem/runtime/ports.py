@@ -77,12 +77,12 @@ def described(value: object) -> str:
 def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
     """Raise ValueError unless `inputs` has exactly the ports' names, shapes and dtypes."""
     names = [port.name for port in ports]
-    missing = [name for name in names if name not in inputs]
-    if missing:
-        raise ValueError(f"input {missing[0]!r} is missing; the model takes: {', '.join(names)}")
     extra = [name for name in inputs if name not in names]
     if extra:
         raise ValueError(f"the model has no input {extra[0]!r}; it takes: {', '.join(names)}")
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        raise ValueError(f"input {missing[0]!r} is missing; the model takes: {', '.join(names)}")
     for port in ports:
         array = inputs[port.name]
         if not isinstance(array, np.ndarray):

@@ -3,14 +3,16 @@
 A model's *fixed* bytes are its activations, constants and host scratch, held while it is placed; its *room* is what its plan
 has in flight beside them, held while it runs. Where all fixed bytes and the largest room fit the budget at once, every model
 stays placed, and what is left holds weights that stay resident. Where they do not, models take turns, and nothing stays.
+The queue says who needs what is left soonest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,59 @@ class Need:
     room: int
 
 
-def left_over(limit: int | None, needs: Sequence[Need]) -> float:
-    """Bytes of the budget for weights that stay resident between runs: 0 where models have to take turns."""
+Model = TypeVar("Model", bound=Hashable)
+
+
+def may_keep(
+    limit: int | None,
+    needs: Mapping[Model, Need],
+    resident: Mapping[Model, int],
+    ahead: Mapping[Model, int],
+    model: Model,
+    queue: Sequence[Model],
+) -> float:
+    """Bytes of weights that `model`, whose turn it is, may leave resident until its next turn in the `queue` of those behind:
+    what the turns before that one leave over; 0 where models have to take turns.
+
+    `resident`: bytes that others leave behind. Those who come before its next turn keep theirs, the rest gives them up for it;
+    but not those who have loaded `ahead` so many bytes. Where `model` has no other turn, all others may come first.
+    """
     if limit is None:
         return inf
-    return max(0, limit - sum(need.fixed for need in needs) - max((need.room for need in needs), default=0))
+    first = {*queue[: queue.index(model)]} if model in queue else {*needs}
+    room = max(need.room for other, need in needs.items() if other in first or other == model)
+    kept = {other: nbytes for other, nbytes in resident.items() if other in first and other != model}
+    taken = sum(max(kept.get(other, 0), ahead.get(other, 0)) for other in {*kept, *ahead})
+    return max(0, limit - sum(need.fixed for need in needs.values()) - room - taken)
 
 
-Model = TypeVar("Model", bound=Hashable)
+@dataclass(frozen=True)
+class Turn(Generic[Model]):
+    """A turn of a model, in bytes: what the model counts on now, at most while it has the turn, and after it; of that `fixed`
+    where it has given its residents up.
+    """
+
+    model: Model
+    committed: int
+    peak: int
+    rest: int
+    fixed: int
+
+
+def spare(limit: float, beside: int, turns: Sequence[Turn[Model]]) -> float:
+    """Bytes more that the model of the last one of `turns` may count on now, so that each turn before it finds its peak.
+
+    The first turn is under way, and counts on its peak. A model may have several turns; after the last one its residents give
+    way. `beside`: what all those count on that have none.
+    """
+    counted = {turn.model: turn.committed for turn in turns}
+    left = limit - beside - sum(counted.values())
+    last = {turn.model: number for number, turn in enumerate(turns)}
+    for number, (before, turn) in enumerate(pairwise(turns[:-1])):
+        counted[before.model] = before.rest if last[before.model] > number else before.fixed
+        others = sum(nbytes for model, nbytes in counted.items() if model != turn.model)
+        left = min(left, limit - beside - others - turn.peak)
+    return left
 
 
 def latest_needed(models: Iterable[Model], queue: Sequence[Model]) -> list[Model]:

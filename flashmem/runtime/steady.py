@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashmem.program import Program, Source, SteadyLaunch, kernel_texts
-from flashmem.runtime.executor import Kernels
+from flashmem.runtime.executor import Executor, Kernels
 from flashmem.runtime.kernel_list import Use, Wanted, variant
 from flashmem.runtime.lanes import LayerMoves
 from flashmem.runtime.opencl import Kernel
+
+
+@dataclass(frozen=True)
+class Steady:
+    """All layers, with `launches` instead of some of the first run's. They can be played while the slices `needs` stay."""
+
+    launches: tuple[SteadyLaunch, ...]
+    needs: frozenset[str]
+    executor: Executor
 
 
 def playable(
@@ -23,18 +33,29 @@ def playable(
     A launch that stands for several layers needs all its slices before the first of them, so they must be resident, and side by
     side as `joined(name, parts)` tells. A kernel that moves weights while it computes stays as it is.
     """
-    parts = {each.name: each.parts for each in program.joined}
+    parts, here = {each.name: each.parts for each in program.joined}, frozenset(resident)
 
     def fits(each: SteadyLaunch) -> bool:
         if any(layer in moves for layer in range(each.first, each.last + 1)):
             return False
-        named = [str(arg.value) for arg in each.launch.args if arg.kind == "slice"]
-        wanted = {part for name in named for part in parts.get(name, (name,))}
-        if each.last > each.first and not wanted <= set(resident):
+        if not needed_residents(program, [each]) <= here:
             return False
-        return all(joined(name, parts[name]) is not None for name in named if name in parts)
+        return all(joined(name, parts[name]) is not None for name in _read(each) if name in parts)
 
     return tuple(each for each in program.steady if fits(each))
+
+
+def needed_residents(program: Program, steady: Sequence[SteadyLaunch]) -> frozenset[str]:
+    """The slices that must be resident for `steady`: those of launches that stand for several layers. Others need none: their
+    layers wait for the same slices as before.
+    """
+    parts = {each.name: each.parts for each in program.joined}
+    names = [name for each in steady if each.last > each.first for name in _read(each)]
+    return frozenset(part for name in names for part in parts.get(name, (name,)))
+
+
+def _read(each: SteadyLaunch) -> list[str]:
+    return [str(arg.value) for arg in each.launch.args if arg.kind == "slice"]
 
 
 def new_kernels(source: Source, steady: Sequence[SteadyLaunch], known: Sequence[Wanted]) -> tuple[Wanted, ...]:

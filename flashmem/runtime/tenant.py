@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +12,6 @@ from math import inf
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, RunError
-from flashmem.pages import whole_pages
 from flashmem.planning.carried import carried_problem
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import fixed_bytes
@@ -20,10 +20,11 @@ from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.opencl import Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.placement import Placement
+from flashmem.runtime.preparation import Preparation
 from flashmem.runtime.residence import streamed_layout
 from flashmem.runtime.run import Run
 from flashmem.runtime.schedule import Load, kept_within, pages
-from flashmem.runtime.sharing import Need
+from flashmem.runtime.sharing import Need, Turn
 from flashmem.runtime.target import playable
 from flashmem.units import format_size
 
@@ -31,10 +32,18 @@ _PLANS = 16
 """Plans that are remembered, by budget."""
 
 
-class Tenant:
-    """All of this but `plan_for` is called by one thread at a time: the runtime's own, or the one that loads ahead for it."""
+def _never(load: Load) -> bool:
+    return False
 
-    def __init__(self, bundle: Bundle, device: DeviceInUse, mode: TransferMode | str, *, build_apart: bool) -> None:
+
+class Tenant:
+    """Any thread may ask for plans, what is the smallest budget, and what is prepared. All else is called by one at a time: the
+    runtime's own, or the one that looks ahead for it.
+    """
+
+    def __init__(
+        self, bundle: Bundle, device: DeviceInUse, mode: TransferMode | str, *, build_apart: bool, prepare: bool
+    ) -> None:
         """Open the bundle and its kernels; nothing on the device yet.
 
         Raises:
@@ -50,6 +59,8 @@ class Tenant:
         self.begun_under: int | None = None  # the limit when `run` began
         self.placed_under: int | None = None  # the limit that the placement's plan is for, when its turn came
         self.failure: str | None = None  # why it was closed
+        self.steady = False  # whether the run is played by steady kernels
+        self._preparation = Preparation(self.opened, device, apart=build_apart) if prepare else None
         self._apart = build_apart
         self._planning = threading.Lock()
         self._plans: dict[tuple[int | None, bool], OverlapPlan | BudgetError] = {}
@@ -69,7 +80,7 @@ class Tenant:
         """Whether weights come and go slice by slice (mode `map`); in every other mode a plan has places for all of them."""
         return self.opened.mode == "map"
 
-    @property
+    @cached_property
     def fixed(self) -> int:
         """Bytes that a placement holds whatever the plan."""
         return fixed_bytes(self.opened.program)
@@ -164,6 +175,8 @@ class Tenant:
     def _kernels_for(self, plan: OverlapPlan) -> Kernels:
         """Kernels change with the plan where they move weights."""
         if self._planned is None or (self.opened.mode == "interleave" and self._planned is not plan):
+            if self._planned is not None:
+                self._kernels.close()  # a thread may still load what only later runs need
             self._kernels, self._planned = Kernels(self.opened, self.device, plan, apart=self._apart), plan
         return self._kernels
 
@@ -187,6 +200,7 @@ class Tenant:
     def give_weights_back(self) -> None:
         """Hold activations and constants only; `place_again` must follow. No run may be loading."""
         assert self.placement is not None
+        self._bind_no_more()
         self.placement.let_weights_go()
         self.placement.ledger.promise(0)
 
@@ -202,10 +216,10 @@ class Tenant:
         self.placement.lay_out_again(plan, self._layout(plan), self._kernels_for(plan))
         return True
 
-    def begin(self, resident_bytes: float, *, done: int = 0, ahead_of: Run | None = None) -> Run:
+    def begin(self, resident_bytes: float, *, done: int = 0, admit: Callable[[Load], bool] = _never) -> Run:
         """A run behind layer `done` that leaves up to `resident_bytes` of weights.
 
-        It loads what it is granted (`grant`) or, while another one plays, what there is room for when that one's loads wait.
+        In mode `map`, what is loaded before the run is granted its memory (`grant`) is asked of `admit`.
         """
         placement, self.begun_under = self.placement, self.device.budget.limit
         assert placement is not None
@@ -214,12 +228,6 @@ class Tenant:
             return self.run
         kept = kept_within(placement.plan, self.opened.slices, placement.resident, resident_bytes)
         placement.drop(placement.resident - kept)
-
-        def admit(load: Load) -> bool:
-            if ahead_of is None or not (ahead_of.loader is None or ahead_of.loader.idle):
-                return False
-            return placement.ledger.extend(whole_pages(load.band.nbytes))
-
         self.run = Run(placement, placement.schedule(kept=kept, done=done), done=done, admit=admit)
         return self.run
 
@@ -247,12 +255,56 @@ class Tenant:
             run.loader.admit_all()
         return True
 
+    def choose(self, done: int) -> None:
+        """The run behind layer `done` is about to begin: play it by steady kernels, if they are ready and may be."""
+        assert self.placement is not None
+        self.steady = done == 0 and self._preparation is not None and self._preparation.choose(self.placement)
+
+    def prepare(self) -> None:
+        """A run is over: steady kernels are made ready for the next one, in a thread."""
+        if self._preparation is not None and self.placement is not None:
+            self._preparation.begin(self.placement)
+
+    def wait_prepared(self) -> None:
+        """Return when what is being made ready is."""
+        if self._preparation is not None:
+            self._preparation.wait()
+
+    def _bind_no_more(self) -> None:
+        if self._preparation is not None:
+            self._preparation.leave()
+
+    @property
+    def committed(self) -> int:
+        """Bytes that it counts on now."""
+        return 0 if self.placement is None else self.placement.ledger.commitment
+
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights that stay where they are between two runs (mode `map`)."""
+        """Bytes of weights that stay where they are between two runs, or will when its run is over (mode `map`)."""
         if self.placement is None or not self.streams_pages:
             return 0
+        if self.run is not None:
+            return self.run.schedule.held[-1]
         return sum(pages(self.opened.slices[name]) for name in self.placement.resident)
+
+    @property
+    def placed_bytes(self) -> int:
+        """Bytes that its placement holds whatever is loaded."""
+        return 0 if self.placement is None else self.need(self.placement.plan).fixed
+
+    def turn(self) -> Turn[Tenant]:
+        """Its next run; nothing yet where it is not placed."""
+        if self.placement is None:
+            return Turn(self, 0, 0, 0, 0)
+        need = self.need(self.placement.plan)
+        rest = need.fixed + self.resident_bytes
+        return Turn(self, self.committed, rest + need.room, rest, need.fixed)
+
+    def lacks(self, run: Run, done: int) -> float:
+        """Bytes that the budget has too few of to `grant` it."""
+        peak = self.fixed + run.schedule.peak(done) if self.streams_pages else self.committed
+        return peak - self.committed - self.device.budget.room
 
     def drop_residents(self, nbytes: float = inf) -> None:
         """Let resident slices go, the last ones in use first, until at least `nbytes` are given back."""
@@ -274,6 +326,7 @@ class Tenant:
             with suppress(RunError):  # nobody waits for those loads any more
                 run.stop()
         if placement is not None:
+            self._bind_no_more()
             placement.close()
 
     def close(self, why: str) -> None:
@@ -281,5 +334,7 @@ class Tenant:
         if self.failure is None:
             self.failure = why
             self.leave()
+            if self._preparation is not None:
+                self._preparation.close()
             self._kernels.close()
             self.opened.close()

@@ -313,7 +313,28 @@ class _Ring:
             self._mapped = None
 
 
-class DmaTransfer(Transfer):
+class _MovingTransfer(Transfer):
+    """Slices are moved to homes of their own, which a transfer `after` another one takes over."""
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: _MovingTransfer | None,
+    ) -> None:
+        super().__init__(file)
+        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
+        self.memories = self._homes.memories
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
+
+class DmaTransfer(_MovingTransfer):
     """`dma`: read into the thread's part of staging, then copied home by the thread's own queue."""
 
     reads_ahead = True
@@ -327,9 +348,7 @@ class DmaTransfer(Transfer):
         layout: PoolLayout,
         after: DmaTransfer | None = None,
     ) -> None:
-        super().__init__(file)
-        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
-        self.memories = self._homes.memories
+        super().__init__(context, ledger, file, slices, layout, after)
         self._ring = _Ring(context, ledger, layout.staging_bytes, layout.threads)
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
@@ -337,16 +356,12 @@ class DmaTransfer(Transfer):
         for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
 
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A part of the pool, if they lie there as in the file."""
-        return self._homes.joined(whole, parts)
-
     def leave(self) -> None:
         """Unmap staging."""
         self._ring.close()
 
 
-class InterleaveTransfer(Transfer):
+class InterleaveTransfer(_MovingTransfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
     Where host and device share memory, each slice is a part of staging that is mapped only while a band of it is read.
@@ -364,10 +379,8 @@ class InterleaveTransfer(Transfer):
         layout: PoolLayout,
         after: InterleaveTransfer | None = None,
     ) -> None:
-        super().__init__(file)
+        super().__init__(context, ledger, file, slices, layout, after)
         self._context, self._layout = context, layout
-        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
-        self.memories = self._homes.memories
         self._ring = _Ring(context, ledger, layout.ring_bytes, layout.threads)
         self.reads_ahead = bool(layout.ring_bytes)
         self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
@@ -407,10 +420,6 @@ class InterleaveTransfer(Transfer):
     def _copy_home(self, part: Slice, band: Band, through: Bytes, thread: int, turn: Turn) -> None:
         for piece, first in self._pieces(part, band, through, turn):
             self._homes.write(self._ring.copiers[thread], part, piece, first)
-
-    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
-        """A part of the pool, if they lie there as in the file."""
-        return self._homes.joined(whole, parts)
 
     def leave(self) -> None:
         """Unmap the ring."""

@@ -20,7 +20,7 @@ from flashmem.runtime.pressure import Sample
 
 RUNS = 2
 SLOW = 1.5
-LOAD_HIGH = 0.25
+LOAD_HIGH = 0.2
 LOAD_LOW = 0.1
 REST_SECONDS = 5.0
 LONGEST_REST = 80.0
