@@ -361,7 +361,7 @@ def _print_capacities(parts: Sequence[HeldOut]) -> list[str]:
             "roofline",
             "in chunks of 1 MiB",
             "roofline",
-            "0 = 0, left out",
+            "resolved",
             "bytes, by mode",
         ),
         lines,

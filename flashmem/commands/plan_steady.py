@@ -50,6 +50,8 @@ def steady_text(rows: list[SteadyRow]) -> dict[str, str]:
     joined = [row for row in played if row.last > row.first]
     others = sum(row.kernel != row.instead_of for row in played)
     launches = sum(row.last - row.first + 1 for row in joined)
+    if not played:
+        return {"steady kernels": "none under this plan"}
     return {"steady kernels": f"later runs have {others} other kernels, and {len(joined)} launches instead of {launches}"}
 
 

@@ -74,6 +74,10 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     for path, flag in ((options.output, "--output"), (options.trace, "--trace")):
         if path is not None:
             check_target(path, flag)
+    if options.verify:
+        from flashmem.commands.verify import check_installed  # a phone has neither ONNX Runtime nor the model
+
+        check_installed()
     if options.learn and options.strategy == "preload":
         raise UserError("--learn needs runs that stream; leave --strategy preload out")
     if options.input is not None:
@@ -104,7 +108,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         _learn(outcome)
     verification = None
     if options.verify:
-        from flashmem.commands.verify import compare, reference  # a phone has neither ONNX Runtime nor the model
+        from flashmem.commands.verify import compare, reference
 
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
         verification = compare(outcome.outputs, reference(original, make_inputs(), names), bundle.program.precision)

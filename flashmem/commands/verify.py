@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,19 +30,27 @@ class Verification:
         return {key: value if isinstance(value, bool) or np.isfinite(value) else None for key, value in asdict(self).items()}
 
 
+def check_installed() -> None:
+    """Before a model is compiled and run only to be compared.
+
+    Raises:
+        UserError: onnxruntime is not installed.
+    """
+    if find_spec("onnxruntime") is None:
+        raise UserError("--verify needs ONNX Runtime; install it with: pip install onnxruntime")
+
+
 def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[Any]]:
     """What ONNX Runtime computes on the CPU.
 
     Raises:
         MissingFileError: the model is not where it was when the bundle was written.
-        UserError: onnxruntime is not installed, or cannot run this model on these inputs.
+        UserError: ONNX Runtime cannot run this model on these inputs.
     """
     if not model.is_file():
         raise MissingFileError(f"{model}: the original model is needed to verify, and is not there; name it with --model")
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise UserError("--verify needs ONNX Runtime; install it with: pip install onnxruntime") from error
+    import onnxruntime
+
     onnxruntime.set_default_logger_severity(4)  # what it logs, it raises as well
     try:
         session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
