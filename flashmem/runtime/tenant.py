@@ -64,6 +64,7 @@ class Tenant:
         self._apart = build_apart
         self._planning = threading.Lock()
         self._plans: dict[tuple[int | None, bool], OverlapPlan | BudgetError] = {}
+        self._kernels: Kernels
         self._planned: OverlapPlan | None = None  # what the kernels are for
         try:
             program = self.opened.program
