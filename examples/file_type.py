@@ -6,13 +6,11 @@ python -m examples.file_type FILE...
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.trained import Run, Trained, find, runner
+from examples.trained import Run, Trained, command, find, runner
 
 NETWORK = Trained("magika", "models/standard_v3_3/model.onnx", {"bytes": (1, 2048)}, "12MB")
 
@@ -44,7 +42,8 @@ def file_type(data: bytes, run: Run) -> tuple[str, float]:
 
 
 if __name__ == "__main__":
+    files = command(__doc__, files="FILE").parse_args().files
     with NETWORK.open() as session:
-        for name in sys.argv[1:]:
-            kind, sure = file_type(Path(name).read_bytes(), runner(session))
+        for name in files:
+            kind, sure = file_type(name.read_bytes(), runner(session))
             print(f"{name}: {kind} ({sure:.0%})")

@@ -5,14 +5,11 @@ python -m examples.notes RECORDING.wav...
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from examples.speech_or_not import read_wave
-from examples.trained import Run, Trained, runner
+from examples.trained import Run, Trained, command, runner
 
 RATE = 22050
 SAMPLES = 43844  # in one run: two seconds less a step of the network
@@ -46,7 +43,8 @@ def name(midi: int) -> str:
 
 
 if __name__ == "__main__":
+    files = command(__doc__, files="RECORDING.wav").parse_args().files
     with NETWORK.open() as session:
-        for file in sys.argv[1:]:
-            found = notes(read_wave(Path(file), RATE), runner(session))
+        for file in files:
+            found = notes(read_wave(file, RATE), runner(session))
             print(f"{file}: {', '.join(f'{note} at {start:.2f} s' for start, note in found) or 'no notes'}")

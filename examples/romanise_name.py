@@ -6,11 +6,10 @@ python -m examples.romanise_name NAME [COUNTRY]      # such as EG for Egypt: spe
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 
-from examples.trained import Run, Trained, find, runner
+from examples.trained import Run, Trained, command, find, runner
 
 _LETTERS = 24  # of a name at most, with its country, role and end
 _START, _END = 1, 2  # numbers of tokens
@@ -45,5 +44,9 @@ def romanise(name: str, encode: Run, decode: Run, country: str | None = None) ->
 
 
 if __name__ == "__main__":
+    parser = command(__doc__)
+    parser.add_argument("name", help="in Arabic letters")
+    parser.add_argument("country", nargs="?", help="two letters, such as EG: spellings differ")
+    given = parser.parse_args()
     with ENCODER.open() as encoder, DECODER.open() as decoder:
-        print(romanise(sys.argv[1], runner(encoder), runner(decoder), *sys.argv[2:]))
+        print(romanise(given.name, runner(encoder), runner(decoder), given.country))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.trained import Run, Trained, find, runner
+from examples.trained import Run, Trained, command, find, runner
 
 _TOKENS = 32  # of a sentence at most; what is longer is cut
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -63,7 +62,11 @@ def similarities(texts: Sequence[str], run: Run) -> NDArray[np.float32]:
 
 
 if __name__ == "__main__":
+    parser = command(__doc__)
+    parser.add_argument("sentence", help="what the others are compared with")
+    parser.add_argument("others", nargs="+", metavar="other")
+    given = parser.parse_args()
     with NETWORK.open() as session:
-        first, *others = similarities(sys.argv[1:], runner(session))[0]
-    for text, likeness in zip(sys.argv[2:], others, strict=True):
+        _, *others = similarities([given.sentence, *given.others], runner(session))[0]
+    for text, likeness in zip(given.others, others, strict=True):
         print(f"{likeness:.2f}  {text}")

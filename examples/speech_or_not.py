@@ -5,14 +5,13 @@ python -m examples.speech_or_not RECORDING.wav...
 
 from __future__ import annotations
 
-import sys
 import wave
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.trained import Run, Trained, runner
+from examples.trained import Run, Trained, command, runner
 
 RATE, FRAME = 16000, 512  # samples in a second; in a frame, of 32 ms
 _BEFORE = 64  # samples of the frame before that the network sees again
@@ -59,7 +58,8 @@ def spans(probabilities: NDArray[np.float32]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
+    files = command(__doc__, files="RECORDING.wav").parse_args().files
     with NETWORK.open() as session:
-        for name in sys.argv[1:]:
-            found = spans(speech(read_wave(Path(name)), runner(session)))
+        for name in files:
+            found = spans(speech(read_wave(name), runner(session)))
             print(f"{name}: {', '.join(f'{start:.1f} to {end:.1f} s' for start, end in found) or 'no speech'}")

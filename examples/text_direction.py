@@ -5,12 +5,10 @@ python -m examples.text_direction IMAGE...
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.trained import Run, Trained, runner
+from examples.trained import Run, Trained, command, runner
 
 NETWORK = Trained("rapidocr", "models/*_cls_*.onnx", {"x": (1, 3, 48, 192)}, "1MB")
 
@@ -36,7 +34,8 @@ def upside_down(line: NDArray[np.uint8], run: Run) -> float:
 if __name__ == "__main__":
     from PIL import Image
 
+    files = command(__doc__, files="IMAGE").parse_args().files
     with NETWORK.open() as session:
-        for name in sys.argv[1:]:
+        for name in files:
             turned = upside_down(np.asarray(Image.open(name).convert("RGB")), runner(session))
             print(f"{name}: {'upside down' if turned > 0.5 else 'upright'} ({max(turned, 1 - turned):.0%})")

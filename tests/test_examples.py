@@ -62,6 +62,25 @@ def test_the_programs_print_what_they_found(
     assert run("romanise_name", NAME, "EG") == ["Abdel Rahman"]
 
 
+@pytest.mark.parametrize(
+    ("program", "arguments", "said"),
+    [
+        ("file_type", [], "required: FILE"),
+        ("notes", ["absent.wav"], "absent.wav: no such file"),
+        ("romanise_name", [], "required: name"),
+        ("similar_sentences", ["one"], "required: other"),
+        ("speech_or_not", [], "required: RECORDING.wav"),
+        ("text_direction", ["absent.png"], "absent.png: no such file"),
+    ],
+)
+def test_what_is_missing_is_said(
+    program: str, arguments: list[object], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        printed(program, arguments, monkeypatch, capsys)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_pieces_of_words() -> None:
     """As in the paper on BERT and in the documentation of its tokenizer."""
     known = dict.fromkeys(["un", "##aff", "##able", "want", "##ed", "running", ",", "cafe", "'", "t", "_"], 0)
