@@ -73,7 +73,7 @@ def test_filling_and_closing_keep_memory_and_the_answer(problem: Problem) -> Non
         full, moves = filled(problem, gates, moves, problem.m_peak)
         assert int(held_bytes(problem, full, moves).max(initial=0)) <= problem.m_peak
         assert play(problem, full, moves).seconds <= before + 1e-9
-        closed, clock = settled(problem, forced, full, moves)
+        closed, clock = settled(Timing(problem, moves), forced, full)
         assert clock.seconds <= before + 1e-9
         assert all(full[name] <= closed[name] <= moves[name][0][0] for name in moves)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -91,7 +92,9 @@ def images_in_time(draw: st.DrawFn) -> list[tuple[Slice, int, int]]:
 
 
 def one_slot_after_the_other(images: list[tuple[Slice, int, int]]) -> list[int]:
-    """What a slice takes if every slot and every turn is looked at: the smallest free one that is large enough."""
+    """What a slice takes if every slot and every turn is looked at: the smallest that is large enough and free, of those the
+    one that is taken again soonest.
+    """
     sizes: list[tuple[int, int, str]] = []
     turns: list[list[tuple[int, int]]] = []
     taken = []
@@ -106,7 +109,8 @@ def one_slot_after_the_other(images: list[tuple[Slice, int, int]]) -> list[int]:
             able = [len(sizes)]
             sizes.append((part.width, part.height, part.channel))
             turns.append([])
-        number = min(able, key=lambda n: sizes[n][0] * sizes[n][1])
+        until = {number: min((begin for begin, _ in turns[number] if begin > last), default=math.inf) for number in able}
+        number = min(able, key=lambda n: (sizes[n][0] * sizes[n][1], sizes.index(sizes[n]), until[n], n))
         turns[number].append((first, last))
         taken.append(number)
     return taken
@@ -132,9 +136,8 @@ def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, pa
     replace(plan, layouts=layouts).check(replace(problem, m_peak=plan.m_peak), slices)
 
     def held(layer: int) -> int:
-        pages = [-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights if w.read_layer <= layer
-                 and (w.preload or layer <= w.last_use)]  # fmt: skip
-        return sum(pages)
+        lives = {w.name: w.preload or w.read_layer <= layer <= w.last_use for w in plan.weights}  # W has places of its own
+        return sum(-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights if lives[w.name])
 
     assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(problem.layers) + 1))
     assert layouts["alias"].total_bytes == layouts["alias"].pool_bytes >= layouts["map"].mapped_peak_bytes

@@ -19,9 +19,8 @@ def moved_chunks(problem: Problem, moves: Moves) -> list[int]:
     return used
 
 
-def slowdown(problem: Problem, base: Collection[str], seconds: float) -> float:
-    """By what share `seconds` are more than without a memory limit, with W = `base`."""
-    fastest = unlimited_seconds(problem, base)
+def slowdown(seconds: float, fastest: float) -> float:
+    """By what share `seconds` are more than `fastest`, those without a memory limit."""
     return max(0.0, seconds / fastest - 1) if fastest else 0.0
 
 
@@ -80,6 +79,6 @@ def assemble(
         piece_bytes=problem.piece_bytes or PASSING_BYTES,
         loader_threads=problem.loader_threads,
         shares_memory=problem.shares_memory,
-        expected_slowdown=slowdown(problem, base, seconds),
+        expected_slowdown=slowdown(seconds, unlimited_seconds(problem, base)),
         notes=(*problem.notes, *notes),
     )

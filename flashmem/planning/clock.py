@@ -46,10 +46,12 @@ class Compute:
 
     def until(self, layer: int) -> float:
         """When `layer` is done; everything it needs must have been loaded before this is asked."""
-        while len(self.done) <= layer:
-            at = len(self.done)
-            self.started.append(max(self.done[-1], self.ready[at]))
-            self.done.append(self.started[-1] + self.durations[at - 1])
+        now = self.done[-1]
+        for at in range(len(self.done), layer + 1):
+            now = max(now, self.ready[at])
+            self.started.append(now)
+            now += self.durations[at - 1]
+            self.done.append(now)
         return self.done[layer]
 
 
@@ -106,28 +108,41 @@ class Timing:
 
     def play(self, gates: Mapping[str, int], *, in_cache: bool = False) -> Clock:
         """The clock of g_w by weight. `in_cache`: with the file in the page cache, where reads take what handing on takes."""
+        loaded, read, compute = self._played(gates, in_cache)
+        names = [w.name for w in self._by_need]
+        return Clock(
+            dict(zip(names, loaded, strict=True)), tuple(compute.started), tuple(compute.done[1:]),
+            dict(zip(names, read, strict=True)),
+        )  # fmt: skip
+
+    def seconds(self, gates: Mapping[str, int], *, in_cache: bool = False) -> float:
+        """Integrated latency alone, as `play` has it."""
+        return self._played(gates, in_cache)[2].done[-1] if self.durations else 0.0
+
+    def _played(self, gates: Mapping[str, int], in_cache: bool) -> tuple[list[float], list[float], Compute]:
+        """When each weight is there, and when the disk begins to read it, in the order of needs; and the layers."""
         opened = [gates[w.name] or 1 for w in self._by_need]
         order = self._order(opened)
-        reading = self._in_cache if in_cache else self._read
-        compute = self.compute()
+        reading, handed, last_piece = self._in_cache if in_cache else self._read, self._handed, self._last_piece
+        needed, compute = self._needed, self.compute()
         ready, done = compute.ready, compute.done
         loaded, read = [0.0] * len(order), [0.0] * len(order)
         disk, host = 0.0, self.problem.opening_seconds
         for at in order:
-            if opened[at] > len(done):
-                compute.until(opened[at] - 1)
-            opens = done[opened[at] - 1] if opened[at] > 1 else 0.0
-            read[at] = begin = max(disk, opens)
-            disk = begin + reading[at]
-            loaded[at] = host = max(max(host, opens) + self._handed[at], disk + self._last_piece[at])
-            need = self._needed[at]
-            ready[need] = max(ready[need], host)
+            gate = opened[at]
+            if gate > 1:
+                if gate > len(done):
+                    compute.until(gate - 1)
+                opens = done[gate - 1]
+                disk, host = max(disk, opens), max(host, opens)
+            read[at] = disk
+            disk += reading[at]
+            loaded[at] = host = max(host + handed[at], disk + last_piece[at])
+            need = needed[at]
+            if host > ready[need]:
+                ready[need] = host
         compute.until(len(self.durations))
-        names = [w.name for w in self._by_need]
-        return Clock(
-            dict(zip(names, loaded, strict=True)), tuple(compute.started), tuple(done[1:]),
-            dict(zip(names, read, strict=True)),
-        )  # fmt: skip
+        return loaded, read, compute
 
 
 def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None) -> Clock:
@@ -137,4 +152,4 @@ def play(problem: Problem, gates: Mapping[str, int], moves: Moves | None = None)
 
 def unlimited_seconds(problem: Problem, preload: Collection[str]) -> float:
     """Integrated latency with W = `preload` and no memory limit: every other weight may be loaded from the start."""
-    return play(problem, {w.name: 0 if w.name in preload else 1 for w in problem.weights}).seconds
+    return Timing(problem).seconds({w.name: 0 if w.name in preload else 1 for w in problem.weights})

@@ -103,9 +103,8 @@ def staged_bytes(problem: Problem, moves: Moves) -> NDArray[np.int64]:
     return staged
 
 
-def settled(problem: Problem, preload: Collection[str], gates: Mapping[str, int], moves: Moves) -> tuple[dict[str, int], Clock]:
+def settled(timing: Timing, preload: Collection[str], gates: Mapping[str, int]) -> tuple[dict[str, int], Clock]:
     """Gates of a plan, with those of W, from the earliest `gates` of its streamed weights; and the clock that they give."""
-    timing = Timing(problem, moves)
     gates = in_turn(timing, preload, gates)
     clock = timing.play(gates)
     late = in_turn(timing, preload, closed_late(timing, gates, clock))
@@ -168,7 +167,7 @@ def in_turn(timing: Timing, preload: Collection[str], gates: Mapping[str, int]) 
     orders = [first, _in_turn(timing, resident, first, max(1 / problem.load_bandwidth, handing))]
     if problem.host_bandwidth < math.inf:
         orders.append(_in_turn(timing, resident, first, handing))
-    return min(orders, key=lambda order: timing.play(order).seconds + timing.play(order, in_cache=True).seconds)
+    return min(orders, key=lambda order: timing.seconds(order) + timing.seconds(order, in_cache=True))
 
 
 def _in_turn(timing: Timing, resident: list[WeightSpec], gates: Mapping[str, int], seconds_per_byte: float) -> dict[str, int]:

@@ -23,7 +23,7 @@ import numpy as np
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble, moved_chunks
 from flashmem.planning.bounds import fastest_seconds
-from flashmem.planning.clock import Clock, Moves, play
+from flashmem.planning.clock import Clock, Moves, Timing, play
 from flashmem.planning.fill import filled
 from flashmem.planning.gates import earliest_gates, gates_ahead, held_bytes, settled
 from flashmem.planning.plan import OverlapPlan
@@ -202,7 +202,7 @@ def _read_and_move(problem: Problem, preload: frozenset[str], limit: int, near: 
         moves = {w.name: ((w.first_use - 1, problem.chunks(w)),) for w in problem.weights if w.name not in preload}
         gates = gates_ahead(problem, preload, moves, limit)
     gates, moves = filled(problem, gates, moves, limit, None if problem.mode == "interleave" else moving)
-    gates, clock = settled(problem, preload, gates, moves)
+    gates, clock = settled(Timing(problem, moves), preload, gates)
     return gates, moves, clock
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from flashmem.errors import UserError
 from flashmem.planning.assemble import assemble, slowdown
+from flashmem.planning.clock import Timing, unlimited_seconds
 from flashmem.planning.gates import gates_ahead, settled
 from flashmem.planning.latency import first_plan, forced_preload
 from flashmem.planning.paper import Decision, PaperProblem
@@ -73,7 +74,7 @@ def solve(
             PaperProblem(problem, forced, lambda_, preload_limit, units), preload, lambda_, units, time_limit, workers
         )
         if ahead:
-            plan = with_room(problem, plan, problem.m_peak)
+            plan = ReadAhead(problem, plan).within(problem.m_peak)
     plan.check(problem)
     return plan
 
@@ -101,17 +102,21 @@ def _solve_paper(
     return replace(plan, units=units)
 
 
-def with_room(problem: Problem, plan: OverlapPlan, limit: int, *, staging: bool = False) -> OverlapPlan:
-    """`plan` with its reads running ahead: as early as `limit` bytes permit, of all that is in flight or of staging, then
-    as late as nobody notices.
-    """
-    preload = frozenset(w.name for w in plan.weights if w.preload)
-    moves = {w.name: w.moves for w in plan.weights if not w.preload}
-    gates, clock = settled(problem, preload, gates_ahead(problem, preload, moves, limit, staging=staging), moves)
-    weights = tuple(replace(w, read_layer=gates[w.name]) for w in plan.weights)
-    return replace(
-        plan, weights=weights, expected_slowdown=slowdown(problem, forced_preload(problem, plan.asked), clock.seconds)
-    )
+class ReadAhead:
+    """A plan in which no read runs ahead, and the same with reads that do."""
+
+    def __init__(self, problem: Problem, plan: OverlapPlan) -> None:
+        self._problem, self._plan = problem, plan
+        self._preload = frozenset(w.name for w in plan.weights if w.preload)
+        self._timing = Timing(problem, {w.name: w.moves for w in plan.weights if not w.preload})
+        self._fastest = unlimited_seconds(problem, forced_preload(problem, plan.asked))
+
+    def within(self, limit: int, *, staging: bool = False) -> OverlapPlan:
+        """Reads begin as early as `limit` bytes permit (of all in flight, or of staging), then as late as nobody notices."""
+        ahead = gates_ahead(self._problem, self._preload, self._timing.moves, limit, staging=staging)
+        gates, clock = settled(self._timing, self._preload, ahead)
+        weights = tuple(replace(w, read_layer=gates[w.name]) for w in self._plan.weights)
+        return replace(self._plan, weights=weights, expected_slowdown=slowdown(clock.seconds, self._fastest))
 
 
 def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:

@@ -5,14 +5,13 @@ Left out of the wheel for phones: a plan of this objective is for comparing with
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 
 from flashmem.errors import BudgetError
 from flashmem.planning.baselines import fastest_within, operators_of
 from flashmem.planning.budget import Measure
 from flashmem.planning.latency import smallest_m_peak
-from flashmem.planning.lc_opg import solve, with_room
+from flashmem.planning.lc_opg import ReadAhead, solve
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, Status, Units
@@ -91,21 +90,29 @@ def reading_ahead(problem: Problem, plan: OverlapPlan, program: Program, limit: 
         layout = lay_out_pools(program.slices, plan, [problem.mode], page_bytes=program.page_bytes)[problem.mode]
         most = (limit or 0) - measure(plan) + layout.staging_bytes - layout.threads * layout.entrance_bytes
 
-    def ahead(share: float) -> OverlapPlan:
-        return with_room(problem, plan, int(most * share), staging=staging)
+    reads = ReadAhead(problem, plan)
+    widest = reads.within(most, staging=staging)
+    if limit is None or (taken := measure(widest)) <= limit:
+        return widest
+    # What is taken falls about as the share does: look around there for the widest one that fits.
+    last = len(_READ_AHEAD) - 1
+    likely = next((at for at, share in enumerate(_READ_AHEAD) if share * taken <= limit), last)
+    tried: dict[int, OverlapPlan] = {}
 
-    def fits(share: float) -> bool:
-        made[share] = ahead(share)
-        return limit is None or measure(made[share]) <= limit
+    def fits(at: int) -> bool:
+        tried[at] = reads.within(int(most * _READ_AHEAD[at]), staging=staging)
+        return measure(tried[at]) <= limit
 
-    made: dict[float, OverlapPlan] = {}
-    if fits(1.0):
-        return made[1.0]
-    widest = bisect_left(_READ_AHEAD, True, key=fits)
-    return made[_READ_AHEAD[widest]] if widest < len(_READ_AHEAD) else ahead(0.0)
+    at = likely
+    while not fits(at) and at < last:
+        at += 1
+    if at == likely:
+        while at and fits(at - 1):
+            at -= 1
+    return tried[at]
 
 
-_READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0)
 """Parts of what there is within which reads may run ahead, where a layout wastes the rest."""
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)

@@ -14,7 +14,7 @@ from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure, with_staging_that_fits
-from flashmem.planning.clock import unlimited_seconds
+from flashmem.planning.clock import Timing, unlimited_seconds
 from flashmem.planning.gates import held_bytes, settled
 from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
@@ -98,7 +98,7 @@ def _searched(problem: Problem, plan: OverlapPlan, limit: int | None, measure: M
     gates = {w.name: w.read_layer for w in plan.weights}
     held = int(held_bytes(problem, gates, moves).max(initial=0))
     found = improve(problem, gates, moves, held, seconds=_SEARCH_SECONDS, enough=plan.bound * (1 + 1e-9))
-    better, clock = settled(problem, preload, found.gates, moves)
+    better, clock = settled(Timing(problem, moves), preload, found.gates)
     note = f"searched by CP-SAT for {_SEARCH_SECONDS:.0f} s at the most"
     if found.bound > plan.bound:
         note += f", which proved the bound for plans that hold no more than {held} bytes at once"

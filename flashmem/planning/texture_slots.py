@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+import sys
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-
-import numpy as np
 
 from flashmem.planning.plan import TextureSlot
 from flashmem.program import TEXEL_BYTES, Slice
 
-_NEVER = np.iinfo(np.int64).max
+_NEVER = sys.maxsize
 """The end of a gap that nothing follows."""
 
 
@@ -34,29 +33,20 @@ def _colour(images: Sequence[tuple[Slice, int, int]]) -> tuple[tuple[TextureSlot
 
 
 class _SlotSize:
-    """The slots of one size. `free_until` has, by slot, the last layer of the gap that is open now; -1 while it is taken."""
+    """The slots of one size, and their gaps that are open now: (last layer, slot), sorted."""
 
     def __init__(self, slot: TextureSlot) -> None:
         self.slot = slot
-        self.numbers: list[int] = []
-        self.free_until = np.full(8, -1, np.int64)
+        self.gaps: list[tuple[int, int]] = []
 
     def holds(self, part: Slice) -> bool:
         slot = self.slot
         return slot.channel == part.channel and slot.width >= part.width and slot.height >= part.height
 
-    def add(self, number: int) -> int:
-        if len(self.numbers) == len(self.free_until):
-            self.free_until = np.concatenate((self.free_until, np.full(len(self.numbers), -1, np.int64)))
-        self.numbers.append(number)
-        return len(self.numbers) - 1
-
-    def first_free(self, last: int) -> int | None:
-        """The first slot whose open gap lasts through layer `last`."""
-        if not self.numbers:
-            return None
-        at = int(np.argmax(self.free_until >= last))
-        return at if self.free_until[at] >= last else None
+    def shortest(self, last: int) -> int | None:
+        """Where the shortest of the gaps is that last through layer `last`."""
+        at = bisect_left(self.gaps, (last, -1))
+        return at if at < len(self.gaps) else None
 
 
 class TextureSlotAllocator:
@@ -69,7 +59,7 @@ class TextureSlotAllocator:
     def __init__(self) -> None:
         self.slots: list[TextureSlot] = []
         self._turns: list[list[tuple[int, int]]] = []  # by slot: (first, last), sorted
-        self._place: list[tuple[_SlotSize, int]] = []  # by slot
+        self._size: list[_SlotSize] = []  # by slot
         self._sizes: dict[tuple[int, int, str], _SlotSize] = {}
         self._opening: list[tuple[int, int, int]] = []  # gaps to come, a heap: (first layer, slot, last layer)
         self._now = 0
@@ -77,12 +67,7 @@ class TextureSlotAllocator:
     def place(self, part: Slice, first: int, last: int) -> int:
         """The slot that `part` takes in layers `first` to `last`."""
         self._advance(first)
-        number = self._free(part, last)
-        if number is None:
-            number, until = self._new(part), int(_NEVER)
-        else:
-            same_size, at = self._place[number]
-            until, same_size.free_until[at] = int(same_size.free_until[at]), -1
+        until, number = self._free(part, last) or (_NEVER, self._new(part))
         insort(self._turns[number], (first, last))
         if last < until:
             heapq.heappush(self._opening, (last + 1, number, until))
@@ -91,14 +76,13 @@ class TextureSlotAllocator:
     def _advance(self, layer: int) -> None:
         if layer < self._now:
             for same_size in self._sizes.values():
-                same_size.free_until[:] = -1
+                same_size.gaps.clear()
             self._opening = [gap for number in range(len(self.slots)) for gap in self._gaps(number)]
             heapq.heapify(self._opening)
         self._now = layer
         while self._opening and self._opening[0][0] <= layer:
             _, number, until = heapq.heappop(self._opening)
-            same_size, at = self._place[number]
-            same_size.free_until[at] = until
+            insort(self._size[number].gaps, (until, number))
 
     def _gaps(self, number: int) -> Iterator[tuple[int, int, int]]:
         begin = 0
@@ -106,18 +90,19 @@ class TextureSlotAllocator:
             if begin < first:
                 yield begin, number, first - 1
             begin = last + 1
-        yield begin, number, int(_NEVER)
+        yield begin, number, _NEVER
 
-    def _free(self, part: Slice, last: int) -> int | None:
-        """The smallest slot that holds `part` and is free from now to `last`, the first of them if several are."""
-        best: tuple[int, int] | None = None
+    def _free(self, part: Slice, last: int) -> tuple[int, int] | None:
+        """Take the smallest slot that holds `part` and is free from now to `last`, of those the one that is free for the
+        shortest time: the layer to which it was, and its number.
+        """
+        best: tuple[_SlotSize, int] | None = None
         for same_size in self._sizes.values():
-            if same_size.holds(part) and (best is None or same_size.slot.nbytes <= best[0]):
-                at = same_size.first_free(last)
+            if same_size.holds(part) and (best is None or same_size.slot.nbytes < best[0].slot.nbytes):
+                at = same_size.shortest(last)
                 if at is not None:
-                    found = (same_size.slot.nbytes, same_size.numbers[at])
-                    best = found if best is None else min(best, found)
-        return None if best is None else best[1]
+                    best = same_size, at
+        return None if best is None else best[0].gaps.pop(best[1])
 
     def _new(self, part: Slice) -> int:
         assert part.channel is not None
@@ -127,5 +112,5 @@ class TextureSlotAllocator:
         same_size = self._sizes[size]
         self.slots.append(same_size.slot)
         self._turns.append([])
-        self._place.append((same_size, same_size.add(number)))
+        self._size.append(same_size)
         return number
