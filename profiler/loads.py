@@ -22,7 +22,8 @@ from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context
 from flashmem.runtime.schedule import Load, whole
-from flashmem.runtime.transfer import Transfer, make_transfer
+from flashmem.runtime.transfer import Transfer
+from flashmem.runtime.transfer_modes import make_transfer
 from flashmem.runtime.weight_file import WeightFile
 
 CHUNK = 1 << 20

@@ -19,12 +19,14 @@ from flashmem.runtime.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.lanes import needed_slices
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
+from flashmem.runtime.moving import InterleaveTransfer
 from flashmem.runtime.opencl import Event, Memory, Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.residence import share_places
 from flashmem.runtime.schedule import Schedule, scheduled, staying
 from flashmem.runtime.steady import Either, NamedKernels, Steady, needed_residents, playable
-from flashmem.runtime.transfer import InterleaveTransfer, Transfer, make_transfer
+from flashmem.runtime.transfer import Transfer
+from flashmem.runtime.transfer_modes import make_transfer
 
 Array = NDArray[Any]
 

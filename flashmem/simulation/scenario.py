@@ -240,7 +240,7 @@ def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
 
 @dataclass(frozen=True)
 class _Travel:
-    """How slices travel in one mode (runtime/transfer.py)."""
+    """How slices travel in one mode (runtime/transfer_modes.py)."""
 
     mode: TransferMode
     layout: PoolLayout

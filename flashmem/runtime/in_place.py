@@ -1,0 +1,151 @@
+"""Transfers that read slices to where kernels use them: `map`, the file as it is mapped, and `alias`, a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+from flashmem.planning.plan import PoolLayout
+from flashmem.program import Slice
+from flashmem.runtime.common import Place, Places
+from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.opencl import Context, Memory, Queue
+from flashmem.runtime.schedule import Band, whole_words
+from flashmem.runtime.transfer import Transfer, Turn, in_pool, view
+from flashmem.runtime.weight_file import WeightFile
+
+
+class MapTransfer(Transfer):
+    """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
+
+    With `places`, a slice that another placement on the device has too is used where that one has it. A placement is known by
+    its ledger.
+    """
+
+    in_place = True
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        places: Places,
+        identities: Mapping[str, bytes],
+        together: Mapping[str, Slice],
+        after: MapTransfer | None = None,
+    ) -> None:
+        super().__init__(file)
+        file.missed = True  # populating does not tell
+        self._ledger = ledger
+        self._all, self._identities = places, identities
+        self._places: dict[str, Place] = {}
+        self._together: dict[str, Memory] = {}  # by the slices that they join
+        try:
+            for part in slices:
+                self._places[part.name] = places.take(file, part, identities[part.name])
+            elsewhere = {part.name for part in slices if not self._places[part.name].is_in(file, part.offset)}
+            apart = {whole.name for name, whole in together.items() if name in elsewhere}
+            for part in slices:
+                self.memories[part.name] = self._memory(context, part, together.get(part.name), apart)
+        except BaseException:
+            self.close()
+            raise
+        if after is not None:
+            after._give_places_up(but=self._places)
+        self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))
+
+    def _memory(self, context: Context, part: Slice, whole: Slice | None, apart: Container[str]) -> Memory:
+        """A slice where it is mapped, by itself or as a part of the one buffer over its `whole`."""
+        if whole is None or whole.name in apart:
+            return view(context, context.wrap(self._places[part.name].mapped), part)
+        if whole.name not in self._together:  # buffers over one mapping must not overlap, parts of a buffer may
+            mapped = self.file.mapped[whole.offset : whole.offset + whole.file_bytes]
+            self._together[whole.name] = context.wrap(mapped)
+        return context.sub_buffer(self._together[whole.name], part.offset - whole.offset, part.file_bytes)
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """The buffer of which they are parts."""
+        return self._together.get(whole.name)
+
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+        """Bring the pages in."""
+        place = self._places[part.name]
+        place.load(band, (self._ledger, part.name), self._ledger, f"slice {part.name}")
+        self._check(part, place.mapped[band.first : band.first + band.nbytes])
+        turn.did("copy")
+
+    def expect(self, part: Slice, band: Band) -> None:
+        """A band of `part` will be loaded soon, if it is not there."""
+        place = self._places[part.name]
+        if not place.holds(band):
+            place.file.expect(place.offset + band.first, band.nbytes)
+
+    def free(self, part: Slice) -> None:
+        """Drop the pages, unless somebody else uses them."""
+        self._places[part.name].free((self._ledger, part.name))
+
+    def leave(self) -> None:
+        """No buffer is over the pages any more."""
+        self.memories.clear()
+        self._together.clear()
+
+    def close(self) -> None:
+        """Let all pages go, and their places."""
+        super().close()
+        self._give_places_up()
+
+    def _give_places_up(self, but: Container[str] = ()) -> None:
+        """All places; the pages of those slices, too, that are not in `but`: another transfer of the same ledger has those."""
+        for name, place in self._places.items():
+            if name not in but:
+                place.free((self._ledger, name))
+            self._all.give_up(place, self._identities[name])
+        self._places.clear()
+
+
+class AliasTransfer(Transfer):
+    """`alias`: one host-visible pool; the read lands where kernels look.
+
+    Each slice is a part of the pool, mapped only while a band of it is read: kernels may not touch memory that is mapped for
+    writing, and the pool as a whole is not touched by anyone.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: AliasTransfer | None = None,
+    ) -> None:
+        super().__init__(file)
+        self._context, self._offsets = context, layout.offsets
+        self._queue: Queue = context.queue() if after is None else after._queue
+        self._pool: Memory | None = None
+        self._places: dict[str, Memory] = {}
+        if after is not None:
+            self._pool, self._places, self.memories = after._pool, after._places, after.memories
+            return
+        if not slices:  # a device has no buffers without bytes
+            return
+        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool", host_visible=True)
+        for part in slices:
+            place = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+            self._places[part.name] = place
+            self.memories[part.name] = view(context, place, part)
+
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+        """Read straight into the pool."""
+        with self._queue.mapped(self._places[part.name], band.nbytes, offset=band.first) as place:
+            self._read(part, band, place, turn)
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return in_pool(self._context, self._pool, self._offsets, parts)
+
+    def close(self) -> None:
+        """Forget the places."""
+        super().close()
+        self._places.clear()
+        self._pool = None

@@ -1,0 +1,188 @@
+"""Transfers that move slices to homes of their own: `dma` by the device's copies, `interleave` by lanes of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashmem.planning.plan import PoolLayout
+from flashmem.program import Slice
+from flashmem.runtime.copier import Copier
+from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
+from flashmem.runtime.schedule import WORD, Band, whole_words
+from flashmem.runtime.transfer import Transfer, Turn, in_pool
+from flashmem.runtime.weight_file import WeightFile
+
+
+class _Homes:
+    """Where slices live in modes that move them there: texture slots for images, the pool for plain buffers."""
+
+    def __init__(self, context: Context, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> None:
+        self.memories: dict[str, Memory] = {}
+        textures = [
+            ledger.image("weights", slot.width, slot.height, slot.channel, f"texture slot {number}")
+            for number, slot in enumerate(layout.slots)
+        ]
+        self._context, self._offsets = context, layout.offsets
+        self._pool = pool = ledger.buffer("weights", layout.pool_bytes, "the weight pool") if layout.pool_bytes else None
+        for part in slices:
+            if part.name in layout.slot_of:
+                self.memories[part.name] = textures[layout.slot_of[part.name]]
+            else:
+                self.memories[part.name] = context.sub_buffer(pool, layout.offsets[part.name], whole_words(part.file_bytes))
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return in_pool(self._context, self._pool, self._offsets, parts)
+
+    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> None:
+        """Copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
+        memory = self.memories[part.name]
+        if part.is_image:
+            copier.write_image(
+                memory,
+                data,
+                first_row=first_byte // part.row_pitch,
+                width=part.width,
+                rows=data.nbytes // part.row_pitch,
+                row_pitch=part.row_pitch,
+            )
+        else:
+            copier.write(memory, data, offset=first_byte)
+
+
+class _Ring:
+    """Pinned host memory that loads pass through: a part for each loader thread, and a queue that copies out of it."""
+
+    def __init__(self, context: Context, ledger: Ledger, nbytes: int, threads: int) -> None:
+        self.copiers = [Copier(context) for _ in range(threads)]
+        self._part_bytes = nbytes // threads // WORD * WORD
+        self._mapped: Bytes | None = None
+        if nbytes:
+            memory = ledger.buffer("staging", nbytes, "the part of staging that loads pass through", host_visible=True)
+            self._mapped = self.copiers[0].queue.map(memory, nbytes)
+
+    def part(self, thread: int) -> Bytes:
+        """What that thread has of it."""
+        assert self._mapped is not None
+        return self._mapped[thread * self._part_bytes : (thread + 1) * self._part_bytes]
+
+    def close(self) -> None:
+        """Unmap it."""
+        if self._mapped is not None:
+            self.copiers[0].queue.unmap(self._mapped)
+            self._mapped = None
+
+
+class _MovingTransfer(Transfer):
+    """Slices are moved to homes of their own, which a transfer `after` another one takes over."""
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: _MovingTransfer | None,
+    ) -> None:
+        super().__init__(file)
+        self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
+        self.memories = self._homes.memories
+
+    def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
+        """A part of the pool, if they lie there as in the file."""
+        return self._homes.joined(whole, parts)
+
+
+class DmaTransfer(_MovingTransfer):
+    """`dma`: read into the thread's part of staging, then copied home by the thread's own queue."""
+
+    reads_ahead = True
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: DmaTransfer | None = None,
+    ) -> None:
+        super().__init__(context, ledger, file, slices, layout, after)
+        self._ring = _Ring(context, ledger, layout.staging_bytes, layout.threads)
+
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+        """Read and copy, a staging part at a time."""
+        for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
+            self._homes.write(self._ring.copiers[thread], part, piece, first)
+
+    def leave(self) -> None:
+        """Unmap staging."""
+        self._ring.close()
+
+
+class InterleaveTransfer(_MovingTransfer):
+    """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
+
+    Where host and device share memory, each slice is a part of staging that is mapped only while a band of it is read.
+    Elsewhere staging is the device's, and loads are copied there out of a ring that is the host's: were staging mapped, the
+    driver would keep a second one on the host (docs/opencl-notes.md). Preloaded slices are copied home out of that ring, or
+    out of the entrance that staging has for W, while layers run.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        ledger: Ledger,
+        file: WeightFile,
+        slices: Sequence[Slice],
+        layout: PoolLayout,
+        after: InterleaveTransfer | None = None,
+    ) -> None:
+        super().__init__(context, ledger, file, slices, layout, after)
+        self._context, self._layout = context, layout
+        self._ring = _Ring(context, ledger, layout.ring_bytes, layout.threads)
+        self.reads_ahead = bool(layout.ring_bytes)
+        self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
+        self._shared: Queue | None = None  # what staging is mapped by, where it is shared
+        if not layout.staging_bytes:
+            return
+        if not layout.ring_bytes:
+            self._shared = context.queue()
+        shared = self._shared is not None
+        self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=shared)
+        for part in slices:
+            start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
+            if start + nbytes > layout.staging_bytes:  # it is of W, and passes through in pieces
+                continue
+            place = context.sub_buffer(self._staging, start, nbytes) if shared else self._staging
+            self.staged[part.name] = place, 0 if shared else start
+
+    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+        """Read into staging."""
+        if self._shared is not None:
+            with self._shared.mapped(self.staged[part.name][0], band.nbytes, offset=band.first) as place:
+                self._read(part, band, place, turn)
+            return
+        for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
+            self._ring.copiers[thread].write(self._staging, piece, offset=self._layout.staging[part.name] + first)
+
+    def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+        """Read, and copy home."""
+        if self._shared is None:
+            self._copy_home(part, band, self._ring.part(thread), thread, turn)
+            return
+        nbytes = self._layout.entrance_bytes
+        start = self._layout.staging[part.name] + thread * nbytes
+        with self._shared.mapped(self._context.sub_buffer(self._staging, start, nbytes), nbytes, offset=0) as through:
+            self._copy_home(part, band, through, thread, turn)
+
+    def _copy_home(self, part: Slice, band: Band, through: Bytes, thread: int, turn: Turn) -> None:
+        for piece, first in self._pieces(part, band, through, turn):
+            self._homes.write(self._ring.copiers[thread], part, piece, first)
+
+    def leave(self) -> None:
+        """Unmap the ring."""
+        self.staged.clear()
+        self._ring.close()

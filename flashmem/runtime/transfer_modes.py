@@ -1,0 +1,52 @@
+"""The transfer of a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import cast
+
+from flashmem.device import TransferMode
+from flashmem.digests import Digest
+from flashmem.planning.plan import PoolLayout
+from flashmem.program import Slice
+from flashmem.runtime.common import Places
+from flashmem.runtime.in_place import AliasTransfer, MapTransfer
+from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.moving import DmaTransfer, InterleaveTransfer
+from flashmem.runtime.opencl import Context
+from flashmem.runtime.transfer import Transfer
+from flashmem.runtime.weight_file import WeightFile
+
+
+def make_transfer(
+    mode: TransferMode,
+    context: Context,
+    ledger: Ledger,
+    file: WeightFile,
+    slices: Sequence[Slice],
+    layout: PoolLayout,
+    places: Places,
+    identities: Mapping[str, bytes],
+    digests: Mapping[str, Digest] | None = None,
+    together: Mapping[str, Slice] = MappingProxyType({}),
+    after: Transfer | None = None,
+) -> Transfer:
+    """The transfer of `mode`, which checks slices against `digests`. `together`: by slice, the whole that may be asked for by
+    `joined`. `after`: one of the same mode for another shape variant of the bundle, which has left; its places of weights,
+    which are those of `layout` (`residence.share_places`), are taken over.
+
+    Raises:
+        RunError: device or budget refuse.
+    """
+    made: Transfer
+    if mode == "map":
+        made = MapTransfer(context, ledger, file, slices, places, identities, together, cast(MapTransfer | None, after))
+    elif mode == "alias":
+        made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
+    elif mode == "dma":
+        made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after))
+    else:
+        made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after))
+    made.digests = digests
+    return made
