@@ -138,6 +138,28 @@ def test_a_binary_that_the_driver_refuses_is_a_miss(tmp_path: Path) -> None:
     assert opened.compiled == 0 and built == [kernel_key(context.device, WANTED, ())]
 
 
+def test_two_threads_wait_for_what_one_of_them_builds(tmp_path: Path) -> None:
+    """As a session and the thread that prepares its steady kernels may."""
+    context, cache = Context(list_devices()[0]), ProgramCache(tmp_path)
+    CachedKernels(cache, context, (), [WANTED]).save()
+    key = kernel_key(context.device, WANTED, ())
+    binary = cache.read(key)
+    assert binary is not None
+    cache.write(key, b"no program of any driver")
+    built: list[str] = []
+
+    def build(missing: Mapping[str, Wanted]) -> dict[str, bytes]:
+        if missing:
+            built.extend(missing)
+            time.sleep(0.3)
+        return dict.fromkeys(missing, binary)
+
+    opened = CachedKernels(cache, context, (), [WANTED], build=build)
+    with ThreadPoolExecutor(2) as threads:
+        assert len(list(threads.map(lambda _: opened.kernel("f", [context.buffer(1024)]), range(2)))) == 2
+    assert built == [key]
+
+
 @pytest.mark.parametrize("where", ["at the start", "for a refused one"])
 def test_a_child_that_dies_is_one_sentence_each_time(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))

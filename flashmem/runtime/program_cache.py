@@ -152,7 +152,7 @@ class CachedKernels:
                 missing[key] = each
         self._make(missing)
         self._more = threading.Condition()  # of `_programs`
-        self._left = len(found)
+        self._left, self._ending = len(found), threading.Lock()
         self._loading: threading.Thread | None = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
         self._loading.start()
 
@@ -215,13 +215,14 @@ class CachedKernels:
 
     def wait(self) -> None:
         """All kernels are there. Raises RunError where the driver refuses one, each time."""
-        if self._loading is not None:
-            self._loading.join()
-            self._loading = None
-            try:
-                self._make(self._refused)
-            except RunError as error:
-                self._error = error
+        with self._ending:  # who comes second finds what the first one has built
+            if self._loading is not None:
+                self._loading.join()
+                self._loading = None
+                try:
+                    self._make(self._refused)
+                except RunError as error:
+                    self._error = error
         if self._error is not None:
             raise self._error
 
