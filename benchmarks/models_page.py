@@ -19,6 +19,7 @@ added. Weights are seeded, fp32 and streamed in the device's own transfer mode w
   staging together, as the ledger counted; *preloaded*: the share of the weights that is resident from the start.
 - *first answer*: from opening the bundle to the outputs, its weights dropped from the page cache (cold) or in it (cached);
   *later*: the next answers of that session. Medians of as many fresh processes as stand under *rounds*.
+  Others use these machines too: times of one day compare, those of different days differ by half and more.
 - *error*: the largest difference from ONNX Runtime, over the range of the output.
 """
 
