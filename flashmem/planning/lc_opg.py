@@ -55,7 +55,7 @@ def solve(
         preload_limit: most bytes W may take beyond those that must be in it ("paper"); None for no limit.
         units: of the paper's objective: as shares of all chunks and all layers, or in chunks and layers as printed.
         ahead: whether reads run as far ahead as M_peak permits ("paper"), which its objective does not ask; else each begins
-            with its first move, and `with_room` lets it begin sooner.
+            with its first move, and `ReadAhead` lets it begin sooner.
 
     Raises:
         UserError: lambda out of range, or `preload` names a weight that is not there.
