@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +21,23 @@ from zoo_data import DATA, examples
 import flashmem
 from flashmem.bundle import Bundle
 from flashmem.doctor import selftest
+from flashmem.planning.plan import passing_bytes
 from flashmem.program import Arg, MemoryPath, Tensor, fixed_bytes
+from flashmem.runtime import schedule
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.executor import Resources, _Binder
 from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.tenant import Tenant
 
 MODELS = ("gptneo-tiny", "mobilenet-tiny", "regnet-tiny", "resnet-tiny", "vit-tiny")
 PATHS = ("buffer", "texture")
 MODES = ("alias", "dma", "interleave")
+CASES = [
+    pytest.param(profile, mode, id=f"{profile.name}-{mode}")
+    for profile in PROFILES
+    for mode in MODES
+    if profile.unified_memory or mode != "alias"
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled for")  # one bundle serves all profiles
 
@@ -37,6 +47,14 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A cache of kernels of their own: a strict device's binaries are nobody else's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bands() -> Iterator[None]:
+    """Slices in bands of a page, so that threads share those of small models, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=4096))
         yield
 
 
@@ -68,14 +86,14 @@ def expected() -> dict[str, list[NDArray[Any]]]:
     return {name: onnxruntime.InferenceSession(DATA / f"{name}.onnx").run(None, examples(name)) for name in MODELS}
 
 
-@pytest.fixture(scope="module", params=PROFILES, ids=lambda profile: profile.name)
+@pytest.fixture(scope="module")
 def device(request: pytest.FixtureRequest) -> Iterator[StrictOpenCL]:
     with strict(request.param) as instead:
         yield instead
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("device", "mode"), CASES, indirect=["device"])
 def test_models_break_no_rule(
     path: str, mode: str, device: StrictOpenCL, bundles: dict[tuple[str, str], Bundle], expected: dict[str, list[NDArray[Any]]]
 ) -> None:
@@ -121,20 +139,36 @@ def test_a_kernel_that_writes_over_an_operand_takes_one_memory_object_twice() ->
     assert operand is output
 
 
+@pytest.mark.parametrize("share", [1.3, 3.0])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", MODES)
-def test_several_models_under_one_budget_break_no_rule(path: MemoryPath, mode: str, tmp_path: Path) -> None:
-    """While one computes the next one loads, and weights of both come and go."""
+def test_several_models_under_one_budget_break_no_rule(path: MemoryPath, mode: str, share: float, tmp_path: Path) -> None:
+    """While one computes the next one loads, and weights of both come and go, or it is opened, where both have room."""
     models = [write_mini_bundle(tmp_path / f"m{seed}.flashmem", path, seed=seed) for seed in range(2)]
     with strict(PROFILES[1]) as device:
         needed = [fixed_bytes(m.open().program) + m.open().plan.layouts[mode].total_bytes for m in models]
-        with flashmem.Runtime(int(1.3 * max(needed)), build_apart=False) as many:
+        with flashmem.Runtime(int(share * max(needed)), build_apart=False) as many:
             opened = [many.open(model.open(), mode=mode) for model in models]  # type: ignore[arg-type]
             order = [0, 1, 1, 0, 1]
             answers = [many.submit(opened[which], models[which].inputs()) for which in order]
             for which, answer in zip(order, answers, strict=True):
                 wanted = models[which].reference(models[which].inputs())
                 np.testing.assert_allclose(answer.result(60)[0], wanted[0], rtol=0, atol=2e-5)
+        assert device.rules.broken == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_constants_of_a_model_that_is_opened_beside_another_are_waited_for(
+    path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written on another queue than kernels read them on."""
+    place = Tenant.place
+    monkeypatch.setattr(Tenant, "place", lambda tenant, plan, queue: place(tenant, plan, tenant.device.beside))
+    model = write_mini_bundle(tmp_path / "m.flashmem", path)
+    with strict(PROFILES[1]) as device:
+        with flashmem.Runtime("64MiB") as many:
+            answer = many.open(model.open()).run(None, model.inputs())
+        np.testing.assert_allclose(answer[0], model.reference(model.inputs())[0], rtol=0, atol=2e-5)
         assert device.rules.broken == []
 
 

@@ -16,10 +16,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashmem.errors import RunError
+
+if TYPE_CHECKING:
+    from flashmem.runtime.opencl import Queue
 
 _WIDTH, _ROWS = 64, 48  # texels; no multiple of 64 rows
 _TEXEL = 16
@@ -101,8 +105,9 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
     content = np.arange(_ROWS * _WIDTH * 4, dtype=np.float32).reshape(_ROWS, _WIDTH * 4) % 251
     wanted = content.sum(1, dtype=np.float32)
 
-    def summed(image: object) -> bool:
-        queue, sums = context.queue(), context.buffer(4 * _ROWS)
+    def summed(image: object, queue: Queue) -> bool:
+        """Whether a kernel reads what `queue` wrote. On another queue it would have to wait for an event of that one."""
+        sums = context.buffer(4 * _ROWS)
         kernel = context.build(_SUMS, ["-cl-std=CL1.2"]).kernel("sum_rows", [image, sums, np.int32(_WIDTH)])
         queue.launch(queue.prepare(kernel, (_ROWS,), (1,)))
         found = np.empty(_ROWS, np.float32)
@@ -113,9 +118,9 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         if not device.has_images:
             return Result("textures", None, "the device has none")
         image = context.image(_WIDTH, _ROWS, "float")
-        data = content.view(np.uint8).reshape(-1)
-        context.queue().write_image(image, data, first_row=0, width=_WIDTH, rows=_ROWS, row_pitch=_WIDTH * _TEXEL)
-        right = summed(image)
+        data, queue = content.view(np.uint8).reshape(-1), context.queue()
+        queue.write_image(image, data, first_row=0, width=_WIDTH, rows=_ROWS, row_pitch=_WIDTH * _TEXEL)
+        right = summed(image, queue)
         said = f"up to {device.image_max_width} x {device.image_max_height} texels"
         return Result("textures", right, said if right else "a kernel reads other numbers than were written")
 
@@ -126,10 +131,10 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         padded = np.zeros((_ROWS, pitch), np.uint8)
         padded[:, : _WIDTH * _TEXEL] = content.view(np.uint8)
         start = 4096  # in a pool, not at its start, as slices lie
-        pool = context.buffer(start + padded.nbytes, host_visible=True)
-        context.queue().write(pool, padded, offset=start)
+        pool, queue = context.buffer(start + padded.nbytes, host_visible=True), context.queue()
+        queue.write(pool, padded, offset=start)
         part = context.sub_buffer(pool, start, padded.nbytes)
-        right = summed(context.image_view(part, _WIDTH, _ROWS, pitch, "float"))
+        right = summed(context.image_view(part, _WIDTH, _ROWS, pitch, "float"), queue)
         said = f"rows at multiples of {device.image_pitch_alignment} texels"
         return Result("textures over buffers", right, said if right else "a kernel reads other numbers than were written")
 

@@ -14,8 +14,10 @@ copy that reaches the device when it is unmapped, what is read later is there on
 Orders between threads of the host are not checked: what one thread knows to be complete, all are taken to know.
 """
 
-from strict_device.calls import StrictLibrary, StrictOpenCL
+from strict_device.calls import StrictOpenCL
+from strict_device.commands import BrokenRuleError
+from strict_device.library import StrictLibrary
 from strict_device.profiles import PROFILES, Profile
-from strict_device.rules import BrokenRuleError, Rules
+from strict_device.rules import Rules
 
 __all__ = ["PROFILES", "BrokenRuleError", "Profile", "Rules", "StrictLibrary", "StrictOpenCL"]

@@ -1,9 +1,8 @@
-"""What a program calls in place of pyopencl, and of the functions of the OpenCL library."""
+"""What a program calls in place of pyopencl."""
 # ruff: noqa: N802 - the names are OpenCL's
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,12 @@ import numpy as np
 import pyopencl as cl
 from numpy.typing import NDArray
 
-from strict_device import objects
+from strict_device import objects, transfers
 from strict_device.objects import ImageShape, StrictContext, StrictEvent, StrictQueue, World
 from strict_device.profiles import Profile
 from strict_device.programs import StrictKernel, StrictProgram, launch
 from strict_device.rules import Rules
+from strict_device.transfers import Waits
 
 _WORDS = (
     "CompilerWarning", "Error", "ImageFormat", "LogicError", "MemoryError", "RuntimeError", "VERSION_TEXT", "channel_order",
@@ -25,15 +25,13 @@ _WORDS = (
 )  # fmt: skip
 """What of pyopencl calls nothing."""
 
-_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B
-
 
 class StrictOpenCL:
     """The module pyopencl, with one strict device. Names that are not here are not checked, and so are refused."""
 
-    def __init__(self, profile: Profile, real: Any) -> None:
-        """`real`: the pyopencl device underneath, a CPU with images."""
-        self.world = World(profile, real)
+    def __init__(self, profile: Profile, real: Any, *, by_event: bool = False) -> None:
+        """`real`: the pyopencl device underneath, a CPU with images. `by_event`: as of `Rules`."""
+        self.world = World(profile, real, by_event=by_event)
         self.ImageDescriptor, self.Kernel, self.Context, self.CommandQueue = (
             ImageShape,
             StrictKernel,
@@ -74,14 +72,28 @@ class StrictOpenCL:
         return StrictProgram(context, "" if binaries is not None else source, binaries)
 
     def enqueue_nd_range_kernel(
-        self, queue: StrictQueue, kernel: StrictKernel, global_size: Sequence[int], local_size: Sequence[int] | None
+        self,
+        queue: StrictQueue,
+        kernel: StrictKernel,
+        global_size: Sequence[int],
+        local_size: Sequence[int] | None,
+        wait_for: Waits = None,
     ) -> StrictEvent:
         """A launch."""
-        return launch(queue, kernel, tuple(global_size), tuple(local_size) if local_size else None)
+        return launch(queue, kernel, tuple(global_size), tuple(local_size) if local_size else None, wait_for)
 
-    def enqueue_marker(self, queue: StrictQueue) -> StrictEvent:
+    def enqueue_marker(self, queue: StrictQueue, wait_for: Waits = None) -> StrictEvent:
         """A marker."""
-        return objects.marker(queue)
+        return transfers.marker(queue, wait_for)
+
+    def enqueue_barrier(self, queue: StrictQueue, wait_for: Waits = None) -> StrictEvent:
+        """A barrier."""
+        return transfers.barrier(queue, wait_for)
+
+    def wait_for_events(self, events: Sequence[StrictEvent]) -> None:
+        """Wait for all of them."""
+        for each in events:
+            each.wait()
 
     def enqueue_map_buffer(
         self, queue: StrictQueue, buffer: Any, flags: int, offset: int, shape: Sequence[int], dtype: Any
@@ -89,92 +101,28 @@ class StrictOpenCL:
         """A map, waited for."""
         return objects.map_buffer(queue, buffer, flags, offset, tuple(shape), np.dtype(dtype)), None
 
-    def _write_buffer(self, queue: StrictQueue, buffer: Any, data: Any, offset: int = 0, *, is_blocking: bool) -> StrictEvent:
-        return objects.write_buffer(queue, buffer, data, offset, blocking=is_blocking)
+    def _write_buffer(
+        self, queue: StrictQueue, buffer: Any, data: Any, offset: int = 0, wait_for: Waits = None, *, is_blocking: bool
+    ) -> StrictEvent:
+        return transfers.write_buffer(queue, buffer, data, offset, wait_for, blocking=is_blocking)
 
-    def _read_buffer(self, queue: StrictQueue, buffer: Any, data: Any, offset: int = 0, *, is_blocking: bool) -> StrictEvent:
-        return objects.read_buffer(queue, buffer, data, offset, blocking=is_blocking)
+    def _read_buffer(
+        self, queue: StrictQueue, buffer: Any, data: Any, offset: int = 0, wait_for: Waits = None, *, is_blocking: bool
+    ) -> StrictEvent:
+        return transfers.read_buffer(queue, buffer, data, offset, wait_for, blocking=is_blocking)
 
     def _write_image(
-        self, queue: StrictQueue, image: Any, origin: Any, region: Any, data: Any, row_pitch: int = 0, *, is_blocking: bool
-    ) -> StrictEvent:
-        return objects.write_image(queue, image, origin, region, data, row_pitch, blocking=is_blocking)
-
-
-class StrictLibrary:
-    """The library's functions, called as by ctypes. They raise where they break a rule."""
-
-    def __init__(self, opencl: StrictOpenCL) -> None:
-        self._world = opencl.world
-        self._reading: dict[int, list[Any]] = {}  # by queue: host memory that writes in flight read
-
-    def clGetDeviceInfo(self, device: Any, parameter: Any, size: Any, value: Any, _: Any) -> int:
-        """The alignments of images over buffers."""
-        profile = self._world.profile
-        known = {_IMAGE_PITCH_ALIGNMENT: profile.image_pitch, _IMAGE_BASE_ALIGNMENT: profile.image_base}
-        value._obj.value = known[_number(parameter)]
-        return 0
-
-    def clEnqueueNDRangeKernel(
-        self, queue: Any, kernel: Any, _: Any, offset: Any, global_size: Any, local_size: Any, waits: Any, *more: Any
-    ) -> int:
-        """A launch without an event."""
-        assert offset is None and not _number(waits) and not any(more)
-        launch(self._handle(queue), self._handle(kernel), tuple(global_size), tuple(local_size) if local_size else None)
-        return 0
-
-    def clEnqueueWriteBuffer(
-        self, queue: Any, buffer: Any, blocking: Any, offset: Any, size: Any, data: Any, waits: Any, *more: Any
-    ) -> int:
-        """A write without an event."""
-        assert not _number(waits) and not any(more)
-        host = self._host(queue, data, _number(size))
-        objects.write_buffer(self._handle(queue), self._handle(buffer), host, _number(offset), blocking=bool(_number(blocking)))
-        return 0
-
-    def clEnqueueWriteImage(
         self,
-        queue: Any,
+        queue: StrictQueue,
         image: Any,
-        blocking: Any,
         origin: Any,
         region: Any,
-        row_pitch: Any,
-        slice_pitch: Any,
         data: Any,
-        waits: Any,
-        *more: Any,
-    ) -> int:
-        """A write without an event."""
-        assert not _number(waits) and not any(more) and not _number(slice_pitch)
-        target, (width, rows, _) = self._handle(image), region
-        pitch = _number(row_pitch) or width * target.texel
-        host = self._host(queue, data, pitch * (rows - 1) + width * target.texel)
-        objects.write_image(
-            self._handle(queue), target, tuple(origin), tuple(region), host, pitch, blocking=bool(_number(blocking))
-        )
-        return 0
-
-    def clFinish(self, queue: Any) -> int:
-        """Wait for what is enqueued."""
-        self._handle(queue).finish()
-        self._reading.pop(_number(queue), None)
-        return 0
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the strict device does not know {name}: teach it the rules of that call")
-
-    def _handle(self, pointer: Any) -> Any:
-        found = self._world.handles.get(_number(pointer))
-        if found is None:
-            self._world.rules.broke("released", f"a call with a handle that is nobody's any more: {_number(pointer):#x}")
-        return found
-
-    def _host(self, queue: Any, address: Any, nbytes: int) -> NDArray[np.uint8]:
-        memory = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(_number(address)), np.uint8)
-        self._reading.setdefault(_number(queue), []).append(memory)
-        return memory
-
-
-def _number(value: Any) -> int:
-    return int(getattr(value, "value", value) or 0)
+        row_pitch: int = 0,
+        slice_pitch: int = 0,
+        wait_for: Waits = None,
+        *,
+        is_blocking: bool,
+    ) -> StrictEvent:
+        assert not slice_pitch
+        return transfers.write_image(queue, image, origin, region, data, row_pitch, wait_for, blocking=is_blocking)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from flashmem.runtime import binding, opencl
-from strict_device.calls import StrictLibrary, StrictOpenCL
+from strict_device.calls import StrictOpenCL
+from strict_device.library import StrictLibrary
 from strict_device.profiles import Profile
 
 
@@ -26,7 +27,7 @@ def base_device() -> Any:
 @contextmanager
 def strict(profile: Profile) -> Iterator[StrictOpenCL]:
     """While inside, the only OpenCL device is a strict one."""
-    instead = StrictOpenCL(profile, base_device())
+    instead = StrictOpenCL(profile, base_device(), by_event=True)  # flashmem's own rule (docs/opencl-notes.md)
     library = StrictLibrary(instead)
     with pytest.MonkeyPatch.context() as patch:
         for module in (binding, opencl):

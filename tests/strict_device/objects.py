@@ -13,25 +13,28 @@ import numpy as np
 import pyopencl as cl
 from numpy.typing import NDArray
 
+from strict_device.commands import COPIES, Access, BrokenRuleError, Command, Mapping, Memory
+from strict_device.overlap import Overlap
 from strict_device.profiles import Profile
-from strict_device.rules import Access, BrokenRuleError, Command, Mapping, Memory, Rules
+from strict_device.rules import Rules
 
-_UNDEFINED = 0xFF
+UNDEFINED = 0xFF
 """What memory holds that nobody wrote: NaN as a float or a half, -1 as an integer."""
 
 _contexts: dict[int, Any] = {}
 
 
 class World:
-    """One strict device: its profile, the real device underneath, and what happened. Handles by their pointers."""
+    """One strict device: its profile, the real device underneath, and what happened. Objects and events by their handles."""
 
-    def __init__(self, profile: Profile, real: Any) -> None:
-        self.profile, self.real, self.rules = profile, real, Rules()
+    def __init__(self, profile: Profile, real: Any, *, by_event: bool = False) -> None:
+        self.profile, self.real, self.rules, self.overlap = profile, real, Rules(by_event=by_event), Overlap()
         if real.int_ptr not in _contexts:  # one for all strict devices, so that they share programs
             _contexts[real.int_ptr] = cl.Context([real])
         self.context = _contexts[real.int_ptr]
         self.own_queue = cl.CommandQueue(self.context, real)
         self.handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.events: weakref.WeakValueDictionary[int, StrictEvent] = weakref.WeakValueDictionary()
         self.versions: dict[int, int] = {}  # of what allocations hold
         self.platform = StrictPlatform(self)
         self.device = StrictDevice(self)
@@ -39,6 +42,18 @@ class World:
     def wrote(self, memory: Memory) -> None:
         """Its content has changed."""
         self.versions[memory.allocation] = self.versions.get(memory.allocation, 0) + 1
+
+    def enqueued(self, queue: StrictQueue, command: Command, real: Any) -> StrictEvent:
+        """The event of a command that is enqueued now."""
+        if command.kind in COPIES:
+            self.overlap.enqueued(command)
+        return StrictEvent(queue, command, real)
+
+    def known(self, command: Command) -> None:
+        """The host has waited for a command. Copies stay in flight a little longer, so that those of other threads overlap."""
+        if copies := self.rules.copies_before(command):
+            self.overlap.wait(copies)
+        self.rules.known(command)
 
     def limit(self, what: str, wanted: int, most: int) -> None:
         """Raise BrokenRuleError where the device's driver offers less."""
@@ -106,6 +121,7 @@ class StrictQueue:
 
     def flush(self) -> None:
         """Submit what is enqueued."""
+        self.world.rules.flush(self.number)
         self.real.flush()
 
     def finish(self) -> None:
@@ -113,19 +129,21 @@ class StrictQueue:
         last = self.world.rules.last(self.number)
         self.real.finish()
         if last is not None:
-            self.world.rules.known(last)
+            self.world.known(last)
 
 
 class StrictEvent:
     """A command, as its program sees it."""
 
     def __init__(self, queue: StrictQueue, command: Command, real: Any) -> None:
-        self.command, self.real, self._queue = command, real, queue
+        self.command, self.real, self.world, self._queue = command, real, queue.world, queue
+        self.int_ptr: int = real.int_ptr
+        self.world.events[self.int_ptr] = self
 
     def wait(self) -> None:
         """Wait for the command: the host knows then that it is complete, and sees what it did."""
         self.real.wait()
-        self._queue.world.rules.known(self.command)
+        self.world.known(self.command)
 
     @property
     def command_execution_status(self) -> int:
@@ -135,7 +153,7 @@ class StrictEvent:
     @property
     def profile(self) -> Any:
         """When it ran: there once it is complete, of queues that take times (clGetEventProfilingInfo)."""
-        rules = self._queue.world.rules
+        rules = self.world.rules
         if not self._queue.profiling:
             rules.broke("event", f"times are asked of {self.command.what}, whose queue takes none")
         if not rules.is_known(self.command):
@@ -197,7 +215,7 @@ def make_buffer(context: StrictContext, flags: int, size: int = 0, hostbuf: Any 
     world.limit("bytes of a buffer", nbytes, world.profile.max_alloc)
     real = cl.Buffer(world.context, bits, size=size, hostbuf=hostbuf)
     if hostbuf is None:
-        cl.enqueue_fill_buffer(world.own_queue, real, np.uint8(_UNDEFINED), 0, nbytes).wait()
+        cl.enqueue_fill_buffer(world.own_queue, real, np.uint8(UNDEFINED), 0, nbytes).wait()
     memory = world.rules.allocate(f"a buffer of {nbytes} bytes", nbytes, kernels_write=not bits & int(cl.mem_flags.READ_ONLY))
     return StrictBuffer(world, memory, real)
 
@@ -284,18 +302,20 @@ class StrictMap:
 
     def release(self, queue: StrictQueue, wait_for: Iterable[StrictEvent] | None = None) -> StrictEvent:
         """Unmap."""
-        assert not wait_for
-        world = self._buffer.world
+        world, waits = self._buffer.world, tuple(wait_for or ())
         with queue.lock:
-            command = world.rules.unmap(queue.number, self._mapping)
+            command = world.rules.unmap(queue.number, self._mapping, [each.command for each in waits])
+            reals = [each.real for each in waits] or None
             if self._writes:
-                real = cl._cl._enqueue_write_buffer(queue.real, self._buffer.real, self._shadow, self._offset, is_blocking=True)
+                real = cl._cl._enqueue_write_buffer(
+                    queue.real, self._buffer.real, self._shadow, self._offset, wait_for=reals, is_blocking=True
+                )
                 world.wrote(self._buffer.memory)
             else:
-                real = cl.enqueue_marker(queue.real)
+                real = cl.enqueue_marker(queue.real, wait_for=reals)
         self._shadow.setflags(write=True)
-        self._shadow[:] = _UNDEFINED
-        return StrictEvent(queue, command, real)
+        self._shadow[:] = UNDEFINED
+        return world.enqueued(queue, command, real)
 
 
 def map_buffer(
@@ -308,117 +328,14 @@ def map_buffer(
         world.rules.broke("arguments", "a map that keeps what it has and does not")
     writes = invalidates or bool(bits & int(cl.map_flags.WRITE))
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    shadow = np.full(nbytes, _UNDEFINED, np.uint8)
+    shadow = np.full(nbytes, UNDEFINED, np.uint8)
     with queue.lock:
         command, mapping = world.rules.map(queue.number, buffer.access(writes=writes, offset=offset, nbytes=nbytes))
         if invalidates:
             queue.real.finish()
         else:
             cl._cl._enqueue_read_buffer(queue.real, buffer.real, shadow, offset, is_blocking=True)
-    world.rules.known(command)
+    world.known(command)
     shadow.setflags(write=writes)
     view = np.asarray(StrictMap(buffer, mapping, offset, shadow, writes=writes))
     return view.view(dtype).reshape(shape) if view.dtype != dtype or view.shape != shape else view
-
-
-def write_buffer(queue: StrictQueue, buffer: StrictBuffer, data: NDArray[Any], offset: int, *, blocking: bool) -> StrictEvent:
-    """clEnqueueWriteBuffer."""
-    world, rules = queue.world, queue.world.rules
-    with queue.lock:
-        access = buffer.access(writes=True, offset=offset, nbytes=data.nbytes)
-        command = rules.enqueue(queue.number, "write", f"writing {data.nbytes} bytes of {buffer.memory.what}", [access])
-        copy = None if blocking else _copy(data)
-        source = data if copy is None else copy
-        real = cl._cl._enqueue_write_buffer(queue.real, buffer.real, source, offset, is_blocking=blocking)
-        world.wrote(buffer.memory)
-        return _written(queue, command, real, data, copy)
-
-
-def write_image(
-    queue: StrictQueue,
-    image: StrictImage,
-    origin: tuple[int, ...],
-    region: tuple[int, ...],
-    data: NDArray[Any],
-    row_pitch: int,
-    *,
-    blocking: bool,
-) -> StrictEvent:
-    """clEnqueueWriteImage, of two dimensions."""
-    world, rules = queue.world, queue.world.rules
-    (left, top), (width, rows) = origin[:2], region[:2]
-    pitch = row_pitch or width * image.texel
-    if left + width > image.width or top + rows > image.height:
-        rules.broke("range", f"{width} x {rows} texels are written at ({left}, {top}) of {image.memory.what}")
-    if pitch < width * image.texel or pitch % image.texel:
-        rules.broke("arguments", f"rows of {width} texels are {pitch} bytes apart in host memory")
-    if data.nbytes < pitch * (rows - 1) + width * image.texel:
-        rules.broke("range", f"{data.nbytes} bytes of host memory are written as {rows} rows, {pitch} bytes apart")
-    with queue.lock:
-        start = image.memory.start + top * image.width * image.texel
-        access = Access(image.memory, start, start + rows * image.width * image.texel, True)
-        command = rules.enqueue(queue.number, "write", f"writing {rows} rows of {image.memory.what}", [access])
-        copy = None if blocking else _copy(data)
-        source = data if copy is None else copy
-        real = cl._cl._enqueue_write_image(
-            queue.real, image.real, (left, top), (width, rows), source, row_pitch, is_blocking=blocking
-        )
-        world.wrote(image.memory)
-        return _written(queue, command, real, data, copy)
-
-
-def _copy(data: NDArray[Any]) -> NDArray[np.uint8]:
-    return data.reshape(-1).view(np.uint8).copy()
-
-
-def _written(
-    queue: StrictQueue, command: Command, real: Any, data: NDArray[Any], copy: NDArray[np.uint8] | None
-) -> StrictEvent:
-    """What is read from the host's memory must stay there until the host knows that it was (clEnqueueWriteBuffer).
-
-    `copy`: what the real command reads, where it is not waited for.
-    """
-    rules = queue.world.rules
-    if copy is None:
-        rules.known(command)
-        return StrictEvent(queue, command, real)
-    owner, where = weakref.ref(data), data.__array_interface__["data"][0]
-
-    def compare() -> None:
-        array = owner()
-        if array is None or array.__array_interface__["data"][0] != where:
-            rules.broke("host memory", f"{command.what}: the array was given back before anybody knew that it had been read")
-        if not np.array_equal(array.reshape(-1).view(np.uint8), copy):
-            rules.broke("host memory", f"{command.what}: the host changed the bytes before it knew that they had been read")
-
-    command.when_known.append(compare)
-    return StrictEvent(queue, command, real)
-
-
-def read_buffer(queue: StrictQueue, buffer: StrictBuffer, data: NDArray[Any], offset: int, *, blocking: bool) -> StrictEvent:
-    """clEnqueueReadBuffer; what is not waited for is there only when somebody has waited."""
-    rules = queue.world.rules
-    target = data.reshape(-1).view(np.uint8)
-    copy = target if blocking else np.empty(target.nbytes, np.uint8)
-    with queue.lock:
-        access = buffer.access(writes=False, offset=offset, nbytes=target.nbytes)
-        command = rules.enqueue(queue.number, "read", f"reading {target.nbytes} bytes of {buffer.memory.what}", [access])
-        real = cl._cl._enqueue_read_buffer(queue.real, buffer.real, copy, offset, is_blocking=blocking)
-        if not blocking:
-            target[:] = _UNDEFINED
-
-            def arrive() -> None:
-                real.wait()
-                target[:] = copy
-
-            command.when_known.append(arrive)
-    if blocking:
-        rules.known(command)
-    return StrictEvent(queue, command, real)
-
-
-def marker(queue: StrictQueue) -> StrictEvent:
-    """clEnqueueMarker: complete when all that was enqueued before is."""
-    with queue.lock:
-        command = queue.world.rules.enqueue(queue.number, "marker", "a marker")
-        return StrictEvent(queue, command, cl.enqueue_marker(queue.real))

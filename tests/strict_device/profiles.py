@@ -1,4 +1,5 @@
-"""What drivers of phones report, from dumps that people published. `assumed` says what no dump of the family was found for.
+"""What drivers of phones and of one GPU with memory of its own report, from dumps that people published. `assumed` says what no
+dump of the family was found for.
 
 A smaller figure is the stricter one: where dumps of a family differ, the smallest is taken. Extensions are those that the
 strict device can play on PoCL; a phone has more (cl_khr_fp16, subgroups, command buffers, cl_qcom_large_buffer), which a
@@ -68,6 +69,10 @@ _ADRENO_NEW = "https://github.com/ggml-org/whisper.cpp/issues/3708"
 _PIXEL_7 = "https://github.com/ggml-org/llama.cpp/issues/2636"
 _PIXEL_7_CORES = "https://github.com/GPGPUCourse/GPGPUTasks2025/pull/60"
 _MALI_610 = "https://github.com/darktable-org/darktable/issues/15067"
+_NVIDIA = "https://github.com/leela-zero/leela-zero/issues/1554"
+_NVIDIA_ARGUMENTS = "https://github.com/BVLC/caffe/issues/5406"
+_NVIDIA_CONSTANTS = "https://github.com/apache/tvm/issues/3492"
+_NVIDIA_DRIVER = "https://github.com/10gic/vanitygen-plusplus/issues/100"
 _MALI_52 = "https://github.com/ARM-software/ComputeLibrary/issues/999"
 
 PROFILES = (
@@ -167,5 +172,39 @@ PROFILES = (
         max_group=384,
         max_group_sizes=(384, 384, 384),
         fine_grained=False,
+    ),
+    Profile(
+        name="nvidia",
+        platform="NVIDIA CUDA",
+        device="Tesla T4",
+        vendor="NVIDIA Corporation",
+        version="OpenCL 3.0 CUDA",
+        driver="535.161.08",
+        sources=(
+            f"version, driver, compute units, work-group: clinfo of a Tesla T4, {_NVIDIA_DRIVER}",
+            f"memory of its own, base address, largest allocation, width of images: clinfo of a Tesla P100, {_NVIDIA}",
+            f"height and number of images, parameters: clinfo of an older card, {_NVIDIA_ARGUMENTS}",
+            f"constant arguments: clinfo of a card under OpenCL 1.2, {_NVIDIA_CONSTANTS}",
+        ),
+        assumed="48 KiB of local memory, 64 KiB of a constant argument",
+        max_alloc=4267933696,
+        global_memory=17071734784,
+        base_align=512,
+        image_width=16384,
+        image_height=16384,
+        image_pitch=0,
+        image_base=0,
+        compute_units=40,
+        max_group=1024,
+        max_group_sizes=(1024, 1024, 64),
+        local_memory=48 << 10,
+        max_parameters=4352,
+        read_images=256,
+        write_images=16,
+        samplers=32,
+        constant_arguments=9,
+        unified_memory=False,
+        fine_grained=False,
+        extensions=frozenset(_CORE),
     ),
 )

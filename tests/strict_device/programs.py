@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
+from strict_device.commands import Access, Memory
 from strict_device.objects import StrictContext, StrictEvent, StrictImage, StrictMemory, StrictQueue, World
-from strict_device.rules import Access, Memory
+from strict_device.transfers import Waits, commands, reals
 
 _MAGIC = b"strict device: source\n"
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -204,7 +205,11 @@ def _parameter(declaration: str) -> Parameter:
 
 
 def launch(
-    queue: StrictQueue, kernel: StrictKernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None
+    queue: StrictQueue,
+    kernel: StrictKernel,
+    global_size: tuple[int, ...],
+    local_size: tuple[int, ...] | None,
+    waits: Waits = None,
 ) -> StrictEvent:
     """clEnqueueNDRangeKernel."""
     world, profile, name = queue.world, queue.world.profile, kernel.function_name
@@ -217,7 +222,9 @@ def launch(
             world.limit(f"work-items of a group of {name} in one direction", size, most)
     accesses = kernel.accesses()
     with queue.lock:
-        command = world.rules.enqueue(queue.number, "kernel", f"kernel {name}", accesses)
+        command = world.rules.enqueue(queue.number, "kernel", f"kernel {name}", accesses, commands(waits))
+        if waits:
+            cl.enqueue_barrier(queue.real, wait_for=reals(waits))  # views of buffers are made behind it
         kernel.refresh(queue.real)
         real = cl.enqueue_nd_range_kernel(queue.real, kernel.real, global_size, local_size)
         for each in accesses:

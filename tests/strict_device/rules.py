@@ -1,6 +1,8 @@
 """The rules: which commands may run at the same time on which memory, and what of it the host may touch. No OpenCL here.
 
-Section numbers are those of the OpenCL 3.0 API specification, where not said otherwise.
+What happens before what is kept as vector clocks with an entry for each queue: a command is behind those of its queue, those of
+its wait list, what those are behind, and what the host knew to be complete when it was enqueued. Section numbers are of the
+OpenCL 3.0 API specification, where not said otherwise.
 """
 
 from __future__ import annotations
@@ -8,97 +10,22 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-
-class BrokenRuleError(Exception):
-    """A program did what OpenCL, or the device, leaves undefined or refuses. `rule`: which one, in a word."""
-
-    def __init__(self, rule: str, what: str) -> None:
-        super().__init__(f"{rule}: {what}")
-        self.rule = rule
-
-
-@dataclass(eq=False)
-class Memory:
-    """A memory object: bytes `start` to `end` of an allocation. `parent`: the buffer that it is a part, or an image, of."""
-
-    what: str
-    allocation: int
-    start: int
-    end: int
-    parent: Memory | None = None
-    kernels_write: bool = True
-    is_image: bool = False
-    released: bool = False
-
-    def related(self, other: Memory) -> bool:
-        """Whether one of the two is made of the other."""
-        return other in self._ancestors() or self in other._ancestors()
-
-    def _ancestors(self) -> list[Memory]:
-        found, each = [], self.parent
-        while each is not None:
-            found.append(each)
-            each = each.parent
-        return found
-
-
-@dataclass(frozen=True)
-class Access:
-    """What a command does with bytes of a memory object; `start` and `end` count in its allocation."""
-
-    memory: Memory
-    start: int
-    end: int
-    writes: bool
-
-    @classmethod
-    def whole(cls, memory: Memory, *, writes: bool) -> Access:
-        """All of it."""
-        return cls(memory, memory.start, memory.end, writes)
-
-    def meets(self, other: Access) -> bool:
-        """Whether the two are on the same bytes."""
-        return self.memory.allocation == other.memory.allocation and self.start < other.end and other.start < self.end
-
-    def disturbs(self, other: Access) -> bool:
-        """Whether the two must not happen at the same time.
-
-        What concurrent commands do with a buffer and its sub-buffers, or with overlapping sub-buffers, is undefined unless all
-        of them read (clCreateSubBuffer); so with a buffer and an image made of it: whichever bytes they touch.
-        """
-        if not (self.writes or other.writes):
-            return False
-        return self.meets(other) or self.memory.related(other.memory)
-
-
-@dataclass(eq=False)
-class Command:
-    """Something enqueued: number `number` of a queue. `clock`: by queue, up to which number commands are complete before it."""
-
-    what: str
-    queue: int
-    number: int
-    accesses: tuple[Access, ...]
-    clock: dict[int, int]
-    when_known: list[Callable[[], None]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Mapping:
-    """Bytes that the host has a pointer to. `unmapped`: the command that takes it back, which may not be complete."""
-
-    access: Access
-    unmapped: Command | None = None
+from strict_device.commands import COPIES, Access, BrokenRuleError, Command, Mapping, Memory
+from strict_device.sites import call_site
+from strict_device.writers import Writers
 
 
 class Rules:
     """What a program has done with one device. Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_event: bool = False) -> None:
+        """`by_event`: what reads memory that another queue wrote must wait for an event of that queue, as appendix A.1 asks for
+        with many words, and not only for the host to have waited.
+        """
+        self._writers = Writers() if by_event else None
         self.broken: list[BrokenRuleError] = []
         self.counts: dict[str, int] = {}  # of commands, by kind
         self._lock = threading.RLock()
@@ -107,6 +34,7 @@ class Rules:
         self._flying: dict[int, deque[Command]] = {}  # commands that are not known to be complete
         self._enqueued: dict[int, int] = {}
         self._known: dict[int, int] = {}  # up to which number commands are known to be complete
+        self._flushed: dict[int, int] = {}  # up to which number commands are on their way to the device
         self._last_clock: dict[int, dict[int, int]] = {}
         self._maps: list[Mapping] = []
 
@@ -155,7 +83,7 @@ class Rules:
         """A new in-order queue."""
         with self._lock:
             number = next(self._queues)
-            self._flying[number], self._enqueued[number], self._known[number] = deque(), 0, 0
+            self._flying[number], self._enqueued[number], self._known[number], self._flushed[number] = deque(), 0, 0, 0
             self._last_clock[number] = {}
             return number
 
@@ -177,15 +105,18 @@ class Rules:
         with self._lock:
             clock = dict(self._last_clock[queue])
             for each in waits:
+                self._check_flushed(each, queue, what)
                 for other, number in each.clock.items():
                     clock[other] = max(clock.get(other, 0), number)
             number = self._enqueued[queue] + 1
             clock[queue] = number
-            command = Command(what, queue, number, tuple(accesses), clock)
+            command = Command(kind, what, queue, number, tuple(accesses), clock, call_site())
             self._check_access(command)
             if not unmaps:
                 self._check_maps(command, exactly=kind == "map")
             self._check_order(command)
+            if self._writers is not None:
+                self._check_visible(command, self._writers)
             self._enqueued[queue], self._last_clock[queue] = number, clock
             self._flying[queue].append(command)
             self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -201,7 +132,7 @@ class Rules:
             if one.memory is other.memory:
                 if one.memory.is_image and one.writes != other.writes:
                     self.broke("overlap", f"{command.what} reads and writes {one.memory.what}")
-            elif one.disturbs(other):
+            elif one.conflict(other):
                 text = f"{command.what} takes {one.memory.what} and {other.memory.what}, which share memory, and writes"
                 self.broke("overlap", text)
 
@@ -221,7 +152,8 @@ class Rules:
                     same = access.memory is each.access.memory
                     touches = touches or same or access.memory.related(each.access.memory)
                 if touches:
-                    self.broke("mapped", f"{command.what} uses {access.memory.what} while {each.access.memory.what} is mapped")
+                    text = f"{command} uses {access.memory.what} while {each.access.memory.what} is mapped"
+                    self.broke("mapped", f"{text}, by {each.command}")
 
     def _check_order(self, command: Command) -> None:
         for queue, flying in self._flying.items():
@@ -231,28 +163,56 @@ class Rules:
                 if self._ordered(other, command.clock):
                     continue
                 for one, two in itertools.product(command.accesses, other.accesses):
-                    if one.disturbs(two):
-                        text = (
-                            f"{command.what} ({one.memory.what}) and {other.what} ({two.memory.what}) may run at the same time"
+                    if (why := one.conflict(two)) is not None:
+                        objects = (
+                            f"{one.memory.what} and {two.memory.what}" if one.memory is not two.memory else one.memory.what
                         )
-                        self.broke("order", f"{text}: they are on two queues, and neither an event nor the host orders them")
+                        text = f"{command} and {other} may run at the same time, {why}: {objects}"
+                        self.broke("order", f"{text}. They are on two queues, and neither an event nor the host orders them")
+
+    def _check_visible(self, command: Command, writers: Writers) -> None:
+        """What another queue wrote is read behind an event of that queue (appendix A.1)."""
+        if (found := writers.unseen_by(command)) is not None:
+            writer, memory = found
+            text = f"{command} reads {memory.what} and waits for no event of {writer}, which wrote it on another queue"
+            self.broke("visible", text)
+        writers.note(command)
+
+    def _check_flushed(self, awaited: Command, queue: int, what: str) -> None:
+        """An event of another queue may be waited for only once that queue was flushed (clFlush; appendix A.1)."""
+        if awaited.queue != queue and awaited.number > max(self._flushed[awaited.queue], self._known[awaited.queue]):
+            self.broke("flush", f"{what} waits for {awaited}, and nobody has flushed that queue since")
 
     def _ordered(self, first: Command, clock: dict[int, int]) -> bool:
         return first.number <= max(clock.get(first.queue, 0), self._known[first.queue])
 
     def known(self, command: Command) -> None:
-        """The host knows that `command` is complete, and with it all before it: it has waited (5.15)."""
-        done: list[Command] = []
+        """The host knows that `command` is complete, and with it all before it: it has waited (5.15).
+
+        What follows from that is looked at before another thread can know the same, and go on: `when_known` under the lock.
+        """
         with self._lock:
+            done: list[Command] = []
             for queue, number in command.clock.items():
                 self._known[queue] = max(self._known[queue], number)
                 flying = self._flying[queue]
                 while flying and flying[0].number <= self._known[queue]:
                     done.append(flying.popleft())
             self._maps = [m for m in self._maps if m.unmapped is None or not self._ordered(m.unmapped, {})]
-        for each in done:
-            while each.when_known:
-                each.when_known.pop()()
+            for each in done:
+                while each.when_known:
+                    each.when_known.pop()()
+
+    def flush(self, queue: int) -> None:
+        """What is enqueued is on its way to the device."""
+        with self._lock:
+            self._flushed[queue] = self._enqueued[queue]
+
+    def copies_before(self, command: Command) -> list[Command]:
+        """The copies that the host is about to know to be complete, `command` or before it."""
+        with self._lock:
+            flying = [each for queue, number in command.clock.items() for each in self._flying[queue] if each.number <= number]
+            return [each for each in flying if each.kind in COPIES]
 
     def is_known(self, command: Command) -> bool:
         """Whether the host knows that it is complete."""
@@ -270,16 +230,18 @@ class Rules:
         """Map bytes. Two maps of the same bytes, one of them for writing, are an error (clEnqueueMapBuffer)."""
         with self._lock:
             command = self.enqueue(queue, "map", f"mapping {access.memory.what}", [access])
-            mapping = Mapping(access)
+            mapping = Mapping(access, command)
             self._maps.append(mapping)
             return command, mapping
 
-    def unmap(self, queue: int, mapping: Mapping) -> Command:
+    def unmap(self, queue: int, mapping: Mapping, waits: Iterable[Command] = ()) -> Command:
         """Give mapped bytes back: the device may use them once this is complete."""
         with self._lock:
             if mapping.unmapped is not None:
                 self.broke("mapped", f"{mapping.access.memory.what} is unmapped twice")
-            command = self.enqueue(queue, "unmap", f"unmapping {mapping.access.memory.what}", [mapping.access], unmaps=True)
+            command = self.enqueue(
+                queue, "unmap", f"unmapping {mapping.access.memory.what}", [mapping.access], waits, unmaps=True
+            )
             mapping.unmapped = command
             return command
 
