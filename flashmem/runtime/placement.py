@@ -146,7 +146,9 @@ class Placement:
         view = queue.map(constants, program.constants_bytes, invalidate=True)
         file.read_into(view, program.constants_offset)
         file.check_digest("the part with the constants", digest(view.data), self.opened.bundle.digests.constants)
-        queue.unmap(view)
+        written = queue.unmap(view)
+        if queue is not self._device.queue:
+            self._device.queue.follow([written])  # kernels read them there
         return constants
 
     def _lay_out(self, plan: OverlapPlan, layout: PoolLayout, after: Transfer | None = None) -> None:

@@ -22,8 +22,8 @@ class Rules:
     """What a program has done with one device. Safe to use from several threads."""
 
     def __init__(self, *, by_event: bool = False) -> None:
-        """`by_event`: what reads memory that another queue wrote must wait for an event of that queue, as appendix A.1 asks for
-        with many words, and not only for the host to have waited.
+        """`by_event`: what reads memory that another queue wrote must wait for an event of that queue (appendix A.1); that the
+        host has waited is not enough.
         """
         self._writers = Writers() if by_event else None
         self.broken: list[BrokenRuleError] = []
