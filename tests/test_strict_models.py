@@ -1,7 +1,8 @@
-"""Every model of tests/data on the strict device, and small bundles in every mode: whatever runs breaks no rule."""
+"""Every model of tests/data on the strict device, small bundles in every mode, random graphs: whatever runs breaks no rule."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,9 @@ import numpy as np
 import onnxruntime
 import pytest
 from mini_bundle import LAYERS, SLICES, write_mini_bundle
+from random_graphs.graph import draw
+from random_graphs.judge import judge
+from random_graphs.listed import listed
 from strict_device import PROFILES, Profile
 from strict_device.door import strict
 from zoo_data import DATA, EXPORTS, examples
@@ -100,3 +104,13 @@ def test_loads_of_small_bundles_break_no_rule(
                 for _ in range(2):
                     np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
             assert device.rules.broken == [] and device.rules.mapped == []
+
+
+@pytest.mark.parametrize(("profile", "device"), [(PHONE, "adreno750"), (GPU, "nvidia")], ids=["phone", "gpu"])
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_random_graphs_break_no_rule(profile: Profile, device: str, path: MemoryPath) -> None:
+    for seed in range(2):
+        with strict(profile) as instead:
+            verdict = judge(draw(random.Random(seed), 8, listed), device, path)
+        assert verdict.kind == "agreed", verdict
+        assert instead.rules.broken == []

@@ -19,7 +19,6 @@ class StagingPart:
         self._memory, self._half = memory, half
         self._copies: list[CopyEvent | None] = [None, None]
         self._turn = 0
-        self._all = False  # whether the piece that was given out last takes more than its half
 
     def piece_bytes(self, unit: int) -> int:
         """The most bytes of a piece of whole units: of a half, or of all where that is less than one unit."""
@@ -29,8 +28,7 @@ class StagingPart:
     def next(self, nbytes: int) -> Bytes:
         """Where the next piece is read to, of `nbytes` bytes. Raises RunError: the copy of an earlier piece failed."""
         self._turn ^= 1
-        self._all = nbytes > self._half
-        if self._all:
+        if nbytes > self._half:
             self.settle()
             return self._memory[:nbytes]
         self._wait(self._turn)
@@ -39,8 +37,7 @@ class StagingPart:
 
     def copying(self, copy: CopyEvent) -> None:
         """`copy` reads the piece that was given out last."""
-        for half in (0, 1) if self._all else (self._turn,):
-            self._copies[half] = copy
+        self._copies[self._turn] = copy
 
     def settle(self) -> None:
         """Return when no copy reads it. Raises RunError: one failed."""
