@@ -9,12 +9,14 @@ time between any two steps of a load. Inputs alternate; the reference is a sessi
 resident. Kernels are those of first answers, whose bits do not depend on what is resident.
 
 It ends after `--runs` answers, or before the first session that begins later than `--minutes`, with a line that counts wrong
-answers, and one of JSON. Exit code 1: an answer was wrong, or a session failed.
+answers, and one of JSON. Exit code 1: an answer was wrong, or a session failed. A session that takes longer than `--patience`
+seconds ends the process with the stack of every thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import platform
 import random
@@ -51,6 +53,9 @@ Array = NDArray[Any]
 MODELS = ("gpt2", "opt-125m", "resnet50", "vit-b16", "mobilenetv2", "whisper-tiny-encoder")
 BUDGETS = ("none", "half", "smallest")
 
+LATE = 40
+"""Loads of a run that sleep, about."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -67,18 +72,17 @@ class Case:
 
 
 class Delays:
-    """Random sleeps of loader threads between the steps of a load."""
+    """Random sleeps of loader threads between the steps of a load: of about LATE loads a run, however many there are."""
 
     def __init__(self, seed: int, seconds: float) -> None:
-        """Every second step is followed by one of `seconds` on average."""
+        """They take `seconds` on average."""
         self._random, self._seconds, self._lock = random.Random(seed), seconds, threading.Lock()
 
-    def sleep(self) -> None:
-        """Or do not."""
+    def draw(self, loads: int) -> list[float]:
+        """For how long one of so many loads sleeps after its first steps."""
         with self._lock:
-            seconds = self._random.expovariate(1 / self._seconds) if self._random.random() < 0.5 else 0.0
-        if seconds:
-            time.sleep(seconds)
+            late = self._random.random() < LATE / loads
+            return [self._random.expovariate(1 / self._seconds) for _ in range(3)] if late else []
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
@@ -86,13 +90,14 @@ class Delays:
         delays, turn = self, loader._Turn
 
         class Late(turn):  # type: ignore[valid-type, misc]
+            def __init__(self, run: loader.LoaderRun, gate: int) -> None:
+                super().__init__(run, gate)
+                self.sleeps = delays.draw(len(run.loaded))
+
             def did(self, what: Step) -> None:
                 super().did(what)
-                delays.sleep()
-
-            def opened(self) -> None:
-                super().opened()
-                delays.sleep()
+                if self.sleeps:
+                    time.sleep(self.sleeps.pop())
 
         loader._Turn = Late  # type: ignore[misc]
         try:
@@ -210,6 +215,7 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", help="memory paths; default: all that the device has")
     parser.add_argument("--bundles", type=Path, help="a folder to keep models and bundles in")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
+    parser.add_argument("--patience", type=float, default=300, help="seconds until a session that does not end stops it all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
@@ -238,11 +244,13 @@ def stress(args: argparse.Namespace, folder: Path) -> int:
                 rng.shuffle(played)
             case = played[turn % len(played)]
             turn += 1
+            faulthandler.dump_traceback_later(args.patience, exit=True)
             try:
                 counts[case].update(play(case, references[case.bundle], args, turn))
             except RunError as error:
                 counts[case]["failed"] += 1
                 print(f"{case}: {error}", flush=True)
+            faulthandler.cancel_dump_traceback_later()
             total = sum(sum(each.values()) for each in counts.values())
     for case in sorted(counts, key=str):
         if counts[case]["wrong"] or counts[case]["failed"]:

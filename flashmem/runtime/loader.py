@@ -23,11 +23,10 @@ from flashmem.runtime.transfer import Transfer
 class _Turn:
     """One load of a run: its steps, and when its gate is open."""
 
-    __slots__ = ("_run", "gate", "missing", "name", "start", "steps")
+    __slots__ = ("_run", "gate", "start", "steps")
 
-    def __init__(self, run: LoaderRun, load: Load) -> None:
-        self._run, self.name, self.gate = run, load.part.name, load.gate
-        self.missing = True  # to those who wait for the slice
+    def __init__(self, run: LoaderRun, gate: int) -> None:
+        self._run, self.gate = run, gate
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
 
@@ -40,11 +39,6 @@ class _Turn:
         if not self._run.is_open(self.gate):
             self._run.wait_for_gate(self.gate)
             self.did("gate")
-
-    def enqueued(self) -> None:
-        """Let those begin who wait for the slice, if this is the last of its bands."""
-        with self._run.changing:
-            self._run.brought(self)
 
 
 class _StoppedError(Exception):
@@ -75,7 +69,6 @@ class LoaderRun:
         self._frees = frees if transfer.frees else {}
         self.wakes = frozenset(load.gate for load in loads) | frozenset(self._frees)  # layers whose end is waited for
         lock = threading.Lock()
-        self.changing = lock
         self._changed = threading.Condition(lock)  # for loader threads: gates, what is to be freed, the end
         self._arrived = threading.Condition(lock)  # for who waits for a slice
         self._wanted: str | None = None  # that slice
@@ -138,7 +131,7 @@ class LoaderRun:
             self._changed.notify_all()
 
     def wait(self, name: str) -> None:
-        """Return once slice `name` is loaded, or commands are enqueued that do it (`Transfer.arrived` has their events).
+        """Return once slice `name` is loaded.
 
         Raises:
             RunError: a load failed.
@@ -167,7 +160,7 @@ class LoaderRun:
         try:
             self._start_next()
             while (load := self._take()) is not None:
-                turn, name = _Turn(self, load), load.part.name
+                turn, name = _Turn(self, load.gate), load.part.name
                 if load.preload:
                     self._transfer.preload(load.part, load.band, thread, turn)
                 else:
@@ -176,7 +169,11 @@ class LoaderRun:
                 with self._changed:
                     self.spans.append(span)
                     self._loading -= 1
-                    self.brought(turn)
+                    self._missing[name] -= 1
+                    if not self._missing[name]:
+                        self.loaded[name] = True
+                        if name == self._wanted:
+                            self._arrived.notify_all()
         except _StoppedError:
             return
         except BaseException as error:
@@ -185,16 +182,6 @@ class LoaderRun:
                 self._stopping = True
                 self._changed.notify_all()
                 self._arrived.notify_all()
-
-    def brought(self, turn: _Turn) -> None:
-        """A band is there for kernels that are enqueued from now on. `changing` is held."""
-        if turn.missing:
-            turn.missing = False
-            self._missing[turn.name] -= 1
-            if not self._missing[turn.name]:
-                self.loaded[turn.name] = True
-                if turn.name == self._wanted:
-                    self._arrived.notify_all()
 
     def is_open(self, gate: int) -> bool:
         """Whether layer `gate` is known to be done."""

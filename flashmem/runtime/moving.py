@@ -10,8 +10,7 @@ from flashmem.program import Slice
 from flashmem.runtime.copier import Copier, CopyEvent
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
-from flashmem.runtime.schedule import Band, whole_words
-from flashmem.runtime.staging import Staging, StagingPart
+from flashmem.runtime.schedule import WORD, Band, whole_words
 from flashmem.runtime.transfer import Transfer, Turn, in_pool
 from flashmem.runtime.weight_file import WeightFile
 
@@ -56,6 +55,30 @@ def _write_at(copier: Copier, buffer: Memory, data: Bytes, first_byte: int) -> C
     return copier.write(buffer, data, offset=first_byte)
 
 
+class _Ring:
+    """Pinned host memory that loads pass through, mapped as long as it lives: a part for each loader thread."""
+
+    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, threads: int) -> None:
+        """Mapped by way of `queue`. Raises RunError past the budget or if the device refuses."""
+        self._queue = queue
+        self._part_bytes = nbytes // threads // WORD * WORD
+        self._mapped: Bytes | None = None
+        if nbytes:
+            memory = ledger.buffer("staging", nbytes, "the part of staging that loads pass through", host_visible=True)
+            self._mapped = queue.map(memory, nbytes)
+
+    def part(self, thread: int) -> Bytes:
+        """What that thread has of it."""
+        assert self._mapped is not None
+        return self._mapped[thread * self._part_bytes : (thread + 1) * self._part_bytes]
+
+    def close(self) -> None:
+        """Unmap it."""
+        if self._mapped is not None:
+            self._queue.unmap(self._mapped)
+            self._mapped = None
+
+
 class _MovingTransfer(Transfer):
     """Slices are moved to homes of their own, which a transfer `after` another one takes over."""
 
@@ -79,7 +102,7 @@ class _MovingTransfer(Transfer):
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def _copy_home(self, part: Slice, band: Band, through: StagingPart, turn: Turn) -> None:
+    def _copy_home(self, part: Slice, band: Band, through: Bytes, turn: Turn) -> None:
         """Read a band into `through`, and copy it to where kernels read the slice."""
         self._copy(part, band, through, turn, partial(self._homes.write, self._copier, part))
 
@@ -99,15 +122,15 @@ class DmaTransfer(_MovingTransfer):
         after: DmaTransfer | None = None,
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after)
-        self._staging = Staging(self._copier.queue, ledger, layout.staging_bytes, layout.threads)
+        self._ring = _Ring(self._copier.queue, ledger, layout.staging_bytes, layout.threads)
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read and copy, a staging part at a time."""
-        self._copy_home(part, band, self._staging.parts[thread], turn)
+        self._copy_home(part, band, self._ring.part(thread), turn)
 
     def leave(self) -> None:
         """Unmap staging."""
-        self._staging.close()
+        self._ring.close()
 
 
 class InterleaveTransfer(_MovingTransfer):
@@ -130,7 +153,7 @@ class InterleaveTransfer(_MovingTransfer):
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after)
         self._context, self._layout = context, layout
-        self._ring = Staging(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
+        self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
         self.reads_ahead = bool(layout.ring_bytes)
         self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
         self._shared: Queue | None = None  # what staging is mapped by, where it is shared
@@ -151,7 +174,7 @@ class InterleaveTransfer(_MovingTransfer):
         here = self.staged[part.name][0]
         if self._shared is None:
             begin = partial(_write_at, self._copier, here)
-            self._copy(part, band, self._ring.parts[thread], turn, begin)
+            self._copy(part, band, self._ring.part(thread), turn, begin)
             return
         with self._shared.mapped(here, band.nbytes, offset=band.first, unmapped=partial(self._arrives, part)) as place:
             self._read(part, band, place, turn)
@@ -159,16 +182,12 @@ class InterleaveTransfer(_MovingTransfer):
     def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read, and copy home."""
         if self._shared is None:
-            self._copy_home(part, band, self._ring.parts[thread], turn)
+            self._copy_home(part, band, self._ring.part(thread), turn)
             return
         nbytes = self._layout.entrance_bytes
         entrance = self._context.sub_buffer(self._staging, self._layout.staging[part.name] + thread * nbytes, nbytes)
-        with self._shared.mapped(entrance, nbytes, offset=0, unmapped=partial(self._arrives, part)) as place:
-            through = StagingPart(place)
-            try:
-                self._copy_home(part, band, through, turn)
-            finally:
-                through.settle()  # it is unmapped now
+        with self._shared.mapped(entrance, nbytes, offset=0, unmapped=partial(self._arrives, part)) as through:
+            self._copy_home(part, band, through, turn)
 
     def leave(self) -> None:
         """Unmap the ring."""

@@ -18,7 +18,6 @@ from flashmem.program import Slice
 from flashmem.runtime.copier import CopyEvent
 from flashmem.runtime.opencl import Bytes, Context, Event, Memory
 from flashmem.runtime.schedule import Band, Step, whole_words
-from flashmem.runtime.staging import StagingPart
 from flashmem.runtime.weight_file import WeightFile
 
 
@@ -31,10 +30,6 @@ class Turn(Protocol):
 
     def did(self, what: Step) -> None:
         """What it has done since it began, or since this was called last."""
-        ...
-
-    def enqueued(self) -> None:
-        """The last command of the load is enqueued: kernels that wait for its event may be, too."""
         ...
 
 
@@ -99,32 +94,26 @@ class Transfer(ABC):
         if self.digests is not None:
             self.file.check_digest(f"slice {part.name!r}", digest(place.data), self.digests[part.name])
 
-    def _copy(
-        self, part: Slice, band: Band, through: StagingPart, turn: Turn, begin: Callable[[Bytes, int], CopyEvent]
-    ) -> None:
+    def _copy(self, part: Slice, band: Band, through: Bytes, turn: Turn, begin: Callable[[Bytes, int], CopyEvent]) -> None:
         """Read the band into staging and copy it on, a piece after the other; images in whole rows.
 
-        `begin` gets a piece and its first byte in the slice, once its gate is open, and enqueues the copy. RunError: the slice
-        is damaged, and its last piece is not copied.
+        `begin` gets a piece and its first byte in the slice, once its gate is open, and enqueues the copy, which is done before
+        the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
         """
-        step = through.piece_bytes(part.row_pitch if part.is_image else 1)
+        step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes
         end, value = band.first + band.nbytes, digest(b"")
         for first in range(band.first, end, step):
-            last = first + step >= end
-            piece = through.next(min(step, end - first))
-            turn.did("copy")
+            piece = through[: min(step, end - first)]
             self.file.read_into(piece, part.offset + first)
             if self.digests is not None:
                 value = digest(piece.data, value)
-                if last:
+                if first + step >= end:
                     self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
             turn.did("read")
             turn.opened()
             copy = begin(piece, first)
-            through.copying(copy)
             self._arrives(part, copy)
-            if last:
-                turn.enqueued()
+            copy.wait()
             turn.did("copy")
 
     def leave(self) -> None:  # noqa: B027 - some have places of weights only
