@@ -21,6 +21,7 @@ from zoo_data import DATA, examples
 import flashmem
 from flashmem.bundle import Bundle
 from flashmem.doctor import selftest
+from flashmem.errors import RunError
 from flashmem.planning.plan import passing_bytes
 from flashmem.program import Arg, MemoryPath, Tensor, fixed_bytes
 from flashmem.runtime import schedule
@@ -169,6 +170,18 @@ def test_constants_of_a_model_that_is_opened_beside_another_are_waited_for(
         with flashmem.Runtime("64MiB") as many:
             answer = many.open(model.open()).run(None, model.inputs())
         np.testing.assert_allclose(answer[0], model.reference(model.inputs())[0], rtol=0, atol=2e-5)
+        assert device.rules.broken == []
+
+
+def test_constants_that_are_damaged_are_not_released_while_they_are_mapped(tmp_path: Path) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    bundle = model.open()
+    with bundle.weights_path.open("r+b") as file:
+        file.seek(bundle.program.constants_offset)
+        file.write(b"\xff" * 16)
+    with strict(PROFILES[1]) as device:
+        with pytest.raises(RunError, match="the part with the constants"):
+            flashmem.Session(model.path, mode="dma")
         assert device.rules.broken == []
 
 

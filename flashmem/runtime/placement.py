@@ -144,9 +144,11 @@ class Placement:
             return None
         constants = self.ledger.buffer("constants", program.constants_bytes, "the constants", host_visible=True)
         view = queue.map(constants, program.constants_bytes, invalidate=True)
-        file.read_into(view, program.constants_offset)
-        file.check_digest("the part with the constants", digest(view.data), self.opened.bundle.digests.constants)
-        written = queue.unmap(view)
+        try:
+            file.read_into(view, program.constants_offset)
+            file.check_digest("the part with the constants", digest(view.data), self.opened.bundle.digests.constants)
+        finally:  # memory that is mapped must not be released
+            written = queue.unmap(view)
         if queue is not self._device.queue:
             self._device.queue.follow([written])  # kernels read them there
         return constants
