@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,13 @@ from mini_bundle import write_mini_bundle
 
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import RunError, UserError
+from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
 from flashmem.runtime.copier import Copier
+from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
-from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.moving import InterleaveTransfer
+from flashmem.runtime.opencl import Context, Queue, list_devices
 from flashmem.runtime.residence import free_from
 from flashmem.runtime.schedule import Band, Load
 from flashmem.runtime.transfer import Transfer, Turn
@@ -186,6 +190,28 @@ def test_copies_arrive_and_one_that_cannot_be_made_says_so(device: Any) -> None:
     copier.write_image(image, rows, first_row=0, width=4, rows=4, row_pitch=64).wait()
     with pytest.raises(RunError, match="OpenCL failed to write to a texture"):
         copier.write_image(image, rows, first_row=1, width=4, rows=4, row_pitch=64)
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+def test_nothing_is_left_mapped_where_staging_is_refused(device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    layout = PoolLayout(staging_bytes=1 << 20, ring_bytes=1 << 16, threads=1)
+    (tmp_path / "weights.bin").write_bytes(bytes(16))
+    context, mapped = Context(device), 0
+
+    def noted(queue: Queue, *args: Any, **options: Any) -> Any:
+        nonlocal mapped
+        mapped += 1
+        return real(queue, *args, **options)
+
+    real = Queue.map
+    monkeypatch.setattr(Queue, "map", noted)
+    for budget, maps in ((1 << 20, 0), (1 << 21, 1)):  # too small for both, and not
+        ledger, file = Ledger(context, budget), WeightFile(tmp_path / "weights.bin", 16)
+        with pytest.raises(RunError, match="budget") if maps == 0 else nullcontext():
+            InterleaveTransfer(context, ledger, file, (), layout).close()
+        assert mapped == maps
+        ledger.close()
+        file.close()
 
 
 @pytest.mark.parametrize("threads", [0, 65, 2.5])

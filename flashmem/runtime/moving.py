@@ -153,21 +153,24 @@ class InterleaveTransfer(_MovingTransfer):
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after)
         self._context, self._layout = context, layout
-        self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
         self.reads_ahead = bool(layout.ring_bytes)
         self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
         self._shared: Queue | None = None  # what staging is mapped by, where it is shared
-        if not layout.staging_bytes:
-            return
-        if not layout.ring_bytes:
-            self._shared = context.queue()
-        shared = self._shared is not None
-        self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=shared)
+        if layout.staging_bytes:
+            if not layout.ring_bytes:
+                self._shared = context.queue()
+            self._stage(ledger, slices)
+        self._ring = _Ring(
+            self._copier.queue, ledger, layout.ring_bytes, layout.threads
+        )  # mapped, so that nothing fails behind
+
+    def _stage(self, ledger: Ledger, slices: Sequence[Slice]) -> None:
+        layout = self._layout
+        self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=self._shared is not None)
         for part in slices:
             start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
-            if start + nbytes > layout.staging_bytes:  # it is of W, and passes through in pieces
-                continue
-            self.staged[part.name] = context.sub_buffer(self._staging, start, nbytes), 0
+            if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
+                self.staged[part.name] = self._context.sub_buffer(self._staging, start, nbytes), 0
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read into staging."""
