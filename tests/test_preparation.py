@@ -272,9 +272,9 @@ def test_children_take_from_one_queue_the_dearest_first(tmp_path: Path, monkeypa
     log = tmp_path / "log"
     log.write_text("")
 
-    def start(*arguments: Any) -> subprocess.Popen[str]:
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", _CHILD, str(log)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     monkeypatch.setattr(kernel_processes, "_start", start)
     monkeypatch.setattr(kernel_processes, "_processors", lambda: 2)

@@ -19,6 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
+from flashmem.children import module_environment, python_module
 from flashmem.errors import RunError
 
 _WIDTH, _ROWS = 64, 48  # texels; no multiple of 64 rows
@@ -59,9 +60,9 @@ class Result:
 
 def run_apart(number: int, folder: Path) -> list[Result]:
     """The tests of device `number` in the list of devices, in a process of its own; files are made in `folder`."""
-    command = [sys.executable, "-m", "flashmem.doctor.selftest", str(number), str(folder)]
+    command = python_module("flashmem.doctor.selftest", str(number), str(folder))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+        done = subprocess.run(command, env=module_environment(), capture_output=True, text=True, timeout=_LONGEST, check=False)
         out, ended = done.stdout, "" if done.returncode == 0 else _ending(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
         out, ended = (error.stdout or b"").decode(errors="replace"), f"it did not end within {_LONGEST:.0f} s"
