@@ -24,6 +24,7 @@ _HARMLESS = frozenset(
         "CL_CONFIG_CPU_FORCE_GLOBAL_MEM_SIZE", "CL_CONFIG_USER_LOGGER", "CL_CONFIG_USE_ITT_API",
     }
 )  # fmt: skip
+_PROCESSORS = Path("/proc/cpuinfo")
 _FEATURES = ("flags", "Features", "isa", "features")
 """Lines of /proc/cpuinfo that say which instructions a processor has: x86, Arm, RISC-V, z."""
 _CONFIGURATION = "cl.cfg"
@@ -49,7 +50,7 @@ def driver_variables(platform_name: str, environment: Mapping[str, str] = os.env
 def _instruction_set() -> str:
     """The processor's kind and a hash of what it can do; processors of one machine that differ all count."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     found = {
