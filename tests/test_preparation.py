@@ -20,6 +20,7 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.device import load_descriptor
+from flashmem.errors import FlashmemWarning, UserError
 from flashmem.runtime import cores, kernel_processes, preparation
 from flashmem.runtime.kernel_list import Wanted
 from flashmem.runtime.placement import Placement
@@ -251,6 +252,24 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
         assert model.last_run is not None and model.last_run.steady
     assert seen and all(each == ({allowed[0]}, os.SCHED_IDLE) for each in seen)
     assert sorted(os.sched_getaffinity(0)) == allowed
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_runs_keep_their_kernels(
+    bundles: dict[tuple[str, str], Bundle], wide: Wide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a UserError, in the thread that has later runs' kernels built."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UserError("no temporary folder can be written")
+
+    monkeypatch.setattr(preparation, "CachedKernels", refuse)
+    with Runtime(device=DEVICE) as many:
+        model = many.open(bundles[DEVICE, "buffer"], mode="map")
+        first = model.run(None, wide[1])
+        many.prepared()
+        with pytest.warns(FlashmemWarning, match="later runs keep the kernels of the first one: no temporary folder"):
+            second = model.run(None, wide[1])
+        assert equal(first, second) and equal(first, model.run(None, wide[1]))
 
 
 _CHILD = """
