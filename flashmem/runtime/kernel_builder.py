@@ -109,7 +109,6 @@ class KernelBuilder:
         while self._builders.step():
             self._report(self._builders.fraction)
         self._builders.check()
-        self._cache.trim()
         return Built(device, tuple(keys), len(self._builders.submitted))
 
     def _begin(self, wish: Wish) -> tuple[Device, tuple[str, ...], bool] | None:
@@ -144,6 +143,8 @@ class KernelBuilder:
 
     def __exit__(self, *exception: object) -> None:
         self._builders.close()
+        if self._builders.submitted:
+            self._cache.trim()
 
 
 def with_binaries(bundle: Bundle, built: Built | None) -> Bundle:

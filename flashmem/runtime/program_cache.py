@@ -15,7 +15,8 @@ Writing  By child processes of `flashmem compile`, or of a session that lacks ke
 Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses
          as it is loaded or as a kernel of it is made. An entry found wrong is deleted, and built again. Nothing is ever
          migrated: another format version is another key.
-Limit    1 GB, or a tenth of what would be free without it; what was used longest ago goes (`ProgramCache.trim`).
+Limit    1 GB, or a tenth of what would be free without it, at least 50 MB; what was used longest ago goes
+         (`ProgramCache.trim`).
 
 A bundle may carry entries, as they stand in files, one after the other (`packed_entries`); the cache is asked first.
 """

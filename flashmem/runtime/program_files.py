@@ -19,6 +19,8 @@ from flashmem.paths import VARIABLE, cache_folder, is_foreign, make_private
 
 LIMIT_BYTES = 1_000_000_000
 LIMIT_SHARE = 10
+LEAST_BYTES = 50_000_000
+"""Left even where little is free: the kernels of one large model."""
 _ENTRY_BYTES = 1 << 30  # no kernel has as much
 _DAY = 86400.0
 _MAGIC = b"flashmem program\n"
@@ -93,12 +95,12 @@ class ProgramCache:
         return len(found), sum(nbytes for _, nbytes, _ in found)
 
     def limit(self) -> int:
-        """The most bytes that `trim` leaves: 1 GB, or a tenth of what would be free on the disk without the cache."""
+        """The most bytes that `trim` leaves: 1 GB, or a tenth of what would be free on the disk without the cache, or 50 MB."""
         try:
             free = shutil.disk_usage(self.folder).free
         except OSError:
             return LIMIT_BYTES
-        return min(LIMIT_BYTES, (free + self.size()[1]) // LIMIT_SHARE)
+        return min(LIMIT_BYTES, max(LEAST_BYTES, (free + self.size()[1]) // LIMIT_SHARE))
 
     def trim(self) -> None:
         """Hold the cache to its limit: entries that were used longest ago go. So do the temporary files of killed processes."""
