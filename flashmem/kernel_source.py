@@ -43,15 +43,15 @@ def _check_part(text: str) -> None:
     if any(each in text for each in ("\0", "\r", "\\", "??")) and (found := _ANYWHERE.search(text)):
         raise _refused(found[0])
     code = _COMMENT.sub(" ", text.replace("\\\n", ""))
+    if "#" in code:
+        for line in code.split("\n"):
+            if "#" in line:
+                _check_line(line)
     for mark in _MARKS:
         if mark in code:
             raise _refused(mark)
     if any(each in code for each in _IN_NAMES) and (found := _NAMES.search(code)):
         raise _refused(found[0])
-    if "#" in code:
-        for line in code.split("\n"):
-            if "#" in line:
-                _check_line(line)
 
 
 def _check_line(line: str) -> None:
