@@ -21,6 +21,7 @@ import numpy as np
 
 from flashmem.children import module_environment, python_module
 from flashmem.errors import RunError
+from flashmem.paths import make_private
 
 _WIDTH, _ROWS = 64, 48  # texels; no multiple of 64 rows
 _TEXEL = 16
@@ -188,7 +189,7 @@ def disk(folder: Path) -> Result:
     """How fast the disk under `folder` is read, cold as far as the system lets go of a file, and from the page cache."""
     block = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         with tempfile.NamedTemporaryFile(prefix="flashmem-doctor-", dir=folder) as file:
             for _ in range(_DISK_BYTES // block.nbytes):
                 file.write(block.data)
