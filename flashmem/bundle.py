@@ -38,8 +38,10 @@ from flashmem.bundle_files import WEIGHTS, check_weights_size, read_binaries, re
 from flashmem.device import DeviceDescriptor
 from flashmem.digests import Digests, Piece, digest
 from flashmem.errors import BundleError, MissingFileError
+from flashmem.files import open_regular
 from flashmem.generations import MANIFEST, named_generation
 from flashmem.kernel_bounds import check_reach
+from flashmem.kernel_source import check_options, check_source
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source, parsed
@@ -174,7 +176,7 @@ class Bundle:
         """
         whole = hashlib.sha256()
         try:
-            with self.weights_path.open("rb", buffering=0) as file:
+            with os.fdopen(open_regular(self.weights_path, links=False), "rb", buffering=0) as file:
                 while block := file.read(READ_BYTES):
                     whole.update(block)
                 if whole.hexdigest() == self.weights_sha256:
@@ -211,6 +213,9 @@ def _read_variant(path: Path, manifest: Mapping[str, Any], index: int, own: Mapp
         raise _damaged(path, error) from error
     del texts
     check_bundle(program, plan)
+    check_options(program.build_options)
+    for text in (plain, lane):
+        check_source(text)
     check_reach(program, plain)
     check_lanes(program, lane)
     if program.weights_bytes != manifest["weights"]["nbytes"]:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from flashmem.bundle import Bundle
 from flashmem.errors import FlashmemWarning, UserError
-from flashmem.generations import MANIFEST, held, named_generation, remove_leftovers
-from flashmem.paths import VARIABLE, cache_folder, can_be_written, folder_until_exit
+from flashmem.files import read_regular
+from flashmem.generations import MANIFEST, MANIFEST_BYTES, held, named_generation, remove_leftovers
+from flashmem.paths import VARIABLE, cache_folder, folder_until_exit, make_private, why_unusable
 from flashmem.units import parse_size
 
 LIMIT_BYTES = 10 * 1000**3
@@ -51,11 +52,12 @@ def place(name: str) -> Path:
     Raises:
         UserError: no temporary folder can be written either.
     """
-    if can_be_written(folder()):
+    reason = why_unusable(folder())
+    if reason is None:
         return folder() / (name + _SUFFIX)
     warnings.warn(
-        f"the bundle cache {folder()} cannot be written, so the bundle is removed when this process ends; set {VARIABLE} to a "
-        "folder that can",
+        f"the bundle cache {folder()} {reason}, so the bundle is removed when this process ends; set {VARIABLE} to a "
+        "folder that can be written",
         FlashmemWarning,
         stacklevel=4,
     )
@@ -76,8 +78,11 @@ def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
     except UserError:
         if path.exists() and not (path / MANIFEST).is_file():
             shutil.rmtree(path, ignore_errors=True)  # what is no bundle at all cannot be replaced by one
+        if _is_kept(path):
+            make_private(folder())
         bundle = make(path)
         if _is_kept(path):
+            _make_private(path)
             trim(keep=path)
         return bundle
     with suppress(OSError):
@@ -91,6 +96,13 @@ def forget(files: Path) -> None:
     if _is_kept(path) and named_generation(path) == files.name:
         with suppress(OSError):
             os.truncate(path / MANIFEST, 0)
+
+
+def _make_private(path: Path) -> None:
+    """The files of a bundle are its user's alone, whatever the umask is."""
+    with suppress(OSError):  # another process replaces it
+        for each in (path, *path.rglob("*")):
+            each.chmod(0o700 if each.is_dir() else 0o600)
 
 
 def _is_kept(path: Path) -> bool:
@@ -169,7 +181,7 @@ def _weights(path: Path) -> Path | None:
 def _entry(path: Path) -> Entry:
     manifest = path / MANIFEST
     try:
-        model = str(json.loads(manifest.read_bytes())["meta"]["model_path"])
+        model = str(json.loads(read_regular(manifest, MANIFEST_BYTES))["meta"]["model_path"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         model = ""
     try:

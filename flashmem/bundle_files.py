@@ -5,17 +5,21 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flashmem.errors import BundleError, UserError
-from flashmem.generations import MANIFEST, is_generation
+from flashmem.files import open_regular, read_regular
+from flashmem.generations import MANIFEST, MANIFEST_BYTES, is_generation
 
 FORMAT_VERSION = 9
 WEIGHTS = "weights.bin"
 BINARIES = "binaries.bin"
+_SMALL_BYTES = 1 << 30
+"""The most that a file other than weights.bin may have: it is read as a whole."""
 _OF_A_VARIANT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "digests.bin")
 
 
@@ -31,8 +35,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if path.suffix == ".onnx" and path.is_file():
         raise BundleError(f"{path} is an ONNX file, not a bundle; make one of it with flashmem compile")
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        manifest = json.loads(read_regular(path / MANIFEST, MANIFEST_BYTES, links=False).decode())
+    except OSError as error:
+        raise BundleError(
+            f"{path} is not a bundle: {MANIFEST} cannot be read ({error.strerror}); compile the model again"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is not a bundle: it has no readable {MANIFEST}; compile the model again") from error
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
@@ -71,9 +79,9 @@ def manifest_text(manifest: Mapping[str, Any]) -> bytes:
 def read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
     """The content of a small file whose size and hash are as the manifest says."""
     try:
-        content: bytes = (path / manifest["generation"] / name).read_bytes()
+        content = read_regular(path / manifest["generation"] / name, _SMALL_BYTES, links=False)
     except OSError as error:
-        raise BundleError(f"bundle {path} lacks {name} ({error.strerror}); compile the model again") from error
+        raise BundleError(f"bundle {path} has no readable {name} ({error.strerror}); compile the model again") from error
     if manifest["files"].get(name) != fingerprint(content):
         raise BundleError(f"bundle {path} is damaged: {name} is not what was written; compile the model again")
     return content
@@ -90,11 +98,16 @@ def read_binaries(path: Path, manifest: Mapping[str, Any]) -> bytes | None:
 
 
 def check_weights_size(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise BundleError unless weights.bin is there, as long as the manifest says."""
+    """Raise BundleError unless the bundle has its folder of files, and weights.bin there as long as the manifest says."""
+    files = path / manifest["generation"]
+    if files.is_symlink():
+        raise BundleError(f"bundle {path} is damaged: its folder {files.name} is a link; compile the model again")
     try:
-        size = (path / manifest["generation"] / WEIGHTS).stat().st_size
+        descriptor = open_regular(files / WEIGHTS, links=False)
     except OSError as error:
-        raise BundleError(f"bundle {path} lacks {WEIGHTS} ({error.strerror}); compile the model again") from error
+        raise BundleError(f"bundle {path} has no readable {WEIGHTS} ({error.strerror}); compile the model again") from error
+    size = os.fstat(descriptor).st_size
+    os.close(descriptor)
     expected = manifest["weights"]["nbytes"]
     if size != expected:
         raise BundleError(f"bundle {path} is damaged: {WEIGHTS} has {size} bytes, not {expected}; compile the model again")

@@ -34,6 +34,7 @@ from flashmem.digests import Piece, digest, identity
 from flashmem.errors import BundleError, UserError
 from flashmem.generations import MANIFEST, Draft
 from flashmem.kernel_bounds import check_reach
+from flashmem.kernel_source import check_source
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program, Source
@@ -124,6 +125,8 @@ class BundleWriter:
                     raise BundleError(f"the program is for {program.weights_bytes} bytes of weights, {self._size} were written")
                 # What Bundle.open will check, checked before anything is kept.
                 check_bundle(program, variant.plan)
+                for text in (source.plain, source.lane):
+                    check_source(text)
                 check_reach(program, source.plain)
                 check_lanes(program, source.lane)
                 texts = (

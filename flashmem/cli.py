@@ -49,7 +49,7 @@ app = typer.Typer(
 )
 zoo = typer.Typer(help="Known models with random weights, exported to ONNX.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(zoo, name="zoo")
-cache = typer.Typer(help="List the bundles in the user's cache, or clear it.", rich_markup_mode=None)
+cache = typer.Typer(help="List what is in the user's cache, or clear it.", rich_markup_mode=None)
 app.add_typer(cache, name="cache")
 
 
@@ -182,7 +182,7 @@ def replan(
 
 @cache.callback(invoke_without_command=True)
 def cache_list(context: typer.Context, json: Json = False) -> None:
-    """List the bundles in the user's cache: model, size, when they were last used."""
+    """List the bundles in the user's cache (model, size, when they were last used), and what compiled kernels take."""
     from flashmem.commands.bundles import list_cache
 
     if context.invoked_subcommand is None:
@@ -191,7 +191,7 @@ def cache_list(context: typer.Context, json: Json = False) -> None:
 
 @cache.command("clear")
 def cache_clear() -> None:
-    """Remove all of them but those that a session has open."""
+    """Remove compiled kernels, and all bundles but those that a session has open."""
     from flashmem.commands.bundles import clear_cache
 
     clear_cache()

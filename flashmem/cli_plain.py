@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     bundle(replan)
     replan.add_argument("--budget", required=True, metavar="SIZE", help="the new limit on all memory")
     replan.add_argument("-o", "--output", type=Path, metavar="other.flashmem", help="another bundle, that shares its weights")
-    cache = add("cache", _cache, "List the bundles in the user's cache, or clear it.")
-    cache.add_argument("action", nargs="?", choices=["clear"], help="remove those that no session has open")
+    cache = add("cache", _cache, "List what is in the user's cache, or clear it.")
+    cache.add_argument("action", nargs="?", choices=["clear"], help="remove kernels, and bundles that no session has open")
     profile = add("profile", _profile, "Measure a device with a kit, and print the path of the dataset.", json=False)
     profile.add_argument(
         "--measure", type=Path, required=True, metavar="x.kit", help="what flashmem profile --kit made on a desk"

@@ -141,7 +141,7 @@ def compile(
         if not build:
             return bundle
         built = kernels.finish(bundle)
-    return carrying(bundle, built) if with_binaries else bundle
+        return carrying(bundle, built) if with_binaries else bundle
 
 
 def _compile(

@@ -1,8 +1,10 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files that are read although somebody else may have put them there."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +39,33 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def open_regular(path: Path, *, links: bool = True) -> int:
+    """A descriptor of the file `path`, open for reading. Unlike `open` it never waits, for instance for the writer of a pipe.
+
+    Raises:
+        OSError: there is none, or it is no regular file; without `links`, it is a link.
+    """
+    found = path.stat() if links else path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a link", str(path))
+    if stat.S_ISREG(found.st_mode):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # nobody has put another there meanwhile
+            return descriptor
+        os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path, most: int, *, links: bool = True) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises OSError as `open_regular` does, and for a larger one."""
+    with os.fdopen(open_regular(path, links=links), "rb") as file:
+        if os.fstat(file.fileno()).st_size <= most:
+            content = file.read(most + 1)
+            if len(content) <= most:
+                return content
+    raise OSError(errno.EFBIG, f"it is larger than {most} bytes", str(path))
 
 
 def _umask() -> int:

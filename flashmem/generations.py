@@ -26,7 +26,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flashmem.files import read_regular
+
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 64 << 20
+"""The most that a manifest may have."""
 _GENERATION = re.compile(r"[0-9a-f]{16}")
 _DRAFT = re.compile(r"\..+-[0-9a-f]{16}")
 _FLAT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "weights.bin")
@@ -98,7 +102,7 @@ class Draft:
 def named_generation(path: Path) -> str | None:
     """The generation that the bundle at `path` says it consists of; None if it does not say."""
     try:
-        name = json.loads((path / MANIFEST).read_bytes())["generation"]
+        name = json.loads(read_regular(path / MANIFEST, MANIFEST_BYTES))["generation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return name if is_generation(name) else None

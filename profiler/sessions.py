@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashmem.children import module_environment, python_module
 from flashmem.device import TransferMode
 from flashmem.errors import RunError
 
@@ -51,8 +50,8 @@ def _open(bundle: Path, device: str, cache: Path) -> float:
     Raises:
         RunError: the process fails; with the last line that it wrote.
     """
-    command = [sys.executable, "-m", "flashmem.profiler.opening", str(bundle), device]
-    environment = {**os.environ, "FLASHMEM_CACHE_DIR": str(cache)}
+    command = python_module("flashmem.profiler.opening", str(bundle), device)
+    environment = {**module_environment(), "FLASHMEM_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         reason = _last_line(done.stderr) or f"exit code {done.returncode}"

@@ -20,6 +20,7 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.device import load_descriptor
+from flashmem.errors import FlashmemWarning, UserError
 from flashmem.runtime import cores, kernel_processes, preparation
 from flashmem.runtime.kernel_list import Wanted
 from flashmem.runtime.placement import Placement
@@ -253,6 +254,24 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
     assert sorted(os.sched_getaffinity(0)) == allowed
 
 
+def test_a_folder_that_cannot_be_written_is_told_once_and_runs_keep_their_kernels(
+    bundles: dict[tuple[str, str], Bundle], wide: Wide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a UserError, in the thread that has later runs' kernels built."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UserError("no temporary folder can be written")
+
+    monkeypatch.setattr(preparation, "CachedKernels", refuse)
+    with Runtime(device=DEVICE) as many:
+        model = many.open(bundles[DEVICE, "buffer"], mode="map")
+        first = model.run(None, wide[1])
+        many.prepared()
+        with pytest.warns(FlashmemWarning, match="later runs keep the kernels of the first one: no temporary folder"):
+            second = model.run(None, wide[1])
+        assert equal(first, second) and equal(first, model.run(None, wide[1]))
+
+
 _CHILD = """
 import json, os, sys, time
 log = sys.argv[1]
@@ -272,9 +291,9 @@ def test_children_take_from_one_queue_the_dearest_first(tmp_path: Path, monkeypa
     log = tmp_path / "log"
     log.write_text("")
 
-    def start(*arguments: Any) -> subprocess.Popen[str]:
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", _CHILD, str(log)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     monkeypatch.setattr(kernel_processes, "_start", start)
     monkeypatch.setattr(kernel_processes, "_processors", lambda: 2)

@@ -28,7 +28,8 @@ from flashmem.errors import RunError
 from flashmem.runtime import opencl
 from flashmem.runtime.kernel_list import Use, Wanted
 from flashmem.runtime.opencl import Context, list_devices
-from flashmem.runtime.program_cache import CachedKernels, ProgramCache, kernel_key, packed_entries, unpacked_entries
+from flashmem.runtime.program_cache import CachedKernels, kernel_key
+from flashmem.runtime.program_files import ProgramCache, packed_entries, unpacked_entries
 
 KEY = "ab" * 32
 SOURCE = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"

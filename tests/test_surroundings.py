@@ -110,6 +110,7 @@ def test_no_temporary_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv(pocl.VARIABLE, "/dev/null/x")
     monkeypatch.setattr(icd, "pip_runtimes", lambda: (tmp_path / "libintelocl.so",))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr(paths, "_TEMPORARY", ())
     for context in (icd.vendors_folder, pocl.writable_pocl_cache):
         with pytest.raises(UserError, match=r"no temporary folder can be written .*; set TMPDIR"), context():
             pass

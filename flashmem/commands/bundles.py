@@ -1,4 +1,4 @@
-"""`flashmem check` and `flashmem cache`: whether a bundle is what was written, and what the cache of bundles holds."""
+"""`flashmem check` and `flashmem cache`: whether a bundle is what was written, and what the caches hold."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flashmem.bundle import Bundle
 from flashmem.bundle_cache import Entry
 from flashmem.console import emit_json, print_table, say
 from flashmem.errors import BundleError
+from flashmem.runtime.program_files import ProgramCache
 from flashmem.shapes import port_shapes
 from flashmem.units import format_size, parse_size
 
@@ -54,23 +55,30 @@ def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
 
 
 def list_cache(*, as_json: bool) -> None:
-    """Prints the bundles of the cache, used last first."""
+    """Prints the bundles of the cache, used last first, and what compiled kernels take."""
     known = bundle_cache.entries()
     total, limit = sum(entry.nbytes for entry in known), bundle_cache.limit()
+    programs = ProgramCache()
+    count, nbytes = programs.size()
     if as_json:
+        kernels = {"folder": str(programs.folder), "bytes": nbytes, "limit_bytes": programs.limit(), "kernels": count}
+        bundles = [_as_json(entry) for entry in known]
         folder = str(bundle_cache.folder())
-        emit_json({"folder": folder, "bytes": total, "limit_bytes": limit, "bundles": [_as_json(entry) for entry in known]})
+        emit_json({"folder": folder, "bytes": total, "limit_bytes": limit, "bundles": bundles, "programs": kernels})
         return
     if known:
         rows = [(entry.path.name, entry.model, format_size(entry.nbytes), _used(entry)) for entry in known]
         print_table(("bundle", "model", "size", "last used"), rows)
     print(f"{len(known)} bundles, {format_size(total)} of at most {format_size(limit)}, in {bundle_cache.folder()}")
+    print(f"{count} compiled kernels, {format_size(nbytes)} of at most {format_size(programs.limit())}, in {programs.folder}")
 
 
 def clear_cache() -> None:
-    """Removes every bundle of the cache that no session has open."""
+    """Removes every bundle of the cache that no session has open, and all compiled kernels."""
     removed, kept = bundle_cache.clear()
+    count, nbytes = ProgramCache().clear()
     say(f"removed {len(removed)} bundles, {format_size(sum(entry.nbytes for entry in removed))}")
+    say(f"removed {count} compiled kernels, {format_size(nbytes)}")
     for entry in kept:
         say(f"kept {entry.path.name}, which a session has open")
 

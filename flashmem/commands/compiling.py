@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmem import bundle_cache
+from flashmem.children import module_environment, python_module
 from flashmem.commands.extras import offline_half
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import progress
 from flashmem.errors import MissingFileError, UserError
 from flashmem.interrupts import EXIT_CODE, blocked, child_environment
-from flashmem.paths import VARIABLE, can_be_written
+from flashmem.paths import VARIABLE, why_unusable
 from flashmem.shapes import asked_for, list_text, read_variants, shapes_text
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ def compile_here(
         UserError: there is no output and no cache, among what `flashmem.compile` raises.
     """
     options.check()
-    if output is None and not can_be_written(folder := bundle_cache.folder()):
-        raise UserError(f"{folder} cannot be written; name a bundle with -o, or set {VARIABLE} to a folder that can")
+    if output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
+        raise UserError(f"{folder} {reason}; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
     with progress(f"compiling {model.name}") as report:
@@ -129,16 +130,8 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -
     if not model.is_file():
         raise MissingFileError(f"{model}: no such file; name an .onnx model or a bundle")
     have_cache()
-    command = [
-        sys.executable,
-        "-m",
-        "flashmem",
-        "compile",
-        str(model),
-        *options.arguments(),
-        f"--{'' if build else 'no-'}build",
-    ]
-    quiet = child_environment()
+    command = python_module("flashmem", "compile", str(model), *options.arguments(), f"--{'' if build else 'no-'}build")
+    quiet = module_environment(child_environment())
     with blocked() as unblock, subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
         try:
             unblock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from flashmem.console import say
-from flashmem.paths import VARIABLE, cache_folder, can_be_written, folder_until_exit
+from flashmem.paths import VARIABLE, cache_folder, folder_until_exit, why_unusable
 
 
 def have_cache() -> None:
@@ -17,6 +17,7 @@ def have_cache() -> None:
         UserError: no temporary folder can be written either.
     """
     folder = cache_folder("bundles")
-    if not can_be_written(folder):
+    reason = why_unusable(folder)
+    if reason is not None:
         os.environ[VARIABLE] = str(folder_until_exit("flashmem-cache-"))
-        say(f"{folder.parent} cannot be written, so nothing is kept after this command; set {VARIABLE} to a folder that can")
+        say(f"{folder.parent} {reason}, so nothing is kept after this command; set {VARIABLE} to a folder that can")

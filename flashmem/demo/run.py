@@ -21,7 +21,7 @@ from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import out, print_table, say, waiting
 from flashmem.demo import ocr
 from flashmem.errors import MissingFileError, RunError, UserError
-from flashmem.paths import cache_folder
+from flashmem.paths import cache_folder, make_private
 from flashmem.runtime.session import Session
 from flashmem.units import format_size, parse_size
 
@@ -123,7 +123,7 @@ def _drawn_and_kept() -> Image:
     page = draw_page()
     have_cache()
     kept = cache_folder("demo") / "page.png"
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    make_private(kept.parent)
     page.save(kept)
     say(f"no image given: reading the page drawn in {kept}")
     return page

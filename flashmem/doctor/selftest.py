@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flashmem.children import module_environment, python_module
 from flashmem.errors import RunError
+from flashmem.paths import make_private
 
 if TYPE_CHECKING:
     from flashmem.runtime.opencl import Queue
@@ -63,9 +65,9 @@ class Result:
 
 def run_apart(number: int, folder: Path) -> list[Result]:
     """The tests of device `number` in the list of devices, in a process of its own; files are made in `folder`."""
-    command = [sys.executable, "-m", "flashmem.doctor.selftest", str(number), str(folder)]
+    command = python_module("flashmem.doctor.selftest", str(number), str(folder))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+        done = subprocess.run(command, env=module_environment(), capture_output=True, text=True, timeout=_LONGEST, check=False)
         out, ended = done.stdout, "" if done.returncode == 0 else _ending(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
         out, ended = (error.stdout or b"").decode(errors="replace"), f"it did not end within {_LONGEST:.0f} s"
@@ -192,7 +194,7 @@ def disk(folder: Path) -> Result:
     """How fast the disk under `folder` is read, cold as far as the system lets go of a file, and from the page cache."""
     block = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         with tempfile.NamedTemporaryFile(prefix="flashmem-doctor-", dir=folder) as file:
             for _ in range(_DISK_BYTES // block.nbytes):
                 file.write(block.data)

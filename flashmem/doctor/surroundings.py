@@ -176,7 +176,9 @@ def _icds(root: Path, prefix: str) -> tuple[Icd, ...]:
 def _refusal(path: str) -> str:
     """What the linker says of `path`, in a process of its own: a driver may end it."""
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBE, path], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _PROBE, path], capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path} was not tried: {error}"
     if done.returncode == 0:

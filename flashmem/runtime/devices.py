@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -47,11 +47,14 @@ class Device:
     handle: Any = field(repr=False, compare=False)
     local_memory_bytes: int = 0  # of a work-group; 0: not known
     max_group_items: int = 0  # of a work-group; 0: not known
+    target: str = ""  # what its driver compiles for (`flashmem.runtime.compile_target`)
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, as it was started
 
     @property
     def key(self) -> str:
         """Everything that may change what a compiled program looks like."""
-        return "\n".join((self.platform, self.platform_version, self.vendor, self.name, self.version, self.driver_version))
+        names = (self.platform, self.platform_version, self.vendor, self.name, self.version, self.driver_version)
+        return "\n".join((*names, self.target))
 
     @property
     def survives_fork(self) -> bool:

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flashmem.paths import no_temporary_folder
+from flashmem.paths import no_temporary_folder, temporary_parent
 
 VARIABLE = "OCL_ICD_VENDORS"
+_ROOM_BYTES = 1 << 16
 PIP_LIBRARIES = ("libintelocl.so",)
 
 
@@ -68,15 +69,18 @@ def vendors_folder() -> Iterator[Path | None]:
         yield None
         return
     try:
-        temporary = tempfile.TemporaryDirectory(prefix="flashmem-icd-")
+        temporary = tempfile.TemporaryDirectory(prefix="flashmem-icd-", dir=temporary_parent(_ROOM_BYTES))
     except OSError as error:
         raise no_temporary_folder(error) from error
     with temporary as name:
         folder = Path(name)
-        for index, icd in enumerate(system_icds()):
-            (folder / f"{index:02}-{icd.name}").write_text(icd.read_text(encoding="utf-8"), encoding="utf-8")
-        for runtime in runtimes:
-            (folder / f"pip-{runtime.stem}.icd").write_text(f"{runtime}\n", encoding="utf-8")
+        try:
+            for index, icd in enumerate(system_icds()):
+                (folder / f"{index:02}-{icd.name}").write_text(icd.read_text(encoding="utf-8"), encoding="utf-8")
+            for runtime in runtimes:
+                (folder / f"pip-{runtime.stem}.icd").write_text(f"{runtime}\n", encoding="utf-8")
+        except OSError as error:
+            raise no_temporary_folder(error) from error
         os.environ[VARIABLE] = name
         try:
             yield folder

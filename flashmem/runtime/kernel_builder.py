@@ -11,7 +11,7 @@ from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_binaries
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import FlashmemWarning, UserError
-from flashmem.paths import VARIABLE, can_be_written
+from flashmem.paths import VARIABLE, why_unusable
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.program import Program, Source, lane_kind
 from flashmem.request import choose_mode, device_for
@@ -19,7 +19,8 @@ from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.kernel_list import wanted_kernels
 from flashmem.runtime.kernel_processes import Builders
 from flashmem.runtime.lanes import LayerMoves, layer_moves
-from flashmem.runtime.program_cache import ProgramCache, kernel_key, packed_entries
+from flashmem.runtime.program_cache import kernel_key
+from flashmem.runtime.program_files import ProgramCache, packed_entries
 from flashmem.runtime.steady import new_kernels
 
 Report = Callable[[float], None]
@@ -133,7 +134,7 @@ class KernelBuilder:
         options, steady = program.build_options, new_kernels(wish.source, program.steady, plain)
         wanted = {kernel_key(device, each, options): each for each in (*plain, *lane, *steady)}
         missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
-        if missing and not can_be_written(self._cache.folder):
+        if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
         if missing:
             self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # with the weights
@@ -142,6 +143,8 @@ class KernelBuilder:
 
     def __exit__(self, *exception: object) -> None:
         self._builders.close()
+        if self._builders.submitted:
+            self._cache.trim()
 
 
 def with_binaries(bundle: Bundle, built: Built | None) -> Bundle:

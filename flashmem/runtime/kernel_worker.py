@@ -15,11 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flashmem.children import end_with
+
 _POCL_FOLDER = "POCL_CACHE_DIR"
 
 
 def main() -> None:
-    """Answer until stdin ends. Arguments: the key of the device, and a folder for what is made, which whoever asks removes."""
+    """Answer until stdin ends, or whoever asks does. Arguments: the key of the device; a folder for what is made, which whoever
+    asks removes; the process that asks.
+    """
+    if not end_with(int(sys.argv[3])):
+        return
     answers = os.fdopen(os.dup(1), "wb", buffering=0)  # nothing is left to be written when this process ends
     os.dup2(2, 1)  # what a driver prints is no answer
     key, folder = sys.argv[1], Path(sys.argv[2], str(os.getpid()))

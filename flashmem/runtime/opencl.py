@@ -26,6 +26,7 @@ from flashmem.runtime.binding import cl as cl
 from flashmem.runtime.binding import explained as _explained
 from flashmem.runtime.binding import run_error as _run_error
 from flashmem.runtime.binding import without_invokers as _without_invokers
+from flashmem.runtime.compile_target import compile_target, driver_variables
 from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose
 from flashmem.runtime.devices import descriptor_for as descriptor_for
 from flashmem.runtime.devices import why_not as why_not
@@ -42,7 +43,7 @@ from flashmem.runtime.launching import (
     functions_of,
     not_recorded,
 )
-from flashmem.runtime.pocl import one_thread_a_core, writable_pocl_cache
+from flashmem.runtime.pocl import check_room, one_thread_a_core, writable_pocl_cache
 
 Bytes = NDArray[np.uint8]
 Memory = Any  # cl.Buffer | cl.Image: handles that the rest of the runtime only passes on
@@ -50,6 +51,8 @@ Kernel = Any
 Event = Any
 
 _IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # pyopencl's wheels lack these two
+
+_NO_WARNINGS = "-w"  # PoCL's compiler counts them on stderr, whoever reads that
 
 _started_in: int | None = None
 """The process that started the drivers: this one, or the one that it was forked from."""
@@ -90,6 +93,7 @@ def find_device(name: str = "auto", prefer: str | None = None) -> Device:
 
 def _describe(platform: Any, device: Any) -> Device:
     kinds: dict[int, Literal["cpu", "gpu"]] = {int(cl.device_type.CPU): "cpu", int(cl.device_type.GPU): "gpu"}
+    kind: Literal["cpu", "gpu", "other"] = next((kind for bit, kind in kinds.items() if int(device.type) & bit), "other")
     extensions = frozenset(device.extensions.split())
     images = bool(device.image_support)
     has_view = images and IMAGE_FROM_BUFFER in extensions
@@ -100,7 +104,7 @@ def _describe(platform: Any, device: Any) -> Device:
         vendor=device.vendor.strip(),
         version=device.version.strip(),
         driver_version=device.driver_version.strip(),
-        kind=next((kind for bit, kind in kinds.items() if int(device.type) & bit), "other"),
+        kind=kind,
         extensions=extensions,
         has_images=images,
         image_max_width=device.image2d_max_width if images else 0,
@@ -115,6 +119,8 @@ def _describe(platform: Any, device: Any) -> Device:
         handle=device,
         local_memory_bytes=device.local_mem_size,
         max_group_items=device.max_work_group_size,
+        target=compile_target(platform.name, kind),
+        variables=driver_variables(platform.name),
     )
 
 
@@ -267,6 +273,8 @@ class Context:
                 f"{device.platform} was started before this process was forked, and its threads stayed behind; start the "
                 "process with multiprocessing's method 'spawn', or use OpenCL in it only after the fork"
             )
+        if device.compiles_at_launch:
+            check_room()
         with _explained("create a context"):
             self.handle = cl.Context([device.handle])
 
@@ -324,7 +332,7 @@ class Context:
         if "FM_SHUFFLE" in source and self.device.shuffles:
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
-            return Program(cl.Program(self.handle, source).build(list(options), cache_dir=False))
+            return Program(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> Program:
         """A program from what `Program.binary` gave."""

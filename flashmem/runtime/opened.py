@@ -15,7 +15,8 @@ from flashmem.runtime.devices import Device
 from flashmem.runtime.kernel_list import Wanted, wanted_kernels
 from flashmem.runtime.kernel_processes import build_apart
 from flashmem.runtime.lanes import LayerMoves, layer_moves
-from flashmem.runtime.program_cache import CachedKernels, ProgramCache
+from flashmem.runtime.program_cache import CachedKernels
+from flashmem.runtime.program_files import ProgramCache
 from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
 
 

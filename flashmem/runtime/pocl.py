@@ -1,6 +1,7 @@
 """What PoCL takes from the environment as it starts: its own cache, and where its threads run.
 
-Where PoCL cannot write its cache's folder it has no device; with POCL_CACHE_DIR empty it ends the process.
+PoCL writes what it compiles, and what it unpacks of a binary, into its cache's folder. Where it cannot make a file there it has
+no device; where the disk is full, or POCL_CACHE_DIR empty, it ends the process.
 """
 
 from __future__ import annotations
@@ -10,23 +11,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flashmem.paths import can_be_written, folder_until_exit
+from flashmem.errors import RunError
+from flashmem.paths import folder_until_exit, has_room, why_unusable
 
 VARIABLE = "POCL_CACHE_DIR"
+ROOM_BYTES = 64 << 20
+"""What its cache must have free: a kernel takes 50 to 500 KB there, a model has up to a hundred."""
 _AFFINITY = "POCL_AFFINITY"
+
+_folder_in_use: Path | None = None
+"""The folder that PoCL was started with."""
 
 
 @contextmanager
 def writable_pocl_cache() -> Iterator[Path | None]:
-    """While inside, PoCL finds a folder that it can write; it asks for one once, as it starts.
+    """While inside, PoCL finds a folder that it can write and that has room; it asks for one once, as it starts.
 
-    Yields a folder that is removed when this process ends, or None where PoCL's own can be written.
+    Yields a folder that is removed when this process ends, or None where PoCL's own is used.
     """
+    global _folder_in_use
     given = os.environ.get(VARIABLE)
-    if given != "" and can_be_written(_pocl_folder(given)):
+    own = _pocl_folder(given)
+    usable = given is not None or why_unusable(own) is None  # one that the user names may be somebody else's
+    if given != "" and usable and has_room(own, ROOM_BYTES):
+        _folder_in_use = own
         yield None
         return
-    folder = folder_until_exit("flashmem-pocl-")
+    folder = _folder_in_use = folder_until_exit("flashmem-pocl-", ROOM_BYTES)
     os.environ[VARIABLE] = str(folder)
     try:
         yield folder
@@ -35,6 +46,15 @@ def writable_pocl_cache() -> Iterator[Path | None]:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = given
+
+
+def check_room() -> None:
+    """Raise RunError where PoCL's cache has no room: it would end this process."""
+    if _folder_in_use is not None and not has_room(_folder_in_use, ROOM_BYTES):
+        raise RunError(
+            f"PoCL keeps compiled kernels in {_folder_in_use}, where less than {ROOM_BYTES >> 20} MiB are free; free some, or "
+            f"set {VARIABLE} to a folder that has them"
+        )
 
 
 def one_thread_a_core() -> None:

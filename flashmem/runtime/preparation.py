@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from flashmem.errors import FlashmemWarning, RunError
+from flashmem.errors import FlashmemWarning, RunError, UserError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import SteadyLaunch
 from flashmem.runtime.cores import prefer_little
@@ -22,7 +22,8 @@ from flashmem.runtime.kernel_list import Wanted, wanted_kernels
 from flashmem.runtime.kernel_processes import Builders, build_apart
 from flashmem.runtime.opened import OpenedBundle
 from flashmem.runtime.placement import Placement
-from flashmem.runtime.program_cache import CachedKernels, ProgramCache
+from flashmem.runtime.program_cache import CachedKernels
+from flashmem.runtime.program_files import ProgramCache
 from flashmem.runtime.run import Run
 from flashmem.runtime.steady import Steady, new_kernels
 
@@ -91,7 +92,7 @@ class Preparation:
     def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool) -> None:
         """Nothing begins yet. `apart`: build what no cache has in child processes."""
         self._opened, self._device, self._apart = opened, device, apart
-        self._failure: RunError | None = None
+        self._failure: RunError | UserError | None = None
         self._refused = not opened.program.steady  # nothing is prepared (any more)
         self._kernels: CachedKernels | None = None  # all of them ready
         self._launches: tuple[SteadyLaunch, ...] = ()  # what they are for
@@ -190,7 +191,7 @@ class Preparation:
         if self._kernels is not None:
             self._kernels.close()
 
-    def _refuse(self, error: RunError) -> None:
+    def _refuse(self, error: RunError | UserError) -> None:
         if not self._stopping:
             self._failure, self._refused = error, True
 
@@ -204,7 +205,7 @@ class Preparation:
                     return
             try:
                 self._prepare(*wanted)
-            except RunError as error:
+            except (RunError, UserError) as error:  # for instance, there is no temporary folder to build in
                 self._refuse(error)
 
     def _prepare(self, placement: Placement, stay: object, steady: tuple[SteadyLaunch, ...]) -> None:

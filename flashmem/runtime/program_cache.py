@@ -1,16 +1,22 @@
 """The program cache: compiled kernels on disk, so that the second process compiles nothing. This is its specification.
 
 Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem; there `programs/KEY.bin`, one file a kernel.
+         Folder and files are the user's alone; a folder that another user owns is not used.
 Key      SHA-256 (hex) over: the format version; the device key (platform, its version, vendor, device, its version, driver
-         version); the build options; the kernel's text with all that it needs (`program.kernel_texts`); and its variants, where
-         the driver compiles anew for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model:
-         kernels of the same text are one entry.
+         version, and what the driver compiles for: instruction set and variables, `compile_target`); the build options;
+         the kernel's text with all that it needs (`program.kernel_texts`); and its variants, where the driver compiles anew
+         for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text
+         are one entry.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
 Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`kernel_processes`); by a session that
          builds them itself (`build_apart=False`), after its kernels have all run once. Into a temporary file in the same
-         folder, renamed when whole. A cache that cannot be written costs a warning, never a run.
-Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses.
-         An entry found wrong is deleted. Nothing is ever migrated: another format version is another key.
+         folder, renamed when whole. A cache that cannot be written costs a warning, never a run. What a bundle carries is never
+         written: only what was compiled here from source.
+Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses
+         as it is loaded or as a kernel of it is made. An entry found wrong is deleted, and built again. Nothing is ever
+         migrated: another format version is another key.
+Limit    1 GB, or a tenth of what would be free without it, at least 50 MB; what was used longest ago goes
+         (`ProgramCache.trim`).
 
 A bundle may carry entries, as they stand in files, one after the other (`packed_entries`); the cache is asked first.
 """
@@ -18,81 +24,24 @@ A bundle may carry entries, as they stand in files, one after the other (`packed
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from flashmem.errors import FlashmemWarning, RunError, UserError
-from flashmem.paths import cache_folder
+from flashmem.errors import RunError, UserError
 from flashmem.program import kernel_texts
 from flashmem.runtime.devices import HALF_ARITHMETIC, Device
 from flashmem.runtime.kernel_list import Wanted, variant
 from flashmem.runtime.opencl import Context, Kernel, Program
+from flashmem.runtime.program_files import ProgramCache, unpacked_entries
 
 Build = Callable[[Mapping[str, Wanted]], Mapping[str, bytes]]
-"""Gives the binaries of kernels by key. Raises RunError."""
+"""Gives the binaries of kernels by key, and leaves them in the cache. Raises RunError."""
 
-FORMAT_VERSION = 2
-_MAGIC = b"flashmem program\n"
+FORMAT_VERSION = 3
 _LENGTH_BYTES = 8
-_HASH_BYTES = 32
-
-
-class ProgramCache:
-    """The entries in one folder."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = cache_folder("programs") if folder is None else folder
-
-    def holds(self, key: str) -> bool:
-        """Whether there is an entry for `key`, which may yet be found wrong as it is read."""
-        return self._path(key).is_file()
-
-    def read(self, key: str) -> bytes | None:
-        """The binary stored under `key`, or None."""
-        path = self._path(key)
-        try:
-            content = path.read_bytes()
-        except OSError:
-            return None
-        binary = _unpack(key, content)
-        if binary is None:
-            self.delete(key)
-        return binary
-
-    def write(self, key: str, binary: bytes) -> None:
-        """Store `binary` under `key`, whole or not at all. Warns where the folder cannot be written."""
-        temporary: Path | None = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.folder, prefix=f".{key[:16]}-")
-            temporary = Path(name)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_pack(key, binary))
-            temporary.replace(self._path(key))
-        except OSError as error:
-            if temporary is not None:
-                with suppress(OSError):
-                    temporary.unlink()
-            warnings.warn(
-                f"the program cache {self.folder} cannot be written ({error.strerror}), so kernels are compiled again next "
-                "time; set FLASHMEM_CACHE_DIR to a folder that can",
-                FlashmemWarning,
-                stacklevel=2,
-            )
-
-    def delete(self, key: str) -> None:
-        """Forget `key`, if it is there and can be."""
-        with suppress(OSError):
-            self._path(key).unlink()
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.bin"
+_KEY_DIGITS = 64
 
 
 class CachedKernels:
@@ -114,7 +63,8 @@ class CachedKernels:
         shared: MutableMapping[str, Program] | None = None,
     ) -> None:
         """Find or build, and begin to load. `carried`: entries that the bundle brings (`packed_entries`). `shared`: programs by
-        key that others have in this context; what is loaded here joins them.
+        key that others have in this context; what is loaded here joins them. What the bundle brings does so with its hash in
+        its key: no other bundle gets it in place of a kernel that was compiled here.
 
         Raises:
             UserError: the kernels compute in half, and the device does not.
@@ -125,7 +75,9 @@ class CachedKernels:
         self._programs: dict[str, Program] = {}
         self._names = set[str]()
         self._compiled: dict[str, Program] = {}  # by key: what this process has built
-        self._error: RunError | None = None
+        self._loaded: dict[str, tuple[str, Wanted]] = {}  # by name, with its key: what this process has not built from source
+        self._carried: dict[str, Wanted] = {}  # by key: what the bundle brings
+        self._error: RunError | UserError | None = None
         self._refused: dict[str, Wanted] = {}  # what the driver does not take from the cache
         brought: dict[str, bytes] | None = None
         found: list[tuple[str, Wanted, bytes | None]] = []  # None: in the cache
@@ -140,7 +92,7 @@ class CachedKernels:
             key = kernel_key(context.device, each, options)
             program = self._shared.get(key)
             if program is not None:
-                self._programs[each.name] = program
+                self._programs[each.name], self._loaded[each.name] = program, (key, each)
                 continue
             if cache.holds(key):
                 found.append((key, each, None))
@@ -148,6 +100,7 @@ class CachedKernels:
             brought = unpacked_entries(carried) if brought is None else brought
             if key in brought:
                 found.append((key, each, brought[key]))
+                self._carried[key] = each
             else:
                 missing[key] = each
         self._make(missing)
@@ -170,37 +123,55 @@ class CachedKernels:
         """Build what is missing, by key."""
         if self._build is not None and missing:
             for key, binary in self._build(missing).items():
-                self._keep(key, missing[key], self._context.load(binary, self._options))
+                try:
+                    self._keep(key, missing[key], self._context.load(binary, self._options))
+                except RunError:
+                    self._distrust(self._build)
+                    self._keep(key, missing[key], self._context.build(missing[key].text, self._options))
             return
         for key, each in missing.items():
             self._compiled[key] = self._keep(key, each, self._context.build(each.text, self._options))
 
-    def _keep(self, key: str, wanted: Wanted, program: Program) -> Program:
-        self._programs[wanted.name] = self._shared[key] = program
+    def _distrust(self, build: Build) -> None:
+        """What was just built is refused: Intel's runtime does so in a process that has loaded a binary for another instruction
+        set (docs/opencl-notes.md). So no binary that is loaded here is what its key says; the next process finds others.
+        """
+        for key in list(self._shared):
+            self._cache.delete(key[:_KEY_DIGITS])
+        carried, self._carried = self._carried, {}
+        build(carried)
+
+    def _keep(self, key: str, wanted: Wanted, program: Program, shared_as: str | None = None) -> Program:
+        self._programs[wanted.name] = self._shared[shared_as or key] = program
         return program
 
     def _load(self, found: list[tuple[str, Wanted, bytes | None]]) -> None:
         try:
-            for key, each, carried in found:
-                binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
-                self._load_one(key, each, binary)
+            for each in found:
+                self._load_one(*each)
         finally:
             with self._more:
                 self._left = 0
                 self._more.notify_all()
 
-    def _load_one(self, key: str, wanted: Wanted, binary: bytes | None) -> None:
-        program = None
+    def _load_one(self, key: str, wanted: Wanted, carried: bytes | None) -> None:
+        shared_as, program = key, None
         try:
-            if binary is not None:
+            if carried is not None:
+                shared_as = f"{key} {hashlib.sha256(carried).hexdigest()}"
+                program = self._shared.get(shared_as)
+            binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
+            if program is None and binary is not None:
                 program = self._context.load(binary, self._options)
         except RunError:
-            self._cache.delete(key)
+            if carried is None:
+                self._cache.delete(key)
         with self._more:
             if program is None:
                 self._refused[key] = wanted
             else:
-                self._keep(key, wanted, program)
+                self._keep(key, wanted, program, shared_as)
+                self._loaded[wanted.name] = key, wanted
             self._left -= 1
             self._more.notify_all()
 
@@ -214,21 +185,21 @@ class CachedKernels:
         self.wait()
 
     def wait(self) -> None:
-        """All kernels are there. Raises RunError where the driver refuses one, each time."""
+        """All kernels are there. Raises, each time, RunError where one is refused, and UserError where none can be built."""
         with self._ending:  # who comes second finds what the first one has built
             if self._loading is not None:
                 self._loading.join()
                 self._loading = None
                 try:
                     self._make(self._refused)
-                except RunError as error:
+                except (RunError, UserError) as error:
                     self._error = error
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
         """Nothing is loaded any more; what was refused is nobody's business."""
-        with suppress(RunError):
+        with suppress(RunError, UserError):
             self.wait()
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
@@ -240,7 +211,22 @@ class CachedKernels:
         self._wait_for(name)
         if name not in self._programs:
             raise RunError(f"the bundle lacks the kernel {name}; compile the model again")
+        try:
+            return self._programs[name].kernel(name, arguments)
+        except RunError:
+            if not self._replaced(name):
+                raise
         return self._programs[name].kernel(name, arguments)
+
+    def _replaced(self, name: str) -> bool:
+        """Build a kernel whose binary, though the driver took it, gave none. False where it was built here. Raises RunError."""
+        with self._ending:
+            if name not in self._loaded:
+                return False
+            key, wanted = self._loaded.pop(name)
+            self._cache.delete(key)
+            self._make({key: wanted})
+            return True
 
     def save(self) -> None:
         """Store what was compiled; nothing to do for what came from the cache."""
@@ -248,6 +234,8 @@ class CachedKernels:
         for key, program in list(self._compiled.items()):
             self._cache.write(key, program.binary())
             del self._compiled[key]
+            if not self._compiled:
+                self._cache.trim()
 
 
 class CompiledKernels:
@@ -273,35 +261,3 @@ def kernel_key(device: Device, wanted: Wanted, options: Sequence[str]) -> str:
         digest.update(len(data).to_bytes(_LENGTH_BYTES, "little"))
         digest.update(data)
     return digest.hexdigest()
-
-
-def packed_entries(entries: Mapping[str, bytes]) -> bytes:
-    """Entries by key as one block of bytes, for a bundle."""
-    return b"".join(_pack(key, entries[key]) for key in sorted(entries))
-
-
-def unpacked_entries(content: bytes) -> dict[str, bytes]:
-    """The entries in `content`, up to the first that is not as `packed_entries` writes it."""
-    entries, header = dict[str, bytes](), len(_MAGIC) + 2 * _HASH_BYTES + _LENGTH_BYTES
-    while content:
-        key = content[len(_MAGIC) : len(_MAGIC) + _HASH_BYTES].hex()
-        length = int.from_bytes(content[len(_MAGIC) + _HASH_BYTES :][:_LENGTH_BYTES], "little")
-        binary = _unpack(key, content[: header + length])
-        if binary is None:
-            break
-        entries[key] = binary
-        content = content[header + length :]
-    return entries
-
-
-def _pack(key: str, binary: bytes) -> bytes:
-    return b"".join(
-        (_MAGIC, bytes.fromhex(key), len(binary).to_bytes(_LENGTH_BYTES, "little"), hashlib.sha256(binary).digest(), binary)
-    )
-
-
-def _unpack(key: str, content: bytes) -> bytes | None:
-    """The binary in `content`, or None if anything is not as `_pack` writes it."""
-    header = len(_MAGIC) + 2 * _HASH_BYTES + _LENGTH_BYTES
-    binary = content[header:]
-    return binary if binary and _pack(key, binary) == content else None

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from flashmem.bundle_cache import forget
 from flashmem.digests import Digest, Piece, digest
 from flashmem.errors import BundleError, RunError
+from flashmem.files import open_regular
 from flashmem.generations import hold_shared
 from flashmem.pages import SYSTEM_PAGE
 
@@ -66,7 +67,7 @@ class WeightFile:
         self.path = path
         self.nbytes = nbytes
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = os.fdopen(open_regular(path, links=False), "rb", buffering=0)
         except OSError as error:
             raise BundleError(f"{path} cannot be opened ({error.strerror}); compile the model again") from error
         self._descriptor = self._file.fileno()

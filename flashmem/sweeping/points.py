@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 from flashmem.bundle_writer import BundleWriter
+from flashmem.children import module_environment, python_module
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode
@@ -165,7 +165,8 @@ def _since(begun: float) -> float:
 
 def _run_apart(request: dict[str, Any]) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", "flashmem.sweeping.measure"],
+        python_module("flashmem.sweeping.measure"),
+        env=module_environment(),
         input=json.dumps(request),
         capture_output=True,
         text=True,

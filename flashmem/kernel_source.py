@@ -1,0 +1,82 @@
+"""What the text of a bundle's kernels may ask of the compiler: to compile OpenCL C that is all there.
+
+A bundle may be a stranger's, and its text is read by a compiler that runs as the user. `#include`, and inline assembly
+(`.incbin`), would have it read other files, and put them into an answer. So directives, pragmas and build options are those
+that flashmem's own kernels need. Whatever compilers could take for the beginning of something else is refused, too: quotes,
+trigraphs, digraphs, and names that are pasted together.
+
+What kernels do when they run is another matter (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from flashmem.errors import BundleError
+from flashmem.program import KERNEL_MARK
+
+_ANYWHERE = re.compile(r"[\0\r]|\\(?!\n)|\?\?[=/'()!<>-]")
+_COMMENT = re.compile(r"/(?:/[^\n]*|\*.*?\*/)", re.DOTALL)
+_MARKS = ('"', "'", "`", "%:", "/*")
+_NAMES = re.compile(
+    r"\b(?:asm|__asm|__asm__|_Pragma|__pragma|__has_\w+|__FILE__|__FILE_NAME__|__BASE_FILE__|__DATE__|__TIME__|__TIMESTAMP__|"
+    r"__INCLUDE_LEVEL__)\b"
+)
+_IN_NAMES = ("asm", "_Pragma", "__pragma", "__has_", "_FILE_", "__DATE__", "__TIME", "__INCLUDE")
+_DIRECTIVE = re.compile(r"[ \t\v\f]*#[ \t\v\f]*(\w*)(.*)")
+_DIRECTIVES = frozenset({"define", "undef", "if", "ifdef", "ifndef", "elif", "else", "endif", "pragma"})
+_PRAGMA = re.compile(r"OPENCL EXTENSION \w+ ?: ?(?:enable|disable)|OPENCL FP_CONTRACT (?:ON|OFF|DEFAULT)|unroll(?: ?\d+)?")
+_PASTE = re.compile(r"(\w*)\s*##\s*(\w*)")
+_OWN_BEGINNING = re.compile(r"as_|lane_")
+_PARAMETERS = re.compile(r"[ \t\v\f]*\w+\(([^)]*)\)")
+_OPTION = re.compile(r"-cl-[a-z-]+(?:=CL[0-9.]+)?")
+
+
+def check_source(text: str) -> None:
+    """Raise BundleError if a kernel of `text` could have the compiler read anything else, or is not as flashmem writes them."""
+    for part in f"\n{text}".split(f"\n{KERNEL_MARK}"):  # as kernels are compiled: a comment that one begins ends in it
+        _check_part(part)
+
+
+def _check_part(text: str) -> None:
+    if any(each in text for each in ("\0", "\r", "\\", "??")) and (found := _ANYWHERE.search(text)):
+        raise _refused(found[0])
+    code = _COMMENT.sub(" ", text.replace("\\\n", ""))
+    if "#" in code:
+        for line in code.split("\n"):
+            if "#" in line:
+                _check_line(line)
+    for mark in _MARKS:
+        if mark in code:
+            raise _refused(mark)
+    if any(each in code for each in _IN_NAMES) and (found := _NAMES.search(code)):
+        raise _refused(found[0])
+
+
+def _check_line(line: str) -> None:
+    """A line that has a directive, or pastes names together."""
+    directive = _DIRECTIVE.match(line)
+    if directive is not None:
+        name, rest = directive[1], " ".join(directive[2].split())
+        if name not in _DIRECTIVES or (name == "pragma" and not _PRAGMA.fullmatch(rest)):
+            raise _refused(f"#{name} {rest}")
+        parameters = _PARAMETERS.match(directive[2]) if name == "define" else None
+        if parameters is not None and _OWN_BEGINNING.search(parameters[1]):
+            raise _refused(f"#{name} {rest}")
+    if "##" in line:
+        for paste in _PASTE.finditer(line):
+            # What is pasted to a digit, or to such a beginning that is no parameter, is none of the names above.
+            if not paste[2].isdecimal() and not _OWN_BEGINNING.match(paste[1]):
+                raise _refused(paste[0])
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Raise BundleError unless `options` of the compiler are OpenCL's own."""
+    wrong = next((option for option in options if not _OPTION.fullmatch(option)), None)
+    if wrong is not None:
+        raise BundleError(f"the bundle compiles its kernels with {wrong!r}, which flashmem never does; compile the model again")
+
+
+def _refused(what: str) -> BundleError:
+    return BundleError(f"the bundle's kernels hold {what[:60]!r}, which flashmem never writes; compile the model again")

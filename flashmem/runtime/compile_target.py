@@ -1,0 +1,74 @@
+"""What a driver compiles for beyond what its device is called: the processor's instruction set, and variables that change code.
+
+A CPU runtime's device may have the same name on two processors of which one cannot run the other's code, and under variables
+that force an instruction set (`CL_CONFIG_CPU_TARGET_ARCH`, `POCL_LLVM_CPU_NAME`). So all variables of a driver count, but those
+that are known not to change code. Drivers read most of them once, as they start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from flashmem.runtime.icd import pip_runtimes
+
+_PREFIXES = {"portable computing language": ("POCL_",), "intel": ("CL_CONFIG_", "VOLCANO_", "IGC_")}
+_HARMLESS = frozenset(
+    {
+        "POCL_AFFINITY", "POCL_CACHE_DIR", "POCL_DEBUG", "POCL_DEVICES", "POCL_LEAVE_KERNEL_COMPILER_TEMP_FILES",
+        "POCL_MAX_PTHREAD_COUNT", "POCL_MEMORY_LIMIT", "POCL_SIGFPE_HANDLER", "POCL_SIGUSR2_HANDLER", "POCL_STARTUP_DELAY",
+        "POCL_TRACING", "POCL_TRACING_FILTER", "POCL_TRACING_OPT", "CL_CONFIG_CPU_TBB_NUM_WORKERS", "CL_CONFIG_LOG_FILE",
+        "CL_CONFIG_CPU_FORCE_GLOBAL_MEM_SIZE", "CL_CONFIG_USER_LOGGER", "CL_CONFIG_USE_ITT_API",
+    }
+)  # fmt: skip
+_PROCESSORS = Path("/proc/cpuinfo")
+_FEATURES = ("flags", "Features", "isa", "features")
+"""Lines of /proc/cpuinfo that say which instructions a processor has: x86, Arm, RISC-V, z."""
+_CONFIGURATION = "cl.cfg"
+"""A file beside Intel's runtime that sets its variables for all processes."""
+
+
+def compile_target(platform_name: str, kind: str, environment: Mapping[str, str] = os.environ) -> str:
+    """What decides, beside a device's names and versions, which code its driver makes: a line each."""
+    lines = [f"{name}={value}" for name, value in sorted(driver_variables(platform_name, environment).items())]
+    if kind == "cpu":
+        lines.append(_instruction_set())
+        if "intel" in platform_name.lower():
+            lines += _configured(pip_runtimes())
+    return "\n".join(lines)
+
+
+def driver_variables(platform_name: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of a platform's driver that may change what it compiles."""
+    prefixes = next((prefix for name, prefix in _PREFIXES.items() if name in platform_name.lower()), tuple[str, ...]())
+    return {name: value for name, value in environment.items() if name.startswith(prefixes) and name not in _HARMLESS}
+
+
+def _instruction_set() -> str:
+    """The processor's kind and a hash of what it can do; processors of one machine that differ all count."""
+    try:
+        lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = {
+        " ".join(sorted(value.split()))
+        for name, _, value in (line.partition(":") for line in lines)
+        if name.strip() in _FEATURES
+    }
+    told = "\n".join(sorted(found)) or platform.processor()
+    return f"{platform.machine()} {hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def _configured(runtimes: Iterable[Path]) -> list[str]:
+    """What the configuration files beside `runtimes` set."""
+    found: list[str] = []
+    for runtime in runtimes:
+        try:
+            text = runtime.with_name(_CONFIGURATION).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        found += [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return found

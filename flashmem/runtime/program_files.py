@@ -1,0 +1,179 @@
+"""The files of the program cache, and the same entries in one block, as a bundle carries them (see `program_cache`)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from flashmem.errors import FlashmemWarning
+from flashmem.files import read_regular
+from flashmem.paths import VARIABLE, cache_folder, is_foreign, make_private
+
+LIMIT_BYTES = 1_000_000_000
+LIMIT_SHARE = 10
+LEAST_BYTES = 50_000_000
+"""Left even where little is free: the kernels of one large model."""
+_ENTRY_BYTES = 1 << 30  # no kernel has as much
+_DAY = 86400.0
+_MAGIC = b"flashmem program\n"
+_LENGTH_BYTES = 8
+_HASH_BYTES = 32
+_HEADER_BYTES = len(_MAGIC) + 2 * _HASH_BYTES + _LENGTH_BYTES
+
+
+class ProgramCache:
+    """The entries in one folder. What another user owns is not read, and not written."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = cache_folder("programs") if folder is None else folder
+
+    def holds(self, key: str) -> bool:
+        """Whether there is an entry for `key`, which may yet be found wrong as it is read."""
+        return self._path(key).is_file() and not is_foreign(self.folder)
+
+    def read(self, key: str) -> bytes | None:
+        """The binary stored under `key`, or None."""
+        if is_foreign(self.folder):
+            return None
+        path = self._path(key)
+        try:
+            content = read_regular(path, _ENTRY_BYTES, links=False)
+        except FileNotFoundError:
+            return None
+        except OSError:  # no file that `write` made
+            self.delete(key)
+            return None
+        binary = _unpack(key, content)
+        if binary is None:
+            self.delete(key)
+        else:
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _DAY:
+                    os.utime(path)  # `trim` removes what was used longest ago
+        return binary
+
+    def write(self, key: str, binary: bytes) -> None:
+        """Store `binary` under `key`, whole or not at all. Warns where the folder cannot be written."""
+        temporary: Path | None = None
+        try:
+            if is_foreign(self.folder):
+                raise PermissionError(errno.EPERM, "another user owns it")
+            make_private(self.folder)
+            descriptor, name = tempfile.mkstemp(dir=self.folder, prefix=f".{key[:16]}-")
+            temporary = Path(name)
+            os.fchmod(descriptor, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_pack(key, binary))
+            temporary.replace(self._path(key))
+        except OSError as error:
+            if temporary is not None:
+                with suppress(OSError):
+                    temporary.unlink()
+            warnings.warn(
+                f"the program cache {self.folder} cannot be written ({error.strerror}), so kernels are compiled again next "
+                f"time; set {VARIABLE} to a folder that can",
+                FlashmemWarning,
+                stacklevel=2,
+            )
+
+    def delete(self, key: str) -> None:
+        """Forget `key`, if it is there and can be."""
+        with suppress(OSError):
+            self._path(key).unlink()
+
+    def size(self) -> tuple[int, int]:
+        """How many entries there are, and their bytes."""
+        found = self._entries()
+        return len(found), sum(nbytes for _, nbytes, _ in found)
+
+    def limit(self) -> int:
+        """The most bytes that `trim` leaves: 1 GB, or a tenth of what would be free on the disk without the cache, or 50 MB."""
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:
+            return LIMIT_BYTES
+        return min(LIMIT_BYTES, max(LEAST_BYTES, (free + self.size()[1]) // LIMIT_SHARE))
+
+    def trim(self) -> None:
+        """Hold the cache to its limit: entries that were used longest ago go. So do the temporary files of killed processes."""
+        if is_foreign(self.folder):
+            return
+        entries, most = self._entries(), self.limit()
+        total = sum(nbytes for _, nbytes, _ in entries)
+        for _, nbytes, path in sorted(entries):
+            if total <= most:
+                break
+            with suppress(OSError):
+                path.unlink()
+                total -= nbytes
+        for path in self._files(temporary=True):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _DAY:
+                    path.unlink()
+
+    def clear(self) -> tuple[int, int]:
+        """Remove all entries, which nobody needs while they are open. Returns how many, and their bytes."""
+        removed = nbytes = 0
+        for _, size, path in [] if is_foreign(self.folder) else self._entries():
+            with suppress(OSError):
+                path.unlink()
+                removed, nbytes = removed + 1, nbytes + size
+        return removed, nbytes
+
+    def _entries(self) -> list[tuple[float, int, Path]]:
+        """When each was used (seconds of `time.time()`), its bytes, and its file."""
+        found = []
+        for path in self._files(temporary=False):
+            with suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_size, path))
+        return found
+
+    def _files(self, *, temporary: bool) -> list[Path]:
+        try:
+            paths = list(self.folder.iterdir())
+        except OSError:
+            return []
+        return [path for path in paths if (path.name.startswith(".") if temporary else path.name.endswith(".bin"))]
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.bin"
+
+
+def packed_entries(entries: Mapping[str, bytes]) -> bytes:
+    """Entries by key as one block of bytes, for a bundle."""
+    return b"".join(_pack(key, entries[key]) for key in sorted(entries))
+
+
+def unpacked_entries(content: bytes) -> dict[str, bytes]:
+    """The entries in `content`, up to the first that is not as `packed_entries` writes it."""
+    entries, view, start = dict[str, bytes](), memoryview(content), 0
+    while start < len(content):
+        key = bytes(view[start + len(_MAGIC) :][:_HASH_BYTES]).hex()
+        length = int.from_bytes(view[start + len(_MAGIC) + _HASH_BYTES :][:_LENGTH_BYTES], "little")
+        end = start + _HEADER_BYTES + length
+        binary = _unpack(key, bytes(view[start:end])) if end <= len(content) else None
+        if binary is None:
+            break
+        entries[key], start = binary, end
+    return entries
+
+
+def _pack(key: str, binary: bytes) -> bytes:
+    return b"".join(
+        (_MAGIC, bytes.fromhex(key), len(binary).to_bytes(_LENGTH_BYTES, "little"), hashlib.sha256(binary).digest(), binary)
+    )
+
+
+def _unpack(key: str, content: bytes) -> bytes | None:
+    """The binary in `content`, or None if anything is not as `_pack` writes it."""
+    binary = content[_HEADER_BYTES:]
+    return binary if binary and _pack(key, binary) == content else None
