@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, get_args
 
-from benchmarks.zoo import MODELS, models_in
+from benchmarks.command import Arguments, run_command
+from benchmarks.zoo import MODELS
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor
@@ -161,8 +162,8 @@ def plot(path: Path, results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Simulate every model found on every device named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
+    parser = Arguments(__doc__)
+    parser.add_zoo()
     parser.add_argument("--devices", nargs="+", default=["adreno750", "mali-g710", "nvidia"])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--budget-ratio", type=float, default=0.5)
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    found = models_in(args.zoo, args.models, parser)
+    found = parser.models_in(args.zoo, args.models)
     results = []
     for device in args.devices:
         for name, model in found.items():
@@ -186,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -14,7 +14,6 @@ processor time of this process, solver threads included: a machine that does oth
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks.command import Arguments, run_command
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.device import load_descriptor
 from flashmem.errors import BudgetError, UserError
@@ -271,7 +271,7 @@ TABLES: dict[str, Callable[[Sequence[str], Sequence[str], Sequence[str]], None]]
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--zoo", type=Path, default=Path())
     parser.add_argument("--models", nargs="*", default=[])
@@ -283,4 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -23,11 +23,11 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from benchmarks.disk import cold_rate
 from benchmarks.pace import Pace, at_pace
 from benchmarks.processes import Row, median, run_bundle, take_turns
-from benchmarks.zoo import models_in, planned_again, within
-from flashmem.console import exit_codes
+from benchmarks.zoo import planned_again, within
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.request import find_descriptor
 from flashmem.simulation.scenario import describe
@@ -135,9 +135,9 @@ def cases_of(name: str, model: Path, folder: Path, args: argparse.Namespace) -> 
 
 def main() -> None:
     """Compare every model found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--descriptor", help="predict with this descriptor, by name or file, instead of the device's own")
     parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
     parser.add_argument("--modes", nargs="+", default=["auto"], help="transfer modes, each a part of the table")
@@ -147,8 +147,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(BUDGETS))
     args = parser.parse_args()
+    parser.check_device(args.device)
     described = load_descriptor(args.descriptor) if args.descriptor else None
-    models = models_in(args.zoo, args.models, parser)
+    if not args.budgets and (unknown := [name for name in args.models if name not in BUDGETS]):
+        parser.error(f"no budgets are known for {', '.join(unknown)}; name some with --budgets")
+    models = parser.models_in(args.zoo, args.models)
     own = find_descriptor(args.device, args.memory_path)
     with TemporaryDirectory(prefix="flashmem-simulation-") as folder:
         with Pace(args.device, own, Path(folder)) as pace:  # before models are compiled: it refuses a device without a profile
@@ -173,5 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_codes():
-        main()
+    run_command(main)
