@@ -85,4 +85,4 @@ def test_a_module_that_is_missing_names_the_extra(
     (tmp_path / "resnet-tiny").mkdir()
     (tmp_path / "resnet-tiny/model.onnx").touch()
     said = refused("resident", ["--zoo", str(tmp_path), "--models", "resnet-tiny"], monkeypatch, capfd)
-    assert "this benchmark needs onnxruntime; install flashmem with its `bench` extra" in said
+    assert "needs onnxruntime; install flashmem with its `bench` extra" in said
