@@ -7,7 +7,7 @@ from typing import Any
 from flashmem.console import emit_json, out
 from flashmem.runtime.devices import Device, choose, descriptor_for, no_device, why_not
 from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.processor import rates_are_of, rates_said
+from flashmem.runtime.processor import processor_of, rates_are_of, rates_said
 from flashmem.units import format_size
 
 
@@ -43,6 +43,7 @@ def _describe(index: int, device: Device, auto: bool) -> dict[str, Any]:
         "auto": auto,
         "descriptor": device.descriptor_name,
         "rates_measured": descriptor.measured,
+        "processor": processor_of(device),
         "rates_measured_on": descriptor.measured_on,
         "rates_measured_here": rates_are_of(descriptor, device),
         "rates": rates_said(descriptor, device),
