@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 from mini_bundle import write_mini_bundle
 
+from benchmarks import overlap
 from benchmarks.rates_fit import fitted, scaled
 from benchmarks.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
 from flashmem.capacity.classes import predict_seconds
+from flashmem.codegen.program import generate
+from flashmem.compile import read_graph
 from flashmem.device import DeviceDescriptor, Rates, load_descriptor
-from flashmem.program import KernelShape, Launch
+from flashmem.graph.fusion import fuse
+from flashmem.planning.limits import Limits
+from flashmem.planning.planner import planning_problem
+from flashmem.program import KernelShape, Launch, fixed_bytes
+from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 
 BASE = DeviceDescriptor("made-up", rates=Rates(gemm_flops=100e9, disk_bandwidth=1e9, launch_seconds=10e-6))
@@ -104,3 +111,21 @@ def test_moves_that_no_kernel_takes_along_are_launches_that_take_their_time(tmp_
     moved = sum(w.nbytes for w in bundle.plan.weights)
     delay = math.fsum(layer.seconds for layer in apart.layers) - math.fsum(layer.seconds for layer in free.layers)
     assert delay == pytest.approx(moved / 1e6, rel=0.05)
+
+
+def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
+    """Later than ours where that reads as soon as places are free, and the same where pages are mapped."""
+    model, found = Path(__file__).parent / "data/vit-tiny.onnx", {}
+    for device in ("adreno750", "pocl"):
+        descriptor = load_descriptor(device)
+        options = Options(descriptor, choose_mode(descriptor, "auto"), Limits(unfusion=False))
+        graph = read_graph(model, options)
+        whole = generate(graph, fuse(graph), descriptor).program
+        budget = sum(part.nbytes for part in whole.slices) // 2 + fixed_bytes(whole)
+        program, options = overlap.within(graph, replace(options, limits=replace(options.limits, budget=budget)))
+        problem = planning_problem(program, descriptor, options.mode, options.limits)
+        slow = sum(part.nbytes for part in program.slices) / sum(layer.seconds for layer in problem.layers)
+        found[options.mode] = overlap.seconds(program, overlap.with_disk(options, slow), opening=False)
+    assert found["map"][overlap.HELD] == found["map"]["stream"]
+    assert found["alias"][overlap.HELD] > 1.01 * found["alias"]["stream"]
+    assert set(found["alias"]) == {*overlap.STRATEGIES, overlap.HELD}

@@ -32,9 +32,9 @@ def rates_said(descriptor: DeviceDescriptor, device: Device | None = None) -> st
     if not descriptor.measured_on:
         return "rates measured, on a processor that the descriptor does not name"
     said = f"rates measured on {descriptor.measured_on}"
-    return (
-        said if device is None or rates_are_of(descriptor, device) else f"{said}; this is {processor_of(device)}, another one"
-    )
+    if device is None or rates_are_of(descriptor, device):
+        return said
+    return f"{said}; this is {processor_of(device)}, another one"
 
 
 def rates_are_of(descriptor: DeviceDescriptor, device: Device) -> bool:
