@@ -76,7 +76,7 @@ def pinned_rate(name: str, nbytes: int = 64 << 20) -> float:
     seconds = []
     for _ in range(6):
         begun = time.perf_counter()
-        copier.write(target, view)
+        copier.write(target, view).wait()
         seconds.append(time.perf_counter() - begun)
     copier.queue.unmap(view)
     ledger.close()

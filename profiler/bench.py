@@ -258,13 +258,16 @@ class Prepared:
         for i in range(count):
             step = self._steps[i % len(self._steps)]
             steps.append(Step(step.name, step.commands, tuple(due.get(i, ()))))
-        executor = Executor(self._bench.queue, steps)
+        transfer = self._bench.loads.transfer(mode)
+        executor = Executor(self._bench.queue, steps, None, transfer)
         begun = perf_counter()
         try:
             run.open()
             executor.run(run)
             for part in parts:
                 run.wait(part.name)
+            for event in transfer.take_arrived([part.name for part in parts]):
+                event.wait()
             return perf_counter() - begun
         finally:  # whatever happened, nothing of this burst is at work in the next one
             executor.drain()

@@ -101,7 +101,7 @@ class Loads:
 
     def load_seconds(self, mode: TransferMode, count: int) -> float:
         """Seconds to bring in `count` slices (of the page cache) with nothing else going on."""
-        return _bring_in(*self.start(mode, count))
+        return _bring_in(*self.start(mode, count), self.transfer(mode))
 
     def transfer_rate(self, mode: TransferMode) -> float:
         """Bytes per second of a transfer alone: the median of several."""
@@ -132,7 +132,7 @@ class Loads:
             times = []
             for _ in range(7):
                 run = Run(transfer, [Load(part, whole(part), gate=1) for part in parts], {}, threads=self._threads)
-                times.append(_bring_in(run, parts))
+                times.append(_bring_in(run, parts, transfer))
                 for part in parts:
                     transfer.free(part)
             return statistics.median(times) / len(parts)
@@ -166,12 +166,14 @@ class Loads:
         return layout
 
 
-def _bring_in(run: Run, parts: Sequence[Slice]) -> float:
-    """Seconds until all `parts` of `run` are there."""
+def _bring_in(run: Run, parts: Sequence[Slice], transfer: Transfer) -> float:
+    """Seconds until all `parts` of `run` are there, and what copies them is done."""
     begun = perf_counter()
     run.open()
     for part in parts:
         run.wait(part.name)
+    for event in transfer.take_arrived([part.name for part in parts]):
+        event.wait()
     elapsed = perf_counter() - begun
     run.stop()
     return elapsed

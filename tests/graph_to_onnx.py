@@ -1,4 +1,4 @@
-"""Writes a `Graph` back as ONNX, so that ONNX Runtime can say what it computes: the reference for the importer's tests."""
+"""Graphs in ONNX Runtime, which says what they compute: the reference for the importer's tests."""
 
 from __future__ import annotations
 
@@ -8,38 +8,8 @@ import numpy as np
 import onnx
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
 
-from flashmem.graph.ir import Graph, GraphPort, Value
-
-
-def graph_to_onnx(graph: Graph) -> onnx.ModelProto:
-    """`graph` as a model with all weights inside; constants keep the types they are stored in."""
-    names: dict[Value, str] = {port.value: port.name for port in (*graph.inputs, *graph.outputs)}
-
-    def name(value: Value | None) -> str:
-        return "" if value is None else names.setdefault(value, f"v{len(names)}_{value.name}")
-
-    constants = [numpy_helper.from_array(np.array(v.constant.array()), name(v)) for v in graph.constants() if v.constant]
-    nodes = []
-    for node in graph.nodes:
-        attributes = {
-            key: numpy_helper.from_array(value) if isinstance(value, np.ndarray) else value
-            for key, value in node.attributes.items()
-        }
-        inputs, outputs = [name(v) for v in node.inputs], [name(v) for v in node.outputs]
-        nodes.append(helper.make_node(node.op, inputs, outputs, name=node.name, **attributes))
-    model = helper.make_model(
-        helper.make_graph(nodes, "graph", [_info(p) for p in graph.inputs], [_info(p) for p in graph.outputs], constants),
-        opset_imports=[helper.make_opsetid("", graph.opset)],
-        ir_version=10,
-    )
-    onnx.checker.check_model(model)
-    return model
-
-
-def _info(port: GraphPort) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(port.name, helper.np_dtype_to_tensor_dtype(np.dtype(port.dtype)), port.value.shape)
+from flashmem.graph.ir import Graph
 
 
 def run(model: onnx.ModelProto | str, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from graph_to_onnx import draw, graph_to_onnx, run
+from graph_to_onnx import draw, run
 from onnx import helper
 
 from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import import_model
+from flashmem.zoo.graph_file import graph_to_onnx
 
 LOOP = """
 agraph (float[2, 3] x, float[3] w) => (float[N, 3] last, float[M, 2, 3] all)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from flashmem.errors import RunError
 from flashmem.runtime import executor as module
 from flashmem.runtime.executor import LAYERS_APART, Command, Executor, Step
+from flashmem.runtime.moving import InterleaveTransfer
 from flashmem.runtime.opencl import Context, Queue, list_devices
+from flashmem.runtime.transfer import Transfer
 
 
 class FakeQueue:
@@ -24,6 +26,7 @@ class FakeQueue:
         self.events: list[int] = []
         self.submitted = 0  # launches that the device was told of
         self.waited = 0
+        self.followed: list[tuple[str, int]] = []  # events of other queues, and behind how many launches
 
     def prepare(self, kernel: int, global_size: tuple[int, ...], local_size: None) -> int:
         return kernel
@@ -38,6 +41,9 @@ class FakeQueue:
 
     def flush(self) -> None:
         self.submitted = len(self.enqueued)
+
+    def follow(self, events: Iterable[str]) -> None:
+        self.followed += [(event, len(self.enqueued)) for event in events]
 
     def wait(self, event: int) -> None:
         assert event in self.events
@@ -107,6 +113,30 @@ def test_every_gate_opens_and_nothing_else_is_waited_for(
         assert loader.done == sorted(waking) and all(loader.loaded[name] for name in gates)
     assert waking <= set(queue.events)
     assert len(set(queue.events) - waking) <= layers // apart + 1
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_layers_wait_for_the_events_of_what_brought_their_slices_in(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what an earlier layer needed, before the run was halted behind `done` layers, and a later one uses again."""
+    queue = FakeQueue()
+    needs = {1: ("early",), 2: ("used again",), 3: ("late", "there before")}
+    steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, 5)]
+
+    class Brought(FakeLoader):
+        def wait(self, name: str) -> None:
+            transfer.arrived[name] = [f"copy of {name}"]
+            self.loaded[name] = True
+
+    transfer = Transfer.__new__(InterleaveTransfer)
+    transfer.arrived = {"there before": ["copy of there before"]}
+    loads = {1: {"early", "used again", "late"}, 2: {"used again", "late"}, 3: {"used again", "late"}}[done + 1]
+    loader = Brought(queue, dict.fromkeys(loads, 0), ())
+    monkeypatch.setattr(module, "wait", queue.wait)
+    monkeypatch.setattr(module, "has_ended", lambda event: False)
+    Executor(queue, steps, None, transfer).run(loader, done=done)  # type: ignore[arg-type]
+    assert queue.enqueued == list(range(done + 1, 5)) and not transfer.arrived
+    expected = {"there before": 0, "used again": 1, "late": 2} | ({"early": 0} if done == 0 else {})
+    assert dict(queue.followed) == {f"copy of {name}": max(0, layer - done) for name, layer in expected.items()}
 
 
 def test_events_are_as_far_apart_as_layers_are_quick() -> None:

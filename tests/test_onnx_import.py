@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from graph_to_onnx import draw, graph_to_onnx, run
+from graph_to_onnx import draw, run
 from onnx import TensorProto, helper, numpy_helper
 from zoo_data import DATA, EXPORTS, examples
 
@@ -21,6 +21,7 @@ from flashmem.errors import MissingFileError, UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, FileConstant, Graph
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.quantized import QuantizedConstant
+from flashmem.zoo.graph_file import graph_to_onnx
 
 TINY = sorted(EXPORTS)
 OPEN_SHAPES = {"gptneo-tiny-dynamic": {"input_ids": (1, 16)}, "gptneo-tiny-dynamic-legacy": {"input_ids": (2, 11)}}

@@ -66,6 +66,20 @@ def run_error(what: str, error: Exception) -> RunError:
     return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
 
 
+class _RefusedError(Exception):
+    """A driver's error code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("the driver refuses")
+        self.code = code
+
+
+def checked(what: str, code: int) -> None:
+    """Raise the RunError of `run_error` where a call of `library()` gave an error's code."""
+    if code:
+        raise run_error(what, _RefusedError(code))
+
+
 class _Quiet:
     """While any thread is inside, pyopencl does not warn that a compiler said something.
 

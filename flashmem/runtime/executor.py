@@ -27,6 +27,7 @@ from flashmem.runtime.launching import Launch, Recorder, Recording, not_recorded
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
 from flashmem.runtime.schedule import Span
+from flashmem.runtime.transfer import Transfer
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
@@ -174,8 +175,12 @@ class _Binder:
 class Executor:
     """Plays the steps. `queue` is in order; with profiling, `trace` gets each layer's span. `recorder` is one of the queue."""
 
-    def __init__(self, queue: Queue, steps: Sequence[Step], recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, queue: Queue, steps: Sequence[Step], recorder: Recorder | None = None, transfer: Transfer | None = None
+    ) -> None:
+        """`transfer`: what brings slices in that steps need."""
         self._queue = queue
+        self._transfer = transfer
         self._steps = steps
         self._recorder = recorder
         self._recordings: dict[int, tuple[int, Recording]] | None = None  # by first layer: the last one, and what plays them
@@ -219,6 +224,9 @@ class Executor:
             if loader is not None:
                 loader.layer_done(layer)
 
+        loaded = loader.loaded if loader is not None else {}
+        self._follow([name for name in self._arrived() if name not in loaded])
+        again = [name for step in self._steps[:done] for name in step.needs if name in loaded]  # used before, and after
         while layer < last:
             if halted() and (layer == 0 or self._launches[layer - 1]):  # what is enqueued is the work of all of these layers
                 if launched < layer:
@@ -231,15 +239,16 @@ class Executor:
                 check()
             while loader is not None and flying and has_ended(flying[0][1]):  # a gate should open when it can
                 retire()
-            if loader is not None and step.needs:
-                loaded = loader.loaded
-                for name in step.needs:
+            needs = step.needs if layer > first else (*again, *step.needs)
+            if loader is not None and needs:
+                for name in needs:
                     if not loaded.get(name, True):
                         if launched < layer - 1:
                             queue.flush()
                         while flying:  # what the load waits for may be the end of a layer
                             retire()
                         loader.wait(name)
+            self._follow(needs)
             if trace is not None:
                 events = [queue.launch(each) for each in launches] or [queue.marker()]
                 traced.append((step.name, events[0], events[-1]))
@@ -267,6 +276,15 @@ class Executor:
         if trace is not None:
             trace.extend(self._spans(traced))
         return last
+
+    def _arrived(self) -> list[str]:
+        """Slices that were brought in and that the queue does not wait for yet."""
+        return list(self._transfer.arrived) if self._transfer is not None else []
+
+    def _follow(self, names: Iterable[str]) -> None:
+        """Have the queue wait for the commands on other queues that brought slices in."""
+        if self._transfer is not None and (events := self._transfer.take_arrived(names)):
+            self._queue.follow(events)
 
     def _recorded(self, loader: LoaderRun | None, stops: Iterable[int]) -> Mapping[int, tuple[int, Recording]]:
         """The recordings for this run; none for the first of its kind. They end at `stops` and before layers that wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import partial
 
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
@@ -126,6 +127,7 @@ class AliasTransfer(Transfer):
         self._places: dict[str, Memory] = {}
         if after is not None:
             self._pool, self._places, self.memories = after._pool, after._places, after.memories
+            self.arrived = after.arrived
             return
         if not slices:  # a device has no buffers without bytes
             return
@@ -137,7 +139,8 @@ class AliasTransfer(Transfer):
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read straight into the pool."""
-        with self._queue.mapped(self._places[part.name], band.nbytes, offset=band.first) as place:
+        here, arrives = self._places[part.name], partial(self._arrives, part)
+        with self._queue.mapped(here, band.nbytes, offset=band.first, unmapped=arrives) as place:
             self._read(part, band, place, turn)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from flashmem.errors import RunError
 from flashmem.runtime import binding
-from flashmem.runtime.binding import run_error
+from flashmem.runtime.binding import checked
 
 COMMAND_BUFFERS = "cl_khr_command_buffer"
 RECORDABLE_QUEUES = "cl_qcom_recordable_queues"
@@ -90,7 +90,7 @@ class Recording:
         Not before the last play has completed. Raises RunError.
         """
         event = _POINTER()
-        _checked("enqueue recorded launches", self._play(ctypes.byref(event)))
+        checked("enqueue recorded launches", self._play(ctypes.byref(event)))
         return int(event.value or 0)
 
 
@@ -123,7 +123,7 @@ class CommandBuffers:
         """See `Recorder`."""
         error, enqueue = _CODE(), self._enqueue
         buffer = self._create(1, self._queues, None, ctypes.byref(error))
-        _checked("make a command buffer", error.value)
+        checked("make a command buffer", error.value)
         recording = Recording(
             launches,
             lambda event: enqueue(0, None, buffer, 0, None, event),
@@ -132,8 +132,8 @@ class CommandBuffers:
         for launch in launches:
             _, kernel, dimensions, offset, whole, group, *_ = launch.arguments
             code = self._add(buffer, None, None, kernel, dimensions, offset, whole, group, 0, None, None, None)
-            _checked("record a launch", code)
-        _checked("end a command buffer", self._finalize(buffer))
+            checked("record a launch", code)
+        checked("end a command buffer", self._finalize(buffer))
         return recording
 
 
@@ -156,17 +156,17 @@ class RecordableQueues:
         let_go = _function(find, "clReleaseCommandQueue", _CODE, _POINTER)
         most, error = ctypes.c_uint(), _CODE()
         code = information(device, _RECORDABLE_QUEUE_MAX_SIZE, ctypes.sizeof(most), ctypes.byref(most), None)
-        _checked("ask how much can be recorded", code)
+        checked("ask how much can be recorded", code)
         self.most = most.value
         self._recording_queue = make(context, device, _QUEUE_RECORDABLE, ctypes.byref(error))
-        _checked("create a recordable queue", error.value)
+        checked("create a recordable queue", error.value)
         weakref.finalize(self, let_go, self._recording_queue)
 
     def record(self, launches: Sequence[Launch]) -> Recording:
         """See `Recorder`."""
         error, play, queue = _CODE(), self._play, self._queue
         handle = self._new(self._recording_queue, ctypes.byref(error))
-        _checked("begin a recording", error.value)
+        checked("begin a recording", error.value)
         recording = Recording(
             launches,
             lambda event: play(queue, handle, *(0, None) * 4, 0, None, event),
@@ -175,22 +175,9 @@ class RecordableQueues:
         codes = [self._enqueue(self._recording_queue, *launch.arguments[1:]) for launch in launches]
         ended = self._end(handle)
         for code in codes:
-            _checked("record a launch", code)
-        _checked("end a recording", ended)
+            checked("record a launch", code)
+        checked("end a recording", ended)
         return recording
-
-
-class _RefusedError(Exception):
-    """A driver's error code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__("the driver refuses")
-        self.code = code
-
-
-def _checked(what: str, code: int) -> None:
-    if code:
-        raise run_error(what, _RefusedError(code))
 
 
 def _function(find: Find, name: str, result: Any, *parameters: Any) -> Callable[..., Any]:

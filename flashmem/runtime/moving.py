@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
-from flashmem.runtime.copier import Copier
+from flashmem.runtime.copier import Copier, CopyEvent
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
 from flashmem.runtime.schedule import WORD, Band, whole_words
@@ -35,11 +36,11 @@ class _Homes:
         """A part of the pool, if they lie there as in the file."""
         return in_pool(self._context, self._pool, self._offsets, parts)
 
-    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> None:
-        """Copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
+    def write(self, copier: Copier, part: Slice, data: Bytes, first_byte: int) -> CopyEvent:
+        """Begin to copy `data`, which starts at `first_byte` of the slice, home; images in whole rows."""
         memory = self.memories[part.name]
         if part.is_image:
-            copier.write_image(
+            return copier.write_image(
                 memory,
                 data,
                 first_row=first_byte // part.row_pitch,
@@ -47,20 +48,24 @@ class _Homes:
                 rows=data.nbytes // part.row_pitch,
                 row_pitch=part.row_pitch,
             )
-        else:
-            copier.write(memory, data, offset=first_byte)
+        return copier.write(memory, data, offset=first_byte)
+
+
+def _write_at(copier: Copier, buffer: Memory, data: Bytes, first_byte: int) -> CopyEvent:
+    return copier.write(buffer, data, offset=first_byte)
 
 
 class _Ring:
-    """Pinned host memory that loads pass through: a part for each loader thread, and a queue that copies out of it."""
+    """Pinned host memory that loads pass through, mapped as long as it lives: a part for each loader thread."""
 
-    def __init__(self, context: Context, ledger: Ledger, nbytes: int, threads: int) -> None:
-        self.copiers = [Copier(context) for _ in range(threads)]
+    def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, threads: int) -> None:
+        """Mapped by way of `queue`. Raises RunError past the budget or if the device refuses."""
+        self._queue = queue
         self._part_bytes = nbytes // threads // WORD * WORD
         self._mapped: Bytes | None = None
         if nbytes:
             memory = ledger.buffer("staging", nbytes, "the part of staging that loads pass through", host_visible=True)
-            self._mapped = self.copiers[0].queue.map(memory, nbytes)
+            self._mapped = queue.map(memory, nbytes)
 
     def part(self, thread: int) -> Bytes:
         """What that thread has of it."""
@@ -70,7 +75,7 @@ class _Ring:
     def close(self) -> None:
         """Unmap it."""
         if self._mapped is not None:
-            self.copiers[0].queue.unmap(self._mapped)
+            self._queue.unmap(self._mapped)
             self._mapped = None
 
 
@@ -87,16 +92,23 @@ class _MovingTransfer(Transfer):
         after: _MovingTransfer | None,
     ) -> None:
         super().__init__(file)
+        self._copier: Copier = after._copier if after else Copier(context)
         self._homes: _Homes = after._homes if after else _Homes(context, ledger, slices, layout)
         self.memories = self._homes.memories
+        if after:
+            self.arrived = after.arrived
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
+    def _copy_home(self, part: Slice, band: Band, through: Bytes, turn: Turn) -> None:
+        """Read a band into `through`, and copy it to where kernels read the slice."""
+        self._copy(part, band, through, turn, partial(self._homes.write, self._copier, part))
+
 
 class DmaTransfer(_MovingTransfer):
-    """`dma`: read into the thread's part of staging, then copied home by the thread's own queue."""
+    """`dma`: read into the thread's part of staging, then copied home."""
 
     reads_ahead = True
 
@@ -110,12 +122,11 @@ class DmaTransfer(_MovingTransfer):
         after: DmaTransfer | None = None,
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after)
-        self._ring = _Ring(context, ledger, layout.staging_bytes, layout.threads)
+        self._ring = _Ring(self._copier.queue, ledger, layout.staging_bytes, layout.threads)
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read and copy, a staging part at a time."""
-        for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
-            self._homes.write(self._ring.copiers[thread], part, piece, first)
+        self._copy_home(part, band, self._ring.part(thread), turn)
 
     def leave(self) -> None:
         """Unmap staging."""
@@ -142,7 +153,7 @@ class InterleaveTransfer(_MovingTransfer):
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after)
         self._context, self._layout = context, layout
-        self._ring = _Ring(context, ledger, layout.ring_bytes, layout.threads)
+        self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
         self.reads_ahead = bool(layout.ring_bytes)
         self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
         self._shared: Queue | None = None  # what staging is mapped by, where it is shared
@@ -156,31 +167,27 @@ class InterleaveTransfer(_MovingTransfer):
             start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
             if start + nbytes > layout.staging_bytes:  # it is of W, and passes through in pieces
                 continue
-            place = context.sub_buffer(self._staging, start, nbytes) if shared else self._staging
-            self.staged[part.name] = place, 0 if shared else start
+            self.staged[part.name] = context.sub_buffer(self._staging, start, nbytes), 0
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read into staging."""
-        if self._shared is not None:
-            with self._shared.mapped(self.staged[part.name][0], band.nbytes, offset=band.first) as place:
-                self._read(part, band, place, turn)
+        here = self.staged[part.name][0]
+        if self._shared is None:
+            begin = partial(_write_at, self._copier, here)
+            self._copy(part, band, self._ring.part(thread), turn, begin)
             return
-        for piece, first in self._pieces(part, band, self._ring.part(thread), turn):
-            self._ring.copiers[thread].write(self._staging, piece, offset=self._layout.staging[part.name] + first)
+        with self._shared.mapped(here, band.nbytes, offset=band.first, unmapped=partial(self._arrives, part)) as place:
+            self._read(part, band, place, turn)
 
     def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read, and copy home."""
         if self._shared is None:
-            self._copy_home(part, band, self._ring.part(thread), thread, turn)
+            self._copy_home(part, band, self._ring.part(thread), turn)
             return
         nbytes = self._layout.entrance_bytes
-        start = self._layout.staging[part.name] + thread * nbytes
-        with self._shared.mapped(self._context.sub_buffer(self._staging, start, nbytes), nbytes, offset=0) as through:
-            self._copy_home(part, band, through, thread, turn)
-
-    def _copy_home(self, part: Slice, band: Band, through: Bytes, thread: int, turn: Turn) -> None:
-        for piece, first in self._pieces(part, band, through, turn):
-            self._homes.write(self._ring.copiers[thread], part, piece, first)
+        entrance = self._context.sub_buffer(self._staging, self._layout.staging[part.name] + thread * nbytes, nbytes)
+        with self._shared.mapped(entrance, nbytes, offset=0, unmapped=partial(self._arrives, part)) as through:
+            self._copy_home(part, band, through, turn)
 
     def leave(self) -> None:
         """Unmap the ring."""

@@ -164,6 +164,16 @@ class Queue:
         with _explained("flush"):
             self.handle.flush()
 
+    def follow(self, events: Sequence[Event]) -> None:
+        """Have what is enqueued from now on wait for `events`, of commands on other queues that were flushed.
+
+        Commands that read what another queue wrote have to (OpenCL 3.0, appendix A), even if the host knows that it is done.
+        """
+        handles = (ctypes.c_void_p * len(events))(*(event.int_ptr for event in events))
+        queue = ctypes.c_void_p(self.handle.int_ptr)
+        failed = binding.library().clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
+        binding.checked("wait for another queue", failed)
+
     def marker(self) -> Event:
         """An event that completes when everything enqueued so far has."""
         with _explained("enqueue a marker"):
@@ -199,22 +209,26 @@ class Queue:
         view: Bytes = array[0] if isinstance(array, tuple) else array
         return view
 
-    def unmap(self, view: Bytes) -> None:
-        """Give a mapped view back, and wait until the device sees what was written."""
+    def unmap(self, view: Bytes) -> Event:
+        """Give a mapped view back, and wait until the device sees what was written; another queue waits for the event."""
         with _explained("unmap a buffer"):
             base: Any = view.base
-            base.release(self.handle).wait()
+            event = base.release(self.handle)
+            event.wait()
+            return event
 
     @contextmanager
-    def mapped(self, buffer: Memory, nbytes: int, *, offset: int) -> Iterator[Bytes]:
-        """Host view of bytes of a buffer, to be written as a whole. No command may touch `buffer` as long as this lasts: give
-        one that is a part of a larger buffer, of which nobody uses the whole.
+    def mapped(self, buffer: Memory, nbytes: int, *, offset: int, unmapped: Callable[[Event], None]) -> Iterator[Bytes]:
+        """Host view of bytes of a buffer, to be written as a whole; `unmapped` gets the event that other queues wait for.
+
+        No command may touch `buffer` as long as this lasts: give one that is a part of a larger buffer, of which nobody uses
+        the whole.
         """
         view = self.map(buffer, nbytes, offset=offset, invalidate=True)
         try:
             yield view
         finally:
-            self.unmap(view)
+            unmapped(self.unmap(view))
 
     def finish(self) -> None:
         """Wait until everything enqueued has completed."""

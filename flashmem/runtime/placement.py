@@ -177,7 +177,7 @@ class Placement:
 
     def _played(self, steps: Sequence[Step]) -> Executor:
         recorder = self._device.recorder if self.opened.bundle.descriptor.command_buffers else None
-        return Executor(self._device.queue, steps, recorder)
+        return Executor(self._device.queue, steps, recorder, self.transfer)
 
     def steady_launches(self) -> tuple[SteadyLaunch, ...]:
         """What the next run can play instead of some layers, which finds what is resident and leaves it there."""

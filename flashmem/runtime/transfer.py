@@ -2,17 +2,21 @@
 
 Each is a `Transfer`; they differ in nothing else, so that every mode gives the same bits. Everything a transfer needs is
 allocated when it is made, at the places the plan's `PoolLayout` names. `transfer_modes.py` makes them.
+
+A transfer writes device memory by commands on a queue of its own, one for all loader threads. The queue of the layers waits for
+the events of those commands (`arrived`) before a kernel reads what they wrote.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from flashmem.digests import Digest, digest
 from flashmem.program import Slice
-from flashmem.runtime.opencl import Bytes, Context, Memory
+from flashmem.runtime.copier import CopyEvent
+from flashmem.runtime.opencl import Bytes, Context, Event, Memory
 from flashmem.runtime.schedule import Band, Step, whole_words
 from flashmem.runtime.weight_file import WeightFile
 
@@ -45,6 +49,7 @@ class Transfer(ABC):
         self.file = file
         self.files: tuple[WeightFile, ...] = (file,)  # where slices are
         self.memories: dict[str, Memory] = {}  # what kernels take as the slice
+        self.arrived: dict[str, list[Event]] = {}  # by slice: what brought it in and the layers' queue does not wait for yet
 
     @abstractmethod
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
@@ -53,6 +58,13 @@ class Transfer(ABC):
     def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Bring a band of a slice of W in, all the way."""
         self.load(part, band, thread, turn)
+
+    def take_arrived(self, names: Iterable[str]) -> list[Event]:
+        """The events in `arrived` of these slices, which are forgotten: the layers' queue is made to wait for them now."""
+        return [event for name in names for event in self.arrived.pop(name, ())]
+
+    def _arrives(self, part: Slice, event: Event) -> None:
+        self.arrived.setdefault(part.name, []).append(event)
 
     def free(self, part: Slice) -> None:  # noqa: B027 - most modes reuse a fixed place and have nothing to do
         """Let a streamed slice go, after its last use."""
@@ -82,24 +94,27 @@ class Transfer(ABC):
         if self.digests is not None:
             self.file.check_digest(f"slice {part.name!r}", digest(place.data), self.digests[part.name])
 
-    def _pieces(self, part: Slice, band: Band, ring: Bytes, turn: Turn) -> Iterator[tuple[Bytes, int]]:
-        """The band, read into `ring` a piece after the other, each with its first byte in the slice; images in whole rows.
+    def _copy(self, part: Slice, band: Band, through: Bytes, turn: Turn, begin: Callable[[Bytes, int], CopyEvent]) -> None:
+        """Read the band into staging and copy it on, a piece after the other; images in whole rows.
 
-        Its gate is open when a piece is given out, and who takes it copies it.
+        `begin` gets a piece and its first byte in the slice, once its gate is open, and enqueues the copy, which is done before
+        the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
         """
-        step = ring.nbytes // part.row_pitch * part.row_pitch if part.is_image else ring.nbytes
+        step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes
         end, value = band.first + band.nbytes, digest(b"")
         for first in range(band.first, end, step):
-            piece = ring[: min(step, end - first)]
+            piece = through[: min(step, end - first)]
             self.file.read_into(piece, part.offset + first)
             if self.digests is not None:
                 value = digest(piece.data, value)
+                if first + step >= end:
+                    self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
             turn.did("read")
             turn.opened()
-            yield piece, first
+            copy = begin(piece, first)
+            self._arrives(part, copy)
+            copy.wait()
             turn.did("copy")
-        if self.digests is not None:
-            self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
 
     def leave(self) -> None:  # noqa: B027 - some have places of weights only
         """Give back what is not a place of weights: the transfer that is made `after` this one takes those over."""

@@ -51,6 +51,46 @@ class GptNeo:
 
 
 @dataclass(frozen=True)
+class TiedDecoder:
+    """GPT-2 and OPT before its larger sizes: learned positions, biases everywhere, and the table of tokens is the head, too.
+
+    `joined`: queries, keys and values are one product, and the activation is the GELU (GPT-2); else three, and ReLU (OPT).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    joined: bool
+
+    def graph(self, name: str, tokens: int) -> Graph:
+        """The graph for one sequence of `tokens`."""
+        net = Net(name)
+        table = net.weight("embedding", (self.vocabulary, self.hidden))
+        x = net.op("Gather", [table, net.input("input_ids", (1, tokens), "int64")], (1, tokens, self.hidden), axis=0)
+        x = net.op("Add", [x, net.weight("positions", (1, tokens, self.hidden))], x.shape)
+        causal = net.weight("mask", (1, 1, tokens, tokens))
+        scale = net.number((self.hidden // self.heads) ** -0.5)
+        for layer in range(self.layers):
+            at = f"h.{layer}"
+            y = net.layer_norm(x, f"{at}.ln_1")
+            if self.joined:
+                y = net.linear(y, f"{at}.attn", 3 * self.hidden, bias=True)
+                y = net.reshape(y, (1, tokens, 3, self.heads, self.hidden // self.heads))
+                q, k, v = net.unbind(net.transpose(y, (2, 0, 3, 1, 4)))
+            else:
+                q, k, v = (net.heads(net.linear(y, f"{at}.{part}", self.hidden, bias=True), self.heads) for part in "qkv")
+            scores = net.matmul(net.op("Mul", [q, scale], q.shape), net.transpose(k, (0, 1, 3, 2)))
+            scores = net.op("Add", [scores, causal], scores.shape)
+            y = net.merge_heads(net.matmul(net.softmax(scores), v))
+            x = net.op("Add", [net.linear(y, f"{at}.proj", self.hidden, bias=True), x], x.shape)
+            y = net.linear(net.layer_norm(x, f"{at}.ln_2"), f"{at}.fc1", 4 * self.hidden, bias=True)
+            y = net.gelu_tanh(y) if self.joined else net.relu(y)
+            x = net.op("Add", [x, net.linear(y, f"{at}.fc2", self.hidden, bias=True)], x.shape)
+        return net.finish(net.matmul(net.layer_norm(x, "ln_f"), net.transpose(table, (1, 0)), "lm_head"))
+
+
+@dataclass(frozen=True)
 class Llama:
     """Llama 2: RMSNorm, rotary positions, grouped-query attention where `kv_heads` is below `heads`, SwiGLU."""
 
@@ -238,14 +278,51 @@ class ResNet:
 
 
 @dataclass(frozen=True)
+class MobileNet:
+    """MobileNetV2: inverted residuals around convolutions of one channel each, batch normalisation folded.
+
+    `stages`: how often wider a block is inside, its channels, the blocks of that kind, and the stride of the first.
+    """
+
+    stages: tuple[tuple[int, int, int, int], ...]
+    stem: int = 32
+    head: int = 1280
+    classes: int = 1000
+
+    def graph(self, name: str, pixels: int) -> Graph:
+        """The graph for one square image with sides of `pixels`."""
+        net = Net(name)
+        image = net.input("pixel_values", (1, 3, pixels, pixels), "float32")
+        x = net.relu6(net.conv(image, "stem", self.stem, 3, 2, 1))
+        for stage, (factor, channels, depth, first) in enumerate(self.stages):
+            for block in range(depth):
+                at, before, inside = f"stages.{stage}.{block}", x, factor * x.shape[1]
+                stride = 1 if block else first
+                if factor > 1:
+                    x = net.relu6(net.conv(x, f"{at}.expand", inside, 1, 1, 0))
+                x = net.relu6(net.conv(x, f"{at}.depthwise", inside, 3, stride, 1, groups=inside))
+                x = net.conv(x, f"{at}.project", channels, 1, 1, 0)
+                if x.shape == before.shape:
+                    x = net.op("Add", [before, x], x.shape)
+        x = net.relu6(net.conv(x, "head", self.head, 1, 1, 0))
+        x = net.op("ReduceMean", [x, net.integers([-1, -2])], (1, self.head, 1, 1), keepdims=1)
+        return net.finish(net.gemm(net.reshape(x, (1, self.head)), "classifier", self.classes))
+
+
+@dataclass(frozen=True)
 class _Known:
-    config: GptNeo | Llama | Vit | WideVit | WhisperEncoder | ResNet
+    config: GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet
     size: int  # tokens, frames, or pixels a side
     source: str
 
 
 _ZOO = {
     "resnet50": _Known(ResNet((3, 4, 6, 3), (256, 512, 1024, 2048)), 224, "microsoft/resnet-50"),
+    "mobilenetv2": _Known(
+        MobileNet(((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))),
+        224,
+        "arXiv 1801.04381, table 2",
+    ),
     "vit-b16": _Known(Vit(12, 768, 12, 3072, 16), 224, "google/vit-base-patch16-224"),
     "vit-103m": _Known(WideVit(12, 1024, 16, 2048, 16), 224, "lucidrains/vit-pytorch, sized by the paper's parameters"),
     "deepvit-204m": _Known(WideVit(24, 1024, 16, 2048, 16, mixing=True), 224, "the same"),
@@ -254,6 +331,9 @@ _ZOO = {
     "gptneo-125m": _Known(GptNeo(12, 768, 12), 128, "EleutherAI/gpt-neo-125m"),
     "gptneo-1.3b": _Known(GptNeo(24, 2048, 16), 128, "EleutherAI/gpt-neo-1.3B"),
     "gptneo-2.7b": _Known(GptNeo(32, 2560, 20), 128, "EleutherAI/gpt-neo-2.7B"),
+    "gpt2": _Known(TiedDecoder(12, 768, 12, 50257, joined=True), 128, "openai-community/gpt2"),
+    "opt-125m": _Known(TiedDecoder(12, 768, 12, 50272, joined=False), 128, "facebook/opt-125m"),
+    "whisper-tiny-encoder": _Known(WhisperEncoder(4, 384, 6, 1536), 3000, "openai/whisper-tiny"),
     "whisper-medium-encoder": _Known(WhisperEncoder(24, 1024, 16, 4096), 3000, "openai/whisper-medium"),
     "llama2-13b": _Known(Llama(40, 5120, 40, 40, 13824), 128, "meta-llama/Llama-2-13b-hf"),
     "llama2-70b": _Known(Llama(80, 8192, 64, 8, 28672), 128, "meta-llama/Llama-2-70b-hf"),

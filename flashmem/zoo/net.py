@@ -83,6 +83,10 @@ class Net:
         """The positive part."""
         return self.op("Relu", [x], x.shape)
 
+    def relu6(self, x: Value) -> Value:
+        """The positive part, no larger than 6."""
+        return self.op("Clip", [x, self.number(0.0), self.number(6.0)], x.shape)
+
     # -- layers with weights
 
     def embed(self, vocabulary: int, hidden: int, tokens: int) -> Value:
@@ -100,18 +104,18 @@ class Net:
         weights = [self.weight(f"{name}.weight", (columns, x.shape[-1])), self.weight(f"{name}.bias", (columns,))]
         return self.op("Gemm", [x, *weights], (x.shape[0], columns), name=name, transB=1)
 
-    def conv(self, x: Value, name: str, channels: int, kernel: int, stride: int, pad: int) -> Value:
+    def conv(self, x: Value, name: str, channels: int, kernel: int, stride: int, pad: int, groups: int = 1) -> Value:
         """Over one dimension, or over two of one size."""
         dimensions = len(x.shape) - 2
         side = (x.shape[2] + 2 * pad - kernel) // stride + 1
         weights = [
-            self.weight(f"{name}.weight", (channels, x.shape[1], *(kernel,) * dimensions)),
+            self.weight(f"{name}.weight", (channels, x.shape[1] // groups, *(kernel,) * dimensions)),
             self.weight(f"{name}.bias", (channels,)),
         ]
         return self.op(
             "Conv", [x, *weights], (1, channels, *(side,) * dimensions), name=name,
             kernel_shape=(kernel,) * dimensions, strides=(stride,) * dimensions, dilations=(1,) * dimensions,
-            pads=(pad,) * (2 * dimensions), group=1,
+            pads=(pad,) * (2 * dimensions), group=groups,
         )  # fmt: skip
 
     def layer_norm(self, x: Value, name: str) -> Value:
