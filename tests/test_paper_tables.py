@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mini_bundle import write_mini_bundle
 
-from benchmarks import overlap
+from benchmarks import overlap, simulation
 from benchmarks.rates_fit import fitted, scaled
 from benchmarks.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
@@ -129,3 +129,18 @@ def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
     assert found["map"][overlap.HELD] == found["map"]["stream"]
     assert found["alias"][overlap.HELD] > 1.01 * found["alias"]["stream"]
     assert set(found["alias"]) == {*overlap.STRATEGIES, overlap.HELD}
+
+
+def test_the_simulations_rival_knows_bytes_alone() -> None:
+    """Where latency is a line of the bytes for each state of the file, the rival is right; budgets make no difference to it."""
+
+    def row(disk: simulation.Disk, weights: int, seconds: float) -> simulation.Comparison:
+        return simulation.Comparison("m", "map", 1, disk, seconds, 1.0, 1.0, 1.0, 1, weights)
+
+    sizes = (10**8, 3 * 10**8, 10**9, 5 * 10**9)
+    cached = [row("cached", nbytes, 0.08 + 0.3 * nbytes / 1e9) for nbytes in sizes]
+    cold = [row("cold", nbytes, 0.15 + 0.9 * nbytes / 1e9) for nbytes in sizes]
+    assert simulation.by_bytes([*cached, *cold]) == pytest.approx([1.0] * 8, rel=0.15)
+    same = [row("cold", 10**9, 0.5), row("cold", 10**9, 2.0)]
+    found = simulation.by_bytes(same)
+    assert found[0] / found[1] == pytest.approx(4) and found[0] * found[1] == pytest.approx(1, rel=0.1)
