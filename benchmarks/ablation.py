@@ -35,8 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
-from benchmarks.zoo import MODELS, models_in, planned_again, within
+from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode, load_descriptor
 from flashmem.errors import BudgetError
@@ -231,9 +232,9 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, or simulate, every model found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
     parser.add_argument("--budget-ratio", type=float, default=0.25, help="of the weights")
     parser.add_argument("--objective", default="paper", choices=("first", "paper"))
@@ -244,7 +245,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = models_in(args.zoo, args.models, parser)
+    if not args.simulated:
+        parser.check_device(args.device)
+    found = parser.models_in(args.zoo, args.models)
     results = []
     for name, model in found.items():
         if args.simulated:
@@ -258,4 +261,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

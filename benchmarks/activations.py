@@ -37,6 +37,7 @@ import numpy as np
 import flashmem
 from benchmarks.activations_page import draw, page
 from benchmarks.budgets import TABLE_8, Precision, Row, compiled_at_smallest, keep, read_rows, why
+from benchmarks.command import Arguments, run_command
 from benchmarks.processes import run_bundle, run_worker, take_turns, weights_of
 from flashmem.bundle import Bundle
 from flashmem.commands.verify import compare
@@ -145,9 +146,9 @@ class Measured:
 def main() -> None:
     """Measure every model named that is there."""
     docs = Path(__file__).parent.parent / "docs"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--models", nargs="*", default=list(TABLE_8), choices=(*names(), *tiny_names()), metavar="NAME")
     parser.add_argument("--precisions", nargs="*", default=["fp32", "fp16"], choices=("fp32", "fp16"))
     parser.add_argument("--runs", type=int, default=3)
@@ -157,6 +158,8 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, default=docs / "activations", help="the folder that pictures are written to")
     parser.add_argument("--scratch", type=Path, help="where bundles are written, three at a time (default: temporary files)")
     args = parser.parse_args()
+    parser.check_device(args.device)
+    parser.models_in(args.zoo, args.models)  # one at least
     here = device_here(args.device).descriptor_name
     done = set() if args.again else {tuple(row[name] for name in _KEY) for row in read_rows(args.rows) if "failed" not in row}
     args.pictures.mkdir(parents=True, exist_ok=True)
@@ -197,4 +200,4 @@ def measured(name: str, precision: Precision, args: argparse.Namespace) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

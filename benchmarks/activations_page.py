@@ -15,7 +15,10 @@ _HEAD = """# Memory of models
 
 Written by `python -m benchmarks.activations`, whose text says how each number is measured. MB are 10^6 bytes. *Arena*: what
 activations take; *alive*: the most of it that is needed at once: no arena is smaller. *Average* is over the run of the
-plan that answers first within twice the smallest budget; *paper*: FlashMem's Table 8, on a phone. First answers in seconds.
+plan that answers first within twice the smallest budget; *paper*: FlashMem's Table 8, of another device, without such a limit,
+of smaller inputs for some models: a size to know, not a comparison. First answers in seconds. Weights are drawn at random;
+*error* is the largest difference from ONNX Runtime, over the range of the output. The rival of a small budget is no limit, the
+last of the three answers: where the three agree, the smaller budget costs no time.
 """
 
 
@@ -24,8 +27,10 @@ def page(rows: Sequence[Row], pictures: str) -> str:
     text = [_HEAD]
     for device in dict.fromkeys(row["device"] for row in rows):
         mine = [row for row in rows if row["device"] == device]
+        dates = {row["date"][:10] for row in mine if "date" in row}
         text += [
             f"\n## {mine[-1]['runtime']}\n",
+            *([f"Measured from {min(dates)} to {max(dates)}.\n"] if dates else []),
             "| model | precision | weights | smallest budget | arena / alive | average within twice it / paper "
             "| first answer: smallest / twice / no limit | error |",
             "|---|---|---|---|---|---|---|---|",

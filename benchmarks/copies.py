@@ -14,7 +14,6 @@ parts of one buffer, as mode `dma` does without gates and kernels. One process; 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from benchmarks.command import Arguments, run_command
 from flashmem.request import device_here
 from flashmem.runtime.copier import Copier, CopyEvent
 from flashmem.runtime.ledger import Ledger
@@ -91,12 +91,13 @@ class Bench:
 
 def main() -> None:
     """Measure every way, in turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_device()
     parser.add_argument("--piece", default="4MiB", help="a part of 12 MiB")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
+    parser.check_device(args.device)
     piece = parse_size(args.piece, what="--piece")
     if piece <= 0 or SLICE % piece:
         parser.error(f"--piece {args.piece} is not a part of 12 MiB; give 1MiB, 2MiB, 3MiB, 4MiB, 6MiB or 12MiB")
@@ -131,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

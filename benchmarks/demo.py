@@ -8,9 +8,9 @@ Prints the greatest difference of an output over its range. Needs the `demo` and
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime
 
 import flashmem
+from benchmarks.command import run_command
 from flashmem.demo import ocr, run
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
@@ -18,6 +18,8 @@ from flashmem.runtime.opencl import list_devices
 
 def main() -> None:
     """Print the table."""
+    import onnxruntime
+
     models, page = ocr.find_models(), np.asarray(run.draw_page())
     detector, recogniser = (onnxruntime.InferenceSession(str(path)) for path in (models.detector, models.recogniser))
     name = detector.get_inputs()[0].name
@@ -44,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

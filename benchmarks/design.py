@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import design_exhaustive as plain
+from benchmarks.command import Arguments, run_command
 from benchmarks.design_plots import draw_pressure, draw_ratios, written
 from benchmarks.design_pressure import MadeUp, pressed
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
-from benchmarks.zoo import models_in
 from flashmem.bundle_cache import LIMIT_VARIABLE
 from flashmem.design.application import Measure, read_application
 from flashmem.design.metrics import Candidate, value
@@ -57,7 +57,7 @@ def application(args: argparse.Namespace, devices: Sequence[str], budgets: Seque
         task, _, models = each.partition("=")
         lines.append(f'[[task]]\nname = "{task}"')
         named = dict(model.partition(":")[::2] for model in models.split(","))
-        for model, path in models_in(args.zoo, list(named), args.parser).items():
+        for model, path in args.parser.models_in(args.zoo, list(named)).items():
             lines.append(f"[[task.model]]\npath = {json.dumps(str(path.resolve()))}")
             lines.append(f"precision = {json.dumps(args.precisions)}")
             lines += [f"accuracy = {named[model]}"] if named[model] else []
@@ -195,8 +195,8 @@ def tell_pressure(kind: str, story: Any) -> None:
 
 def main() -> None:
     """Profile, solve, compare, write, switch, press, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
+    parser = Arguments(__doc__)
+    parser.add_zoo()
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="TASK=MODEL[:ACCURACY],...")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "fp16"])
     parser.add_argument("--device", action="append", help="may be given more than once; all that are here by default")
@@ -212,6 +212,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="pressure over time; ratios are drawn beside it, as NAME-ratios.png")
     args = parser.parse_args()
+    for device in args.device or ():
+        parser.check_device(device)
     args.parser = parser
     os.environ.setdefault(LIMIT_VARIABLE, "20GB")  # more candidates than the cache would keep where the disk is small
     here = [each.device for each in processors_here()]
@@ -265,4 +267,4 @@ def _solve(
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import Arguments, run_command
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.worker import inputs_for, vm
 
@@ -152,10 +153,10 @@ def compiled(args: argparse.Namespace, scratch: Path) -> list[Path]:
 
 def main() -> None:
     """Compile, take turns, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path)
+    parser = Arguments(__doc__)
+    parser.add_zoo(required=False)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
-    parser.add_argument("--device", default="pocl")
+    parser.add_device("pocl")
     parser.add_argument("--budget", default="200MB")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--runs", type=int, default=3)
@@ -168,8 +169,10 @@ def main() -> None:
     if args.way is not None:
         worker(args)
         return
+    parser.check_device(args.device)
     if args.zoo is None:
         parser.error("name the folder of the exported models with --zoo")
+    parser.all_models_in(args.zoo, args.models)
     with tempfile.TemporaryDirectory() as scratch:
         bundles = args.bundles or compiled(args, Path(scratch))
         folders = [args.zoo / name for name in args.models]
@@ -231,4 +234,4 @@ def show(rows: dict[str, list[dict[str, Any]]], hard: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -11,7 +11,6 @@ those that failed. Needs root, and the `bench` extra.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_rows, why
+from benchmarks.command import Arguments, run_command
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.processes import run_worker
 from flashmem.request import device_here
@@ -90,9 +90,9 @@ def page(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure every model that is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--models", nargs="*", default=list(TABLE_8), choices=(*names(), *tiny_names()), metavar="NAME")
     parser.add_argument("--rows", type=Path, help="a JSON file that rows are kept in")
     parser.add_argument("--page", type=Path, help="a file that the table is written to as well")
@@ -100,6 +100,8 @@ def main() -> None:
     no_limit = why_no_limit()
     if no_limit is not None:
         raise SystemExit(f"no hard limit can be set here ({no_limit}); it needs root and a memory cgroup that can be written")
+    parser.check_device(args.device)
+    parser.models_in(args.zoo, args.models)  # one at least
     here = device_here(args.device).descriptor_name
     rows = read_rows(args.rows)
     done = {row["model"] for row in rows if row["device"] == here and "failed" not in row}
@@ -119,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

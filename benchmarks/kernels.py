@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import Arguments, run_command
 from benchmarks.kernel_cases import ATTENTION, REFERENCE, Case, cases
 from benchmarks.kernel_peers import Peer, peer_of
 from flashmem.codegen.program import Generated
@@ -264,8 +265,8 @@ def keep(data: Row, path: Path | None) -> None:
 
 def main() -> None:
     """Measure, or read what was measured; print the page, and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_device()
     parser.add_argument("--path", action="append", default=[], choices=("buffer", "texture"), help="repeatable")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--group", action="append", default=[], help="only shapes of this group; repeatable")
@@ -276,6 +277,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="the roofline")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
+    parser.check_device(args.device)
     data = json.loads(args.given.read_text()) if args.given else measure(args)
     text = markdown(data)
     print(text)
@@ -289,4 +291,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import Arguments, run_command
 from flashmem.errors import RunError
 from flashmem.files import written_whole
 from flashmem.graph.ir import Graph
@@ -270,14 +271,15 @@ def measure(args: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Measure what is missing, and print the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_device()
     parser.add_argument("--path", action="append", default=[], choices=("buffer", "texture"), help="repeatable")
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--json", type=Path, help="where the rows are kept as they come")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--fresh", action="store_true", help="measure everything anew")
     args = parser.parse_args()
+    parser.check_device(args.device)
     text = markdown(measure(args))
     print(text)
     if args.markdown:
@@ -286,4 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -9,7 +9,6 @@ the launch 8 before. `recorded`: runs of launches are one call each (cl_khr_comm
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import deque
@@ -17,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import Arguments, run_command
 from flashmem.profiler.launches import nothing_steps
-from flashmem.runtime.devices import Device
+from flashmem.runtime.devices import Device, no_device
 from flashmem.runtime.executor import Executor
 from flashmem.runtime.opencl import Context, cl, list_devices, wait
 
@@ -70,7 +70,7 @@ def measure(device: Device, count: int, repeats: int) -> dict[str, tuple[float, 
 
 def main() -> None:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--device", help="part of the name of the devices to measure; all by default")
     parser.add_argument("--launches", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=30)
@@ -88,9 +88,11 @@ def main() -> None:
         for name, (host, clock) in best.items():
             print(f"  {name:18} {host:8.2f} {host / base[0]:6.2f} {clock:9.2f} {clock / base[1]:6.2f}")
             rows.append({"device": names, "way": name, "host_us": host, "clock_us": clock})
+    if not rows:
+        parser.error(f"no OpenCL device is called {args.device!r}" if args.device else str(no_device()))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

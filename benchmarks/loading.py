@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from flashmem.bundle_writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.passes import prepare
@@ -236,8 +237,8 @@ class Bench:
 
 def main() -> None:
     """Measure every model in every mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_device()
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--modes", nargs="*", default=["dma", "interleave"])
     parser.add_argument("--memory-path", default="auto")
@@ -251,6 +252,7 @@ def main() -> None:
     parser.add_argument("--threads-time", action="store_true", help="what each loader thread did")
     parser.add_argument("--timeline", action="store_true", help="when each load was read and copied, and its layer began")
     args = parser.parse_args()
+    parser.check_device(args.device)
     args.limit = args.limit or ("m-peak" if args.objective == "paper" else "budget")
     rate = pinned_rate(args.device)
     print(f"copies out of pinned memory: {rate / 1e9:.1f} GB/s; {args.objective}, {args.limit}\n")
@@ -269,4 +271,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -39,6 +39,7 @@ import numpy as np
 import onnx
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from benchmarks.models_page import page
 from benchmarks.processes import Row, run_bundle, run_worker, weights_of
 from flashmem.bundle import Bundle
@@ -204,9 +205,9 @@ def show(rows: list[Row], path: Path) -> None:
 def main() -> None:
     """Measure every model named that is there, or can be exported."""
     docs = Path(__file__).parent.parent / "docs"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--models", nargs="*", default=list(names()), choices=(*names(), *tiny_names()), metavar="NAME")
     parser.add_argument("--missing", action="store_true", help="leave out models that have a row for this device")
     parser.add_argument("--export", metavar="PYTHON", help="export models that are not in DIR, with this interpreter")
@@ -219,6 +220,9 @@ def main() -> None:
         "--scratch", type=Path, help="where bundles are written, one at a time (default: where temporary files are)"
     )
     args = parser.parse_args()
+    parser.check_device(args.device)
+    if not args.export:
+        parser.models_in(args.zoo, args.models)  # one at least
     known = json.loads(args.rows.read_text()) if args.rows.is_file() else []
     here = device_here(args.device).descriptor_name
     done = {row["model"] for row in known if row["device"] == here} if args.missing else set()
@@ -246,4 +250,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

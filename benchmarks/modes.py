@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from benchmarks.processes import median, run_bundle, run_worker, weights_of
 from benchmarks.zoo import within
 
@@ -61,9 +62,9 @@ def measure(model: Path, folder: Path, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure every model found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--memory-path", default="texture", choices=("texture", "buffer"))
     parser.add_argument("--modes", nargs="*", default=["dma", "interleave"])
     parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16"))
@@ -71,10 +72,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--models", nargs="*", default=["resnet50", "vit-b16", "gptneo-125m"])
     args = parser.parse_args()
-    for model in sorted(path for path in args.zoo.glob("*/model.onnx") if path.parent.name in args.models):
+    parser.check_device(args.device)
+    for model in parser.models_in(args.zoo, args.models).values():
         with tempfile.TemporaryDirectory() as folder:
             measure(model, Path(folder), args)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

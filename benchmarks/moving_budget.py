@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import Arguments, run_command
 from flashmem import Bundle, Runtime
 from flashmem.inputs import complete_inputs
 from flashmem.runtime.tenant import Tenant
@@ -63,9 +64,9 @@ def steady(bundle: Bundle, budget: int, args: argparse.Namespace, inputs: dict[s
 
 def main() -> None:
     """Move, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--device", default="pocl")
+    parser.add_device("pocl")
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--moves", type=int, default=20)
     parser.add_argument("--least", default="80MB")
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--no-steady", dest="steady", action="store_false", help="leave the steady times out")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    parser.check_device(args.device)
     least, most = parse_size(args.least), parse_size(args.most)
     rng, plans = random.Random(args.seed), list[tuple[float, float]]()
     planned(plans)
@@ -120,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import Arguments, run_command
 from benchmarks.worker import vm
 from flashmem import Bundle, Runtime, Session
 from flashmem.inputs import complete_inputs
@@ -101,15 +102,16 @@ def play(args: argparse.Namespace, bundles: list[Bundle], inputs: list[Any], wan
 
 def main() -> None:
     """Ask, compare, count."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("bundles", type=Path, nargs="+")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--patience", type=float, default=600)
     parser.add_argument("--budget", default=None)
-    parser.add_argument("--device", default="pocl")
+    parser.add_device("pocl")
     args = parser.parse_args()
+    parser.check_device(args.device)
     bundles = [Bundle.open(path) for path in args.bundles]
     inputs = [complete_inputs(bundle.program, {}, 0) for bundle in bundles]
     wanted = []
@@ -133,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

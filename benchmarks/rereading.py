@@ -11,13 +11,13 @@ read in all, each at its smallest budget; and the predicted first answer at the 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.budgets import Precision
+from benchmarks.command import Arguments, run_command
 from flashmem.banding import Bands
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
@@ -122,12 +122,14 @@ def row(name: str, model: Path, device: str, precision: Precision) -> str:
 
 def main() -> None:
     """A line for each model and precision."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="pocl")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device("pocl")
     parser.add_argument("--models", nargs="*", default=MODELS, choices=(*names(), *tiny_names()), metavar="NAME")
     parser.add_argument("--precisions", nargs="*", default=["fp32", "fp16"], choices=("fp32", "fp16"))
     args = parser.parse_args()
+    parser.check_device(args.device)
+    parser.models_in(args.zoo, args.models)  # one at least
     print(
         "| model | precision | smallest budget, MB | first answer there, s | at 1.5 times it, s | MB read | at the lower, s |"
     )
@@ -142,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

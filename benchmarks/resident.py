@@ -9,7 +9,6 @@ Medians, least times, ratios; the answers' greatest difference over the range of
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import onnxruntime
 
 import flashmem
-from benchmarks.zoo import models_in
+from benchmarks.command import Arguments, run_command
 from flashmem.commands.verify import compare
-from flashmem.console import exit_codes
 
 MODELS = ("gptneo-125m", "vit-b16", "resnet50")
 TURN = 6
@@ -41,6 +38,8 @@ def turn(run: Callable[[], object]) -> list[float]:
 
 def measure(name: str, model: Path, device: str, rounds: int, threads: int) -> str:
     """A row of the table."""
+    import onnxruntime
+
     inputs = dict(np.load(model.parent / "inputs.npz"))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -59,18 +58,18 @@ def measure(name: str, model: Path, device: str, rounds: int, threads: int) -> s
 
 def main() -> None:
     """The table, a row for each model as it is done."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=4, help=f"turns of {TURN} runs")
     parser.add_argument("--threads", type=int, default=2, help="of ONNX Runtime")
     args = parser.parse_args()
+    parser.check_device(args.device)
     print("| model | ours: median, least ms | ONNX Runtime | ratio | error |\n|---|---|---|---|---|")
-    for name, model in models_in(args.zoo, args.models, parser).items():
+    for name, model in parser.models_in(args.zoo, args.models).items():
         print(measure(name, model, args.device, args.rounds, args.threads), flush=True)
 
 
 if __name__ == "__main__":
-    with exit_codes():
-        main()
+    run_command(main)

@@ -8,13 +8,15 @@ All rows of the table take turns, so that every one meets the machine's fast and
 descriptor, or the one given. "Cold" drops the file from the page cache (the host of a virtual machine may still hold it). Two
 things are measured after each run, as shared machines vary, and the prediction is for the machine that was there: the disk,
 for cold files, and how fast the device computes (`benchmarks.pace`), which the second prediction takes in. A ratio is predicted
-over measured. Needs the `bench` extra.
+over measured. The last lines count the same of the simplest rivals: of latency a + b * bytes of weights, fitted to the measured
+rows themselves, apart for cold and cached files; of the peak the budget. Needs the `bench` extra.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,11 +25,12 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from benchmarks.disk import cold_rate
 from benchmarks.pace import Pace, at_pace
-from benchmarks.processes import Row, median, run_bundle, take_turns
-from benchmarks.zoo import models_in, planned_again, within
-from flashmem.console import exit_codes
+from benchmarks.processes import Row, median, run_bundle, take_turns, weights_of
+from benchmarks.rates_fit import fitted
+from benchmarks.zoo import planned_again, within
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.request import find_descriptor
 from flashmem.simulation.scenario import describe
@@ -57,6 +60,7 @@ class Comparison:
     predicted_at_pace: float
     measured_peak: float
     predicted_peak: int
+    weights: int
 
     @property
     def latency_ratio(self) -> float:
@@ -117,7 +121,22 @@ class Case:
             there.latency.integrated,
             median(rows, "ledger_peak"),
             there.memory.peak_bytes,
+            weights_of(self.bundle),
         )
+
+
+def by_bytes(table: Sequence[Comparison]) -> list[float]:
+    """Seconds over the measured ones of a line through the bytes of the weights, for each state of the file; see the module."""
+    ratios = []
+    for disk in dict.fromkeys(row.disk for row in table):
+        rows = [row for row in table if row.disk == disk]
+
+        def line(factors: Mapping[str, float], rows: Sequence[Comparison] = rows) -> list[float]:
+            return [0.1 * factors["a"] + factors["b"] * row.weights / 1e9 for row in rows]
+
+        found = line(fitted(("a", "b"), line, [row.measured for row in rows]))
+        ratios += [seconds / row.measured for seconds, row in zip(found, rows, strict=True)]
+    return ratios
 
 
 def cases_of(name: str, model: Path, folder: Path, args: argparse.Namespace) -> list[Case]:
@@ -135,9 +154,9 @@ def cases_of(name: str, model: Path, folder: Path, args: argparse.Namespace) -> 
 
 def main() -> None:
     """Compare every model found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--descriptor", help="predict with this descriptor, by name or file, instead of the device's own")
     parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
     parser.add_argument("--modes", nargs="+", default=["auto"], help="transfer modes, each a part of the table")
@@ -147,8 +166,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(BUDGETS))
     args = parser.parse_args()
+    parser.check_device(args.device)
     described = load_descriptor(args.descriptor) if args.descriptor else None
-    models = models_in(args.zoo, args.models, parser)
+    if not args.budgets and (unknown := [name for name in args.models if name not in BUDGETS]):
+        parser.error(f"no budgets are known for {', '.join(unknown)}; name some with --budgets")
+    models = parser.models_in(args.zoo, args.models)
     own = find_descriptor(args.device, args.memory_path)
     with TemporaryDirectory(prefix="flashmem-simulation-") as folder:
         with Pace(args.device, own, Path(folder)) as pace:  # before models are compiled: it refuses a device without a profile
@@ -165,13 +187,17 @@ def main() -> None:
     for comparison in table:
         print(comparison.line())
     exact = sum(abs(c.peak_ratio - 1) <= MEMORY_TOLERANCE for c in table)
-    for what, ratios in (("", [c.latency_ratio for c in table]), (" at the machine's pace", [c.ratio_at_pace for c in table])):
+    budgets = sum(abs(c.budget / c.measured_peak - 1) <= MEMORY_TOLERANCE for c in table)
+    for what, ratios in (
+        ("", [c.latency_ratio for c in table]),
+        (" at the machine's pace", [c.ratio_at_pace for c in table]),
+        (" of a + b * bytes of weights, fitted to these rows,", by_bytes(table)),
+    ):
         near = sum(abs(ratio - 1) <= LATENCY_TOLERANCE for ratio in ratios)
         mean = statistics.geometric_mean(ratios)
         print(f"\nlatency{what} within {LATENCY_TOLERANCE:.0%}: {near} of {len(table)}, geometric mean of the ratio {mean:.2f}")
-    print(f"peak within {MEMORY_TOLERANCE:.0%}: {exact} of {len(table)}")
+    print(f"peak within {MEMORY_TOLERANCE:.0%}: {exact} of {len(table)}; the budget as the peak: {budgets} of {len(table)}")
 
 
 if __name__ == "__main__":
-    with exit_codes():
-        main()
+    run_command(main)

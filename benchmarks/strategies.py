@@ -20,8 +20,9 @@ from statistics import geometric_mean
 from typing import Any, get_args
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
-from benchmarks.zoo import MODELS, models_in, planned_again, within
+from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
 from flashmem.errors import BudgetError
@@ -170,9 +171,9 @@ def plot(path: Path, name: str, whole: flashmem.Bundle, folder: Path, budget: in
 
 def main() -> None:
     """Measure every model found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--budgets", nargs="*", default=[], help="for instance 128MB; default: parts of the weights")
@@ -184,7 +185,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    found = models_in(args.zoo, args.models, parser)
+    parser.check_device(args.device)
+    found = parser.models_in(args.zoo, args.models)
     print(f"flashmem {flashmem.__version__}, device {args.device}, medians of {args.runs} fresh processes")
     results = []
     for number, (name, model) in enumerate(found.items()):
@@ -211,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

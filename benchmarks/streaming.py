@@ -5,12 +5,13 @@
 DIR holds resnet50, vit-b16 and gptneo-125m as `flashmem zoo export` writes them (each in a folder of its own, with external
 data). Every number is the median of fresh processes that take turns; the kernels' program cache is filled first. "Cold" drops
 the file from the page cache (the host of a virtual machine may still hold it), and the disk's rate is measured the same way in
-the same run. The hard limit is a memory cgroup, which needs root; without it those rows are left out. Needs the `bench` extra.
+the same run. ONNX Runtime runs as installed, and as the simplest rival of streaming: weights in one file of external data that
+it maps, nothing packed anew, no arena ("mapped"). The hard limit is a memory cgroup, which needs root; those rows are else
+left out. Needs the `bench` extra.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ import numpy as np
 import onnx
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from benchmarks.disk import cold_rate
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from flashmem.bundle import Bundle
@@ -99,6 +101,7 @@ class Bench:
             "preload, cold": lambda: self.flashmem("--strategy", "preload", cold=True),
             "ONNX Runtime, cold": lambda: self.onnxruntime(cold=True),
             "ONNX Runtime, cached": lambda: self.onnxruntime(),
+            "ONNX Runtime mapped, cold": lambda: self.onnxruntime("--mapped", cold=True),
             "ONNX Runtime mapped, cached": lambda: self.onnxruntime("--mapped"),
         }
         rows: dict[str, list[dict[str, Any]]] = {key: [] for key in variants}
@@ -188,24 +191,24 @@ def report(name: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure every model found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--zoo", type=Path, required=True)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--models", nargs="*", default=list(BUDGETS))
+    parser.add_argument("--models", nargs="*", default=list(BUDGETS), choices=list(BUDGETS), metavar="NAME")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    parser.check_device(args.device)
+    found = parser.models_in(args.zoo, args.models)
     print(f"flashmem {flashmem.__version__}, {os.cpu_count()} cores, device {args.device}, medians of {args.runs}")
     no_limit = why_no_limit()
     if no_limit is not None:
         print(f"no hard limit can be set ({no_limit}): its rows are left out; they need root")
     results = {}
-    for name in args.models:
+    for name, model in found.items():
         folder = Path(tempfile.mkdtemp(prefix="flashmem-bench-"))
         try:
-            results[name] = Bench(name, args.zoo / name / "model.onnx", folder, args.device, args.runs).measure(
-                limited=no_limit is None
-            )
+            results[name] = Bench(name, model, folder, args.device, args.runs).measure(limited=no_limit is None)
         finally:
             shutil.rmtree(folder)
         report(name, results[name])
@@ -214,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

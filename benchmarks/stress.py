@@ -37,9 +37,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashmem
+from benchmarks.command import Arguments, run_command
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.errors import BudgetError, RunError
 from flashmem.program import MemoryPath, Program
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime import loader
@@ -204,8 +205,8 @@ def play(case: Case, reference: Reference, args: argparse.Namespace, first: int)
 
 def main() -> None:
     """Compile, play, count."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
+    parser = Arguments(__doc__)
+    parser.add_device()
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--runs", type=int, default=5000)
@@ -218,11 +219,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=300, help="seconds until a session that does not end stops it all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            sys.exit(stress(args, args.bundles or Path(folder)))
-    except UserError as error:
-        parser.error(str(error))
+    parser.check_device(args.device)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(stress(args, args.bundles or Path(folder)))
 
 
 def stress(args: argparse.Namespace, folder: Path) -> int:
@@ -271,4 +270,4 @@ def stress(args: argparse.Namespace, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

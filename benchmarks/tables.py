@@ -11,22 +11,22 @@ Rates of the descriptor that are assumptions (`--free`) are fitted to the latenc
 descriptor is taken as it is shipped, which is fitted to those named above). Plans are made anew with what was fitted, and it is
 fitted again. Errors are those of the other rows; memory is not fitted, and judged in all. The second table says what a row's
 latency is made of: opening, loading, and the seconds of each family of kernels; and, as a check that no fit has seen, the
-execution that the paper measured of the framework which it builds on (Table 7, SmartMem, Exec). Needs the `compile` extra.
+execution that the paper measured of the framework which it builds on (Table 7, SmartMem, Exec). The last lines hold each claim
+beside the same figure of its simplest rival (`benchmarks/tables_verdict.py`). Needs the `compile` extra.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
+from benchmarks.command import Arguments, run_command
 from benchmarks.rates_fit import RATES, fitted, scaled
+from benchmarks.tables_verdict import Judged, verdict
 from flashmem.capacity.classes import predict_seconds
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.device import DeviceDescriptor, load_descriptor
@@ -72,8 +72,10 @@ DEVICE, PRECISION = "adreno750", "fp16"
 ASSUMED = {"gemm_flops": 8.31e11, "disk_bandwidth": 4.2e9, "session_seconds": 0.15, "launch_seconds": 30e-6}
 """What the descriptor said before it was fitted, from published figures: what fits begin with."""
 
+SHIPPED_FIT = ("gptneo-1.3b", "vit-103m", "resnet50", "depthanything-l")
+"""The rows that the shipped descriptor is fitted to: they judge nothing where it is taken as it is."""
+
 MOST_FITTED = 4
-MEMORY_BAR, ERROR_BAR, RANK_BAR = 1.2, 1.5, 0.9
 _ROUNDS = 2
 """How often plans are made for what was fitted, and it is fitted again."""
 
@@ -106,7 +108,7 @@ class Planned:
         return dict(seconds.most_common())
 
 
-def graphs_in(zoo: Path, names: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, tuple[str, Graph]]:
+def graphs_in(zoo: Path, names: Sequence[str], parser: Arguments) -> dict[str, tuple[str, Graph]]:
     """The graph of each model, and what it was taken from; the parser's error where there is neither file nor configuration."""
     descriptor = load_descriptor(DEVICE)
     reading = Options(descriptor, choose_mode(descriptor, "auto"), read_limits(), PRECISION)
@@ -125,18 +127,6 @@ def graphs_in(zoo: Path, names: Sequence[str], parser: argparse.ArgumentParser) 
         except UserError as error:
             parser.error(f"{name}: neither {files[-1]} nor a configuration ({error})")
     return found
-
-
-def off_by(values: Sequence[tuple[float, float]]) -> float:
-    """The geometric mean of how many times too much or too little is predicted."""
-    return geometric_mean(math.exp(abs(math.log(ours / theirs))) for ours, theirs in values)
-
-
-def rank_correlation(values: Sequence[tuple[float, float]]) -> float:
-    """Spearman's, of values without ties."""
-    ranks = [{value: rank for rank, value in enumerate(sorted(column))} for column in zip(*values, strict=True)]
-    distance = sum((ranks[0][a] - ranks[1][b]) ** 2 for a, b in values)
-    return 1 - 6 * distance / (len(values) * (len(values) ** 2 - 1))
 
 
 def fit_rates(
@@ -198,32 +188,19 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def show_verdict(rows: Sequence[dict[str, Any]]) -> None:
-    """The bars, over the rows that were not fitted; of memory over all."""
-    values = [(row["ms"], PUBLISHED[row["model"]].ms) for row in rows if not row["fitted"]]
-    if len(values) > 1:
-        rank, error = rank_correlation(values), off_by(values)
-        ratio = geometric_mean(ours / theirs for ours, theirs in values)
-        print(
-            f"\nlatency of the {len(values)} rows not fitted: Spearman {rank:.2f} (bar {RANK_BAR}: {_met(rank >= RANK_BAR)}), "
-            f"off by {error:.2f} times (bar {ERROR_BAR}: {_met(error <= ERROR_BAR)}), predicted / published {ratio:.2f}"
-        )
-    ratios = {row["model"]: row["MB"] / PUBLISHED[row["model"]].mb for row in rows}
-    over = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio > MEMORY_BAR]
-    print(
-        f"average memory within {MEMORY_BAR} times the published: {len(ratios) - len(over)} of {len(ratios)}"
-        f"{'; not ' + ', '.join(over) if over else ''}"
-    )
-
-
-def _met(holds: bool) -> str:
-    return "met" if holds else "missed"
+def judged(row: Mapping[str, Any]) -> Judged:
+    """The row beside what is published of its model."""
+    published = PUBLISHED[row["model"]]
+    return Judged(
+        row["model"], row["fitted"], row["ms"], published.ms, row["MB"], published.mb, row["busy ms"].get("compute", 0.0),
+        published.executed, row["weights MB"], row["gmacs"],
+    )  # fmt: skip
 
 
 def main() -> None:
     """Command line: see the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path, required=True)
+    parser = Arguments(__doc__)
+    parser.add_zoo()
     parser.add_argument("--models", nargs="*", default=list(PUBLISHED))
     parser.add_argument("--fit", default="", metavar="ROW,...", help="rows by model, four at most")
     parser.add_argument("--free", default="gemm_flops,launch_seconds,disk_bandwidth,session_seconds", metavar="RATE,...")
@@ -250,19 +227,20 @@ def main() -> None:
     if rows_fitted:
         factors = fit_rates({name: graphs[name][1] for name in rows_fitted}, base, free, limits)
     descriptor = scaled(base, factors)
-    print(f"{DEVICE}, {PRECISION}, M_peak {args.m_peak}, file cold; fitted on {', '.join(rows_fitted) or 'nothing'}")
+    print(f"{DEVICE}, {PRECISION}, M_peak {args.m_peak}, file cold; fitted on {', '.join(rows_fitted or SHIPPED_FIT)}")
     for name, factor in factors.items():
         print(f"  {name} = {getattr(descriptor.rates, name):.3g} ({factor:.2f} times what was assumed)")
     rows = []
     for name, (size, graph) in graphs.items():
         row = row_of(name, Planned.made(graph, descriptor, limits), descriptor)
-        rows.append(row | {"size": size, "fitted": name in rows_fitted})
+        rows.append(row | {"size": size, "fitted": name in (rows_fitted or SHIPPED_FIT)})
         print(f"  {name} {row['ms']:.0f} ms, {row['MB']:.0f} MB", flush=True)
     show_rows(rows)
-    show_verdict(rows)
+    opening, per_mb = 1e3 * ASSUMED["session_seconds"], 1e9 / ASSUMED["disk_bandwidth"]
+    print("\n" + "\n".join(verdict([judged(row) for row in rows], opening_ms=opening, ms_per_mb=per_mb)))
     if args.json:
         args.json.write_text(json.dumps({"factors": factors, "rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

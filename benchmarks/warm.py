@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import Arguments, run_command
 from benchmarks.processes import weights_of
 from benchmarks.worker import inputs_for
-from benchmarks.zoo import models_in
 
 MODELS = ["resnet50", "vit-b16", "gptneo-125m"]
 FIFTH = 5
@@ -159,10 +159,10 @@ def draw(path: Path, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
 
 def main() -> None:
     """Compile, take turns, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=Path)
+    parser = Arguments(__doc__)
+    parser.add_zoo(required=False)
     parser.add_argument("--models", nargs="*", default=MODELS)
-    parser.add_argument("--device", default="pocl")
+    parser.add_device("pocl")
     parser.add_argument("--shares", type=float, nargs="*", default=[1.2, 0.5])
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between two answers")
@@ -176,6 +176,7 @@ def main() -> None:
     if args.way is not None:
         worker(args)
         return
+    parser.check_device(args.device)
     if args.zoo is None or args.answers < FIFTH:
         parser.error(f"name the folder of the exported models with --zoo, and {FIFTH} answers at least")
     if args.plot is not None:
@@ -183,7 +184,7 @@ def main() -> None:
 
         require_matplotlib()
     found = {}
-    for name, model in models_in(args.zoo, args.models, parser).items():
+    for name, model in parser.models_in(args.zoo, args.models).items():
         with tempfile.TemporaryDirectory() as scratch:
             found[name] = model_rows(args, model, Path(scratch))
         show(name, found[name])
@@ -194,4 +195,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,15 +15,6 @@ from flashmem.learn import limits_of
 from flashmem.request import Options, choose_mode
 
 MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")
-
-
-def models_in(zoo: Path, names: list[str], parser: argparse.ArgumentParser) -> dict[str, Path]:
-    """The files of those `names` that are in `zoo`, as NAME/model.onnx or NAME.onnx; the parser's error if none is."""
-    files = {name: (zoo / name / "model.onnx", zoo / f"{name}.onnx") for name in names}
-    found = {name: file for name, both in files.items() for file in reversed(both) if file.is_file()}
-    if not found:
-        parser.error(f"none of {', '.join(names)} is in {zoo}; export one with `flashmem zoo export`")
-    return found
 
 
 def within(budget: int, bundle: Callable[..., flashmem.Bundle]) -> flashmem.Bundle:

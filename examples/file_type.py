@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, find, runner
+from flashmem.console import exit_codes
 
 NETWORK = Trained("magika", "models/standard_v3_3/model.onnx", {"bytes": (1, 2048)}, "12MB")
 
@@ -42,8 +43,9 @@ def file_type(data: bytes, run: Run) -> tuple[str, float]:
 
 
 if __name__ == "__main__":
-    files = command(__doc__, files="FILE").parse_args().files
-    with NETWORK.open() as session:
-        for name in files:
-            kind, sure = file_type(name.read_bytes(), runner(session))
-            print(f"{name}: {kind} ({sure:.0%})")
+    with exit_codes():
+        files = command(__doc__, files="FILE").parse_args().files
+        with NETWORK.open() as session:
+            for name in files:
+                kind, sure = file_type(name.read_bytes(), runner(session))
+                print(f"{name}: {kind} ({sure:.0%})")

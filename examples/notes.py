@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from examples.speech_or_not import read_wave
 from examples.trained import Run, Trained, command, runner
+from flashmem.console import exit_codes
 
 RATE = 22050
 SAMPLES = 43844  # in one run: two seconds less a step of the network
@@ -43,8 +44,9 @@ def name(midi: int) -> str:
 
 
 if __name__ == "__main__":
-    files = command(__doc__, files="RECORDING.wav").parse_args().files
-    with NETWORK.open() as session:
-        for file in files:
-            found = notes(read_wave(file, RATE), runner(session))
-            print(f"{file}: {', '.join(f'{note} at {start:.2f} s' for start, note in found) or 'no notes'}")
+    with exit_codes():
+        files = command(__doc__, files="RECORDING.wav").parse_args().files
+        with NETWORK.open() as session:
+            for file in files:
+                found = notes(read_wave(file, RATE), runner(session))
+                print(f"{file}: {', '.join(f'{note} at {start:.2f} s' for start, note in found) or 'no notes'}")

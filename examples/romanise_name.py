@@ -10,8 +10,11 @@ import json
 import numpy as np
 
 from examples.trained import Run, Trained, command, find, runner
+from flashmem.console import exit_codes
+from flashmem.errors import UserError
 
 _LETTERS = 24  # of a name at most, with its country, role and end
+_BESIDE = 3  # country, role and end
 _START, _END = 1, 2  # numbers of tokens
 _LONGEST = 32  # Latin letters
 
@@ -25,12 +28,21 @@ DECODER = Trained(
 
 
 def romanise(name: str, encode: Run, decode: Run, country: str | None = None) -> str:
-    """The most likely spelling of `name`, one letter after the other; each is given back to the decoder with its state."""
+    """The most likely spelling of `name`, one letter after the other; each is given back to the decoder with its state.
+
+    Raises:
+        UserError: the name is too long, or the network does not know the country.
+        FileNotFoundError: the file of letters is missing.
+    """
     tokens = json.loads(find("arabic_name_romanizer", "resources/vocab.json").read_text(encoding="utf-8"))["tokens"]
     number = {token: index for index, token in enumerate(tokens)}
-    prefix = [number[f"<{country or 'UNK_COUNTRY'}>"], number["<ROLE_UNKNOWN>"]]
+    if (of := f"<{country or 'UNK_COUNTRY'}>") not in number:
+        raise UserError(f"the network knows no country {country!r}; name one by two capital letters, such as EG, or none")
+    if len(name) > _LETTERS - _BESIDE:
+        raise UserError(f"{name!r} has {len(name)} letters; the network takes {_LETTERS - _BESIDE} at most")
+    prefix = [number[of], number["<ROLE_UNKNOWN>"]]
     source = np.zeros((1, _LETTERS), np.int64)
-    source[0, : len(name) + 3] = [*prefix, *(number.get(letter, number["<UNK>"]) for letter in name), _END]
+    source[0, : len(name) + _BESIDE] = [*prefix, *(number.get(letter, number["<UNK>"]) for letter in name), _END]
     nothing = source == 0
     memory, _, hidden = encode({"src": source, "src_mask": nothing})
     written, last = [], _START
@@ -44,9 +56,10 @@ def romanise(name: str, encode: Run, decode: Run, country: str | None = None) ->
 
 
 if __name__ == "__main__":
-    parser = command(__doc__)
-    parser.add_argument("name", help="in Arabic letters")
-    parser.add_argument("country", nargs="?", help="two letters, such as EG: spellings differ")
-    given = parser.parse_args()
-    with ENCODER.open() as encoder, DECODER.open() as decoder:
-        print(romanise(given.name, runner(encoder), runner(decoder), given.country))
+    with exit_codes():
+        parser = command(__doc__)
+        parser.add_argument("name", help="in Arabic letters")
+        parser.add_argument("country", nargs="?", help="two letters, such as EG: spellings differ")
+        given = parser.parse_args()
+        with ENCODER.open() as encoder, DECODER.open() as decoder:
+            print(romanise(given.name, runner(encoder), runner(decoder), given.country))

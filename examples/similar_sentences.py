@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, find, runner
+from flashmem.console import exit_codes
 
 _TOKENS = 32  # of a sentence at most; what is longer is cut
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -62,11 +63,12 @@ def similarities(texts: Sequence[str], run: Run) -> NDArray[np.float32]:
 
 
 if __name__ == "__main__":
-    parser = command(__doc__)
-    parser.add_argument("sentence", help="what the others are compared with")
-    parser.add_argument("others", nargs="+", metavar="other")
-    given = parser.parse_args()
-    with NETWORK.open() as session:
-        _, *others = similarities([given.sentence, *given.others], runner(session))[0]
-    for text, likeness in zip(given.others, others, strict=True):
-        print(f"{likeness:.2f}  {text}")
+    with exit_codes():
+        parser = command(__doc__)
+        parser.add_argument("sentence", help="what the others are compared with")
+        parser.add_argument("others", nargs="+", metavar="other")
+        given = parser.parse_args()
+        with NETWORK.open() as session:
+            _, *others = similarities([given.sentence, *given.others], runner(session))[0]
+        for text, likeness in zip(given.others, others, strict=True):
+            print(f"{likeness:.2f}  {text}")

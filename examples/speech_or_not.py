@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, runner
+from flashmem.console import exit_codes
+from flashmem.errors import UserError
 
 RATE, FRAME = 16000, 512  # samples in a second; in a frame, of 32 ms
 _BEFORE = 64  # samples of the frame before that the network sees again
@@ -26,12 +28,19 @@ NETWORK = Trained(
 
 
 def read_wave(path: Path, rate: int = RATE) -> NDArray[np.float32]:
-    """The samples of a WAV file of 16 bits, its first channel only, from -1 to 1 and `rate` of them a second."""
-    with wave.open(str(path)) as file:
-        if file.getsampwidth() != 2:
-            raise ValueError(f"{path} has {8 * file.getsampwidth()} bits a sample, not 16")
-        channels, recorded = file.getnchannels(), file.getframerate()
-        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")[::channels] / np.float32(32768)
+    """The samples of a WAV file of 16 bits, its first channel only, from -1 to 1 and `rate` of them a second.
+
+    Raises:
+        UserError: not such a file.
+    """
+    try:
+        with wave.open(str(path)) as file:
+            if file.getsampwidth() != 2:
+                raise UserError(f"{path} has {8 * file.getsampwidth()} bits a sample; give a WAV file of 16")
+            channels, recorded = file.getnchannels(), file.getframerate()
+            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")[::channels] / np.float32(32768)
+    except (wave.Error, EOFError) as error:
+        raise UserError(f"{path} is not a WAV file that can be read ({error}); give one of 16 bits a sample") from error
     times = np.arange(int(len(samples) * rate / recorded)) * (recorded / rate)
     return np.asarray(np.interp(times, np.arange(len(samples)), samples), np.float32)
 
@@ -58,8 +67,9 @@ def spans(probabilities: NDArray[np.float32]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    files = command(__doc__, files="RECORDING.wav").parse_args().files
-    with NETWORK.open() as session:
-        for name in files:
-            found = spans(speech(read_wave(name), runner(session)))
-            print(f"{name}: {', '.join(f'{start:.1f} to {end:.1f} s' for start, end in found) or 'no speech'}")
+    with exit_codes():
+        files = command(__doc__, files="RECORDING.wav").parse_args().files
+        with NETWORK.open() as session:
+            for name in files:
+                found = spans(speech(read_wave(name), runner(session)))
+                print(f"{name}: {', '.join(f'{start:.1f} to {end:.1f} s' for start, end in found) or 'no speech'}")

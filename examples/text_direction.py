@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, runner
+from flashmem.console import exit_codes
+from flashmem.demo.run import open_image
 
 NETWORK = Trained("rapidocr", "models/*_cls_*.onnx", {"x": (1, 3, 48, 192)}, "1MB")
 
@@ -32,10 +34,9 @@ def upside_down(line: NDArray[np.uint8], run: Run) -> float:
 
 
 if __name__ == "__main__":
-    from PIL import Image
-
-    files = command(__doc__, files="IMAGE").parse_args().files
-    with NETWORK.open() as session:
-        for name in files:
-            turned = upside_down(np.asarray(Image.open(name).convert("RGB")), runner(session))
-            print(f"{name}: {'upside down' if turned > 0.5 else 'upright'} ({max(turned, 1 - turned):.0%})")
+    with exit_codes():
+        files = command(__doc__, files="IMAGE").parse_args().files
+        with NETWORK.open() as session:
+            for name in files:
+                turned = upside_down(np.asarray(open_image(name)), runner(session))
+                print(f"{name}: {'upside down' if turned > 0.5 else 'upright'} ({max(turned, 1 - turned):.0%})")

@@ -50,4 +50,12 @@ sys.modules[__name__].__class__ = _Package
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from flashmem.extras import missing
+
+        said = missing(f"flashmem.{name}", error.name or "")
+        if said is None:
+            raise
+        raise ModuleNotFoundError(str(said), name=error.name) from error

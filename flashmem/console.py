@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from flashmem import interrupts
 from flashmem.errors import FlashmemWarning, RunError, UserError
+from flashmem.extras import missing
 
 EXIT_RUN_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -136,6 +137,11 @@ def exit_codes() -> Iterator[None]:
             _flush()  # here, where a full disk and a reader who left can still be reported
     except (UserError, FileNotFoundError) as error:
         _fail(str(error), EXIT_USER_ERROR)
+    except ModuleNotFoundError as error:
+        said = missing("this command", error.name or "")
+        if said is None:
+            raise
+        _fail(str(said), EXIT_USER_ERROR)
     except RunError as error:
         _fail(str(error), EXIT_RUN_FAILED)
     except BrokenPipeError:

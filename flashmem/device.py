@@ -1,7 +1,8 @@
 """Device descriptor: what the compiler and the planner must know of a device, as data (devices/*.toml).
 
 A descriptor says which memory path and transfer modes a device can do, the tiles its kernels want, its limits, and its
-rates. `measured` says whether the rates were measured or taken from published figures; `sources` says from where.
+rates. `measured` says whether the rates were measured or taken from published figures, `measured_on` on which processor;
+`sources` says from where.
 """
 
 from __future__ import annotations
@@ -209,6 +210,7 @@ class DeviceDescriptor:
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
+    measured_on: str = ""  # the processor of measured rates, as `runtime.processor.processor_of` names it
     sources: dict[str, str] = field(default_factory=dict)
 
     @property

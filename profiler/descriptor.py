@@ -22,8 +22,8 @@ _NAME = re.compile(r"^name *=.*$", re.MULTILINE)
 
 
 def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, what: str) -> Path:
-    """Write NAME.toml, whole or not at all, and return its path. Every rate gets `source` as its source."""
-    sources = {field.name: source for field in fields(Rates)}
+    """Write NAME.toml, whole or not at all, and return its path. Every rate, and where it was measured, gets `source`."""
+    sources = {name: source for name in (*(field.name for field in fields(Rates)), "measured_on")}
     sources["tile"] = descriptor.sources.get("tile", "chosen by hand; see docs/opencl-notes.md")
     kept = {key: said for key, said in descriptor.sources.items() if key not in sources}
     tuned = _beside(folder, descriptor.tuned, (SUFFIX,))

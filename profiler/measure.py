@@ -22,6 +22,7 @@ from flashmem.errors import RunError
 from flashmem.files import written_whole
 from flashmem.program import MemoryPath
 from flashmem.runtime.devices import Device
+from flashmem.runtime.processor import processor_of
 
 from .bench import Bench, Measured, Pace, Prepared
 from .dataset import SAMPLE, SUFFIX, Growing, Row, write_dataset
@@ -76,7 +77,7 @@ class Measurement:
         self.source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"
         self.machine = replace(machine, rates=rates)
         self.basis = Basis(rates.gemm_flops, rates.memory_bandwidth, rates.launch_seconds, machine.mode_rates, self.source)
-        self.descriptor = replace(descriptor, rates=rates, measured=True)
+        self.descriptor = replace(descriptor, rates=rates, measured=True, measured_on=processor_of(device))
 
     @property
     def about(self) -> dict[str, Any]:

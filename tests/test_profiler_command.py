@@ -16,6 +16,7 @@ from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.report import judged_by_shipped
 from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.processor import processor_of
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 DEVICE = next(str(number) for number, device in enumerate(list_devices()) if device.kind == "cpu")
@@ -60,7 +61,9 @@ def test_a_profile_killed_and_resumed_to_its_figures(
     assert {path.name for path in folder.iterdir()} == written | tables
     assert done.out.strip() == str(folder / "mine.toml")
     descriptor = load_descriptor(done.out.strip())
-    assert descriptor.measured and descriptor.rates.gemm_flops > 1e9 and descriptor.rates.session_seconds > 0
+    assert descriptor.measured and descriptor.measured_on == processor_of(list_devices()[int(DEVICE)])
+    assert descriptor.sources["measured_on"] == descriptor.sources["gemm_flops"]
+    assert 1e9 < descriptor.rates.gemm_flops < 1e13 and 1e-4 < descriptor.rates.session_seconds < 10
     assert "trained" in default_model(descriptor, descriptor.memory_paths[0]).note
     dataset = folder / "mine.profile.csv.gz"
     _, rows = read_dataset(dataset)

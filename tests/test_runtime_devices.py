@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashmem.commands.devices import show_devices
 from flashmem.device import descriptor_names, load_descriptor
+from flashmem.runtime import processor
 from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor, no_device
 from flashmem.runtime.opencl import list_devices
 
@@ -148,3 +151,41 @@ def test_devices_says_which_descriptor_and_whether_it_is_the_devices_own(
     generic, own = (line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "descriptor" in line)
     assert generic == "generic-gpu (none of this device's own; rates published or assumed)"
     assert own == "adreno740 (rates published or assumed)"
+
+
+def test_rates_are_said_to_be_of_the_processor_they_were_measured_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A driver's name for a CPU fits several generations, so family, model and cores count; a GPU has its own name."""
+    system = (
+        "processor\t: 0\nmodel name\t: AMD EPYC\ncpu family\t: {}\nmodel\t\t: {}\n\nprocessor\t: 1\nmodel name\t: another\n"
+    )
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(processor, "_CPUINFO", cpuinfo)
+    intel = replace(phone(), platform="Intel(R) OpenCL", name="AMD EPYC", version="", kind="cpu", compute_units=2)
+    measured_on = load_descriptor("intel-cpu").measured_on
+
+    def said(device: Device) -> str:
+        monkeypatch.setattr("flashmem.commands.devices.list_devices", lambda: (device,))
+        show_devices(as_json=False)
+        [line] = [line for line in capsys.readouterr().out.splitlines() if "descriptor" in line]
+        return line.split(maxsplit=1)[1]
+
+    cpuinfo.write_text(system.format(26, 2))
+    assert said(intel) == "intel-cpu (rates measured on AMD EPYC, family 26 model 2, 2 cores)"
+    others = f"intel-cpu (rates measured on {measured_on}; this is {{}}, another one)"
+    assert said(replace(intel, compute_units=16)) == others.format("AMD EPYC, family 26 model 2, 16 cores")
+    cpuinfo.write_text(system.format(25, 1))
+    assert said(intel) == others.format("AMD EPYC, family 25 model 1, 2 cores")
+    cpuinfo.unlink()
+    assert said(intel) == others.format("AMD EPYC, 2 cores")
+    gpu = replace(phone(), platform="NVIDIA CUDA", name="NVIDIA H200", version="", kind="gpu")
+    assert said(gpu) == "nvidia (rates measured on NVIDIA H200)"
+    assert said(replace(gpu, name="NVIDIA H100")).endswith("(rates measured on NVIDIA H200; this is NVIDIA H100, another one)")
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_measured_rates_name_their_processor(name: str) -> None:
+    descriptor = load_descriptor(name)
+    assert bool(descriptor.measured_on) == descriptor.measured
+    assert not descriptor.measured or descriptor.measured_on.split(",")[0] in descriptor.sources["gemm_flops"]

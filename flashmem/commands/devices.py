@@ -7,6 +7,7 @@ from typing import Any
 from flashmem.console import emit_json, out
 from flashmem.runtime.devices import Device, choose, descriptor_for, no_device, why_not
 from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.processor import processor_of, rates_are_of, rates_said
 from flashmem.units import format_size
 
 
@@ -42,6 +43,10 @@ def _describe(index: int, device: Device, auto: bool) -> dict[str, Any]:
         "auto": auto,
         "descriptor": device.descriptor_name,
         "rates_measured": descriptor.measured,
+        "processor": processor_of(device),
+        "rates_measured_on": descriptor.measured_on,
+        "rates_measured_here": rates_are_of(descriptor, device),
+        "rates": rates_said(descriptor, device),
         "memory_path": descriptor.memory_paths[0],
         "transfer_mode": descriptor.modes[descriptor.memory_paths[0]][0],
         "modes": {path: list(descriptor.modes[path]) for path in descriptor.memory_paths},
@@ -54,11 +59,10 @@ def _print(entry: dict[str, Any]) -> None:
     memory = format_size(entry["global_memory_bytes"])
     units = f"{entry['compute_units']} compute unit{'s' if entry['compute_units'] != 1 else ''}"
     console.print(f"{entry['number']}  {entry['name']}{'  (auto)' if entry['auto'] else ''}", markup=False)
-    rates = "rates measured" if entry["rates_measured"] else "rates published or assumed"
     own = "none of this device's own; " if entry["descriptor"].startswith("generic-") else ""
     for label, text in (
         ("platform", f"{entry['platform']}, driver {entry['driver_version']}, {units}, {memory}"),
-        ("descriptor", f"{entry['descriptor']} ({own}{rates})"),
+        ("descriptor", f"{entry['descriptor']} ({own}{entry['rates']})"),
         ("uses", f"memory path {entry['memory_path']}, transfer mode {entry['transfer_mode']}"),
         *((f"{path}", ", ".join(modes)) for path, modes in entry["modes"].items()),
         *(

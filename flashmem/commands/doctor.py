@@ -100,6 +100,7 @@ def _print_surroundings(around: Surroundings, found: Iterable[Step]) -> None:
 
 def _print_device(number: int, device: Device, results: Iterable[Result]) -> None:
     from flashmem.runtime.devices import descriptor_for, why_not
+    from flashmem.runtime.processor import rates_said
 
     descriptor = descriptor_for(device)
     print(f"\n{number}  {device.platform}: {device.name}, driver {device.driver_version}")
@@ -113,7 +114,7 @@ def _print_device(number: int, device: Device, results: Iterable[Result]) -> Non
             else "not over buffers"
         )
         print(f"     {'textures':<22} {device.image_max_width} x {device.image_max_height} texels, {over}")
-    print(f"     {'descriptor':<22} {descriptor.name} (rates {'measured' if descriptor.measured else 'published or assumed'})")
+    print(f"     {'descriptor':<22} {descriptor.name} ({rates_said(descriptor, device)})")
     for path in descriptor.memory_paths:
         print(f"     {path + ' path':<22} {', '.join(descriptor.modes[path])}")
     for path, reasons in why_not(device).items():

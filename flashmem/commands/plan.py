@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, open_bundle
-from flashmem.commands.extras import offline_half
 from flashmem.commands.plan_steady import steady_rows, steady_text
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
+from flashmem.extras import offline_half
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program import Program, raw_bytes

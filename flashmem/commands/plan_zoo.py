@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from flashmem.commands.compiling import CompileOptions
-from flashmem.commands.extras import offline_half
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import UserError
+from flashmem.extras import offline_half
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
-from flashmem.commands.extras import offline_half
 from flashmem.console import progress, say
 from flashmem.errors import MissingFileError, UserError
+from flashmem.extras import need
 
 
 def profile_device(
@@ -128,6 +127,4 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
 
 
 def _need_extra() -> None:
-    with offline_half("profiling"):
-        for module in ("xgboost", "jinja2", "onnx", "ortools"):
-            import_module(module)
+    need("profiling", "xgboost", "jinja2", "onnx", "ortools")

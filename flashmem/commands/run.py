@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
-from flashmem.commands.extras import offline_half
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.trace import write_trace
 from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.device import TransferMode
 from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.extras import offline_half
 from flashmem.files import check_target
 from flashmem.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.report import RunReport, process_rss

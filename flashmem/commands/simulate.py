@@ -17,6 +17,7 @@ from flashmem.planning.plan import OverlapPlan
 from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program import Program, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, find_descriptor
+from flashmem.runtime.processor import rates_said
 from flashmem.runtime.residence import Strategy
 from flashmem.shapes import port_shapes
 from flashmem.simulation.scenario import Disk, describe, layout_for
@@ -124,6 +125,7 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
         "simulated": True,
         "device": played.subject.descriptor.name,
         "device_measured": played.subject.descriptor.measured,
+        "device_measured_on": played.subject.descriptor.measured_on,
         "memory_path": program.memory_path,
         "transfer_mode": played.mode,
         "strategy": played.strategy,
@@ -150,14 +152,13 @@ def _title(played: _Played, options: SimulateOptions) -> str:
 def _print(played: _Played, options: SimulateOptions) -> None:
     prediction, descriptor = played.prediction, played.subject.descriptor
     latency, memory = prediction.report.latency, prediction.report.memory
-    rates = "measured rates" if descriptor.measured else "rates not measured on it"
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
     busy = {"disk": "disk", "read": "reading the page cache", "copy": "copying", "compute": "compute"}
     print_facts(
         {
-            "device": f"{descriptor.name} ({rates}), {played.subject.program.memory_path} path, mode {played.mode}, "
-            f"{played.strategy}, file {options.disk}",
+            "device": f"{descriptor.name} ({rates_said(descriptor)}), {played.subject.program.memory_path} path, "
+            f"mode {played.mode}, {played.strategy}, file {options.disk}",
             "first answer": f"{answer}, later ones {1e3 * prediction.later:.1f} ms: predicted",
             "memory": f"{format_size(memory.peak_bytes)} at most, {format_size(memory.average_bytes)} on average, {budget}",
             "busy": ", ".join(

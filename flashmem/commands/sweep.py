@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from flashmem.commands.extras import offline_half
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import ProgressCallback, progress, say
 from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.extras import offline_half
 from flashmem.files import check_target
 from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
 from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words

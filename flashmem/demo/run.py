@@ -21,6 +21,7 @@ from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import out, print_table, say, waiting
 from flashmem.demo import ocr
 from flashmem.errors import MissingFileError, RunError, UserError
+from flashmem.extras import need
 from flashmem.paths import cache_folder, make_private
 from flashmem.runtime.session import Session
 from flashmem.units import format_size, parse_size
@@ -97,6 +98,7 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
         UserError: the `demo` extra is missing, `image` cannot be read, or `budget` is too small.
         RunError: the page that was drawn was not read as it was written.
     """
+    need("the demo", "rapidocr", "PIL", "cv2")
     models = ocr.find_models()
     parse_size(budget, what="--budget")
     page = open_image(image) if image else _drawn_and_kept()

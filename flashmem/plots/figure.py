@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem.errors import UserError
+from flashmem.extras import need
 from flashmem.files import written_whole
 
 if TYPE_CHECKING:
@@ -24,10 +24,7 @@ _DPI = 160
 
 def require_matplotlib() -> None:
     """Raises UserError where matplotlib is missing: better before the work than after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError("drawing needs matplotlib; install flashmem with its `plots` extra") from error
+    need("drawing", "matplotlib")
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""What the commands of benchmarks share: arguments, and one sentence with exit code 2 where one of them has to be changed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from flashmem.console import EXIT_USER_ERROR, exit_codes, prepare_streams, say
+from flashmem.errors import UserError
+from flashmem.request import device_here
+
+
+class Arguments(argparse.ArgumentParser):
+    """The arguments of a benchmark, described by its module's text."""
+
+    def __init__(self, text: str | None) -> None:
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one sentence, without the usage, and exits with 2."""
+        say(" ".join(message.split()))
+        self.exit(EXIT_USER_ERROR)
+
+    def add_zoo(self, *, required: bool = True) -> None:
+        """`--zoo DIR`: an existing folder of exported models."""
+        self.add_argument("--zoo", type=_folder, required=required, metavar="DIR", help="what `flashmem zoo export` wrote")
+
+    def add_device(self, default: str = "auto") -> None:
+        """`--device NAME`, which `check_device` looks for."""
+        self.add_argument("--device", default=default, help="a device that is here (`flashmem devices`)")
+
+    def check_device(self, name: str) -> None:
+        """Exits unless the device is here."""
+        try:
+            device_here(name)
+        except UserError as error:
+            self.error(str(error))
+
+    def models_in(self, zoo: Path, names: Sequence[str]) -> dict[str, Path]:
+        """The files of those `names` that are in `zoo`, as NAME/model.onnx or NAME.onnx. Exits if none is."""
+        files = {name: (zoo / name / "model.onnx", zoo / f"{name}.onnx") for name in names}
+        found = {name: file for name, both in files.items() for file in reversed(both) if file.is_file()}
+        if not found:
+            self.error(f"none of {', '.join(names)} is in {zoo}; export one with `flashmem zoo export`")
+        return found
+
+    def all_models_in(self, zoo: Path, names: Sequence[str]) -> dict[str, Path]:
+        """The same. Exits if one is missing."""
+        found = self.models_in(zoo, names)
+        if missing := [name for name in names if name not in found]:
+            self.error(f"{', '.join(missing)} is not in {zoo}; export it with `flashmem zoo export`")
+        return found
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder; name the one that `flashmem zoo export` wrote models to")
+    return Path(text)
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Runs a benchmark; exit codes and sentences are those of `flashmem`."""
+    prepare_streams()
+    with exit_codes():
+        main()
