@@ -17,6 +17,7 @@ from compared import DEVICES, Array, Nodes, answers_of, by_runtime
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import quantize_dynamic
 from random_graphs import values
 from random_graphs.graph import draw
 from random_graphs.judge import judge
@@ -333,3 +334,32 @@ def test_the_smallest_budget_works(place: tuple[str, str], tmp_path: Path, monke
         close(answers, wanted)
         first = first or answers
         assert all(np.array_equal(a, b) for a, b in zip(answers, first, strict=True))
+
+
+def test_the_smallest_budget_of_a_network_quantised_dynamically(tmp_path: Path) -> None:
+    """Its scales and zero points are scalars, computed where most activations are alive: no axis of theirs is cut."""
+    weights = {"first": normal(16, 3, 3, 3), "second": normal(16, 16, 3, 3), "third": normal(4, 16, 3, 3)}
+    nodes = [
+        helper.make_node("Conv", ["image", "first"], ["a"], pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "second"], ["c"], pads=[1] * 4),
+        helper.make_node("Relu", ["c"], ["d"]),
+        helper.make_node("Conv", ["d", "third"], ["y"], pads=[1] * 4),
+    ]
+    ports = [helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, 3, 64, 64))]
+    results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 4, 64, 64))]
+    constants = [numpy_helper.from_array(data, name) for name, data in weights.items()]
+    graph = helper.make_graph(nodes, "network", ports, results, constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "floats.onnx")
+    model = tmp_path / "integers.onnx"
+    quantize_dynamic(tmp_path / "floats.onnx", model)
+    assert "DynamicQuantizeLinear" in [node.op_type for node in onnx.load(model).graph.node]
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, tmp_path / "no.flashmem", budget=1)
+    budget = refused.value.smallest_bytes
+    bundle = flashmem.compile(model, tmp_path / "b.flashmem", budget=budget)
+    feeds = {"image": normal(1, 3, 64, 64)}
+    with flashmem.Session(bundle) as session:
+        [answer] = session.run(None, feeds)
+        assert session.last_run.memory.peak_bytes <= budget
+    close([answer], by_runtime(onnx.load(model), feeds))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnxruntime
@@ -14,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashmem
-from flashmem.codegen.choices import Choices
-from flashmem.codegen.variants import Product, choose
+from flashmem.codegen.choices import Choices, packed_bytes
+from flashmem.codegen.packing import Storage
+from flashmem.codegen.variants import Product, candidates, choose, seconds
 from flashmem.device import DeviceDescriptor, Variant, descriptor_names, load_descriptor
 from flashmem.errors import UserError
-from flashmem.program import MemoryPath, kernel_texts
+from flashmem.program import MemoryPath, Optimize, kernel_texts
 from flashmem.runtime.devices import HALF_ARITHMETIC, descriptor_for
 from flashmem.runtime.opencl import list_devices
 
@@ -206,6 +209,34 @@ def test_shipped_variants_can_be_built(name: str) -> None:
             assert variant.local_bytes % 16 == 0 and variant.items <= 1024
         elif attends:
             assert variant.local_bytes <= 48 << 10 and variant.items <= 1024
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_packed_weights_of_groups_are_less_than_twice_as_large(name: str) -> None:
+    """For all variants and tuned tables. Of fewer columns than a vector has there is one vector."""
+    descriptor = load_descriptor(name)
+    storages: tuple[Storage, ...] = ("float32", "float16")
+    for path, storage, rows, depth in product(descriptor.memory_paths, storages, (1, 49, 3136), ((1, 4), (9, 4), (9, 64))):
+        for columns in (1, 3, 4, 8, 12, 16, 24, 32, 48, 64, 100, 128, 300):
+            conv = Product("conv", path, rows, math.prod(depth), columns, 32, storage, depth[0])
+            raw = conv.batches * conv.depth * max(4, columns) * (2 if storage == "float16" else 4)
+            fitting = candidates(descriptor, conv)
+            assert [each.name for each in fitting if packed_bytes(conv, each) >= 2 * raw] == [], conv
+            assert seconds(descriptor, conv).keys() <= set(fitting)
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_weights_of_a_grouped_model_take_less_than_twice_their_bytes(name: str, tmp_path: Path) -> None:
+    """As ResNeXt has them: 32 groups of 4, 8 and 16 channels."""
+    nodes, raw = Nodes(), 0
+    for channels, size in ((128, 28), (256, 14), (512, 7)):
+        weight = np.ones((channels, channels // 32, 3, 3), np.float32)
+        raw += weight.nbytes
+        nodes.node("Conv", nodes.input(np.ones((1, channels, size, size), np.float32)), nodes.constant(weight), group=32)
+    (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
+    for optimize in get_args(Optimize):
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / optimize, device=name, optimize=optimize, build=False)
+        assert sum(part.nbytes for part in bundle.program.slices) < 2 * raw
 
 
 @given(

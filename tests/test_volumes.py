@@ -6,12 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compared import DEVICES, PLACES, Nodes, by_reference, compare, refusal
-from numpy.typing import NDArray
-
-
-def floats(*shape: int) -> NDArray[np.float32]:
-    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+from compared import DEVICES, PLACES, Nodes, compare, refusal
+from inputs import floats
 
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
@@ -78,7 +74,7 @@ def test_unpooling(place: tuple[str, str], tmp_path: Path) -> None:
         values, indices = n.node("MaxPool", x, dtypes=("float32", "int64"), kernel_shape=window, strides=window)
         n.node("MaxUnpool", values, indices, kernel_shape=window, strides=window)
         n.node("MaxUnpool", values, indices, n.constant(np.array(larger)), kernel_shape=window, strides=window)
-    compare(n, place, tmp_path, by_reference)
+    compare(n, place, tmp_path, against_runtime=False)
 
 
 def test_refusals(tmp_path: Path) -> None:
