@@ -46,7 +46,8 @@ def test_reductions_of_numbers_of_every_kind(place: tuple[str, str], tmp_path: P
                 n.node(f"Reduce{op}", x, axis)
         n.node("GlobalAveragePool", x)
         n.node("GlobalLpPool", x, p=3)
-        n.node("AveragePool", n.input(floats(1, 3, 4, 5, kind=kind)), kernel_shape=[3, 3], pads=[1] * 4)
+        if kind in ("around 1e6", "positive"):  # the reference is slow
+            n.node("AveragePool", x, kernel_shape=[3, 3], pads=[1] * 4)
         n.node("CumSum", x, last)
     compare(n, place, tmp_path)
 
