@@ -150,9 +150,31 @@ def _log_sum_exp(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx
     return _body(["x", "axes"], ["y"], nodes)
 
 
+def _heads(node: onnx.NodeProto, operands: Sequence[Array | None]) -> onnx.FunctionProto:
+    """ONNX Runtime's MultiHeadAttention of queries, keys and values alone."""
+    heads, q = attributes_of(node)["num_heads"], operands[0]
+    assert q is not None and len(operands) == 3
+    nodes = [_constant("shape", [0, 0, heads, -1]), _constant("merged", [0, 0, -1])]
+    for name in "qkv":
+        nodes.append(helper.make_node("Reshape", [name, "shape"], [f"{name}.heads"]))
+        perm = (0, 2, 3, 1) if name == "k" else (0, 2, 1, 3)
+        nodes.append(helper.make_node("Transpose", [f"{name}.heads"], [f"{name}.each"], perm=perm))
+    nodes += [
+        _constant("scale", (q.shape[-1] / heads) ** -0.5),
+        helper.make_node("MatMul", ["q.each", "k.each"], ["products"]),
+        helper.make_node("Mul", ["products", "scale"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["weights"], axis=-1),
+        helper.make_node("MatMul", ["weights", "v.each"], ["answers"]),
+        helper.make_node("Transpose", ["answers"], ["rows"], perm=(0, 2, 1, 3)),
+        helper.make_node("Reshape", ["rows", "merged"], ["y"]),
+    ]
+    return _body(["q", "k", "v"], ["y"], nodes)
+
+
 DEFINITIONS: dict[str, Callable[[onnx.NodeProto, Sequence[Array | None]], onnx.FunctionProto]] = {
     "BatchNormalization": _batch_normalization,
     "LpNormalization": _lp_normalization,
+    "MultiHeadAttention": _heads,
     "ReduceLogSumExp": _log_sum_exp,
     **dict.fromkeys(
         ("GroupNormalization", "InstanceNormalization", "LayerNormalization", "MeanVarianceNormalization"), _normalization

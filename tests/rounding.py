@@ -169,8 +169,10 @@ def _definition(node: onnx.NodeProto, operands: Sequence[Answer | None], opset: 
 
 def _with_attributes(body: onnx.FunctionProto, node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
     """The nodes of a definition, with the attributes of the node that it defines."""
-    schema = onnx.defs.get_schema(node.op_type, opset)
-    given = {name: attribute.default_value for name, attribute in schema.attributes.items() if attribute.default_value.name}
+    given: dict[str, onnx.AttributeProto] = {}
+    if node.op_type not in DEFINITIONS:
+        known = onnx.defs.get_schema(node.op_type, opset).attributes
+        given = {name: attribute.default_value for name, attribute in known.items() if attribute.default_value.name}
     given |= {attribute.name: attribute for attribute in body.attribute_proto} | {a.name: a for a in node.attribute}
     nodes = []
     for template in body.node:
@@ -238,7 +240,8 @@ def _function(
 
     def run(arrays: Sequence[Array | None]) -> list[Array]:
         by_name = {name: array for name, array in zip(node.input, arrays, strict=True) if name}
-        return [np.asarray(result) for result in evaluator.run(None, by_name)]
+        made = [np.asarray(result) for result in evaluator.run(None, by_name)]
+        return [x.astype(np.float64) if x.dtype == np.float32 else x for x in made]
 
     return run
 
