@@ -247,6 +247,7 @@ NUMPY: dict[str, Callable[..., Array]] = {
     "Elu": _exponential(1.0, 1.0),
     "Gelu": _gelu,
     "GlobalLpPool": _global_lp_pool,
+    "GlobalMaxPool": lambda node, x: x.max(tuple(range(2, x.ndim)), keepdims=True),
     "LRN": _lrn,
     "Mish": lambda node, x: x * np.tanh(np.logaddexp(0, x)),
     "Selu": _exponential(1.67326319217681884765625, 1.05070102214813232421875),
