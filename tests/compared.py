@@ -117,7 +117,7 @@ def require_right(
     """AssertionError unless `answers` are the model's: integers exactly, floats as near to float64 as float32 allows.
 
     An element may be off by 4 units in the last place, by what rounding moves its row (`rounding`), and by twice what ONNX
-    Runtime is off in its row. `exact`: what is right of the first outputs, in float64, by another reference than onnx's evaluator.
+    Runtime is off in its row. `exact`: what is right of the first outputs, in float64, by another reference than onnx's own.
     `against_runtime`: whether ONNX Runtime has these operators and is right.
     """
     known = _known(model, feeds)
