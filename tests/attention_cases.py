@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from inputs import KINDS
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
@@ -18,7 +19,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 @dataclass
 class Model:
-    """A model under construction. `answers` are its outputs; `scores` the most elements that one attention scores."""
+    """A model under construction. `answers` are its outputs, `kind` that of its numbers (`inputs.KINDS`)."""
 
     opset: int = 23
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -26,10 +27,11 @@ class Model:
     constants: list[onnx.TensorProto] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
+    kind: str = "normal"
 
     def input(self, *shape: int) -> str:
         """The name of random run-time data."""
-        return self.given(self.generator.standard_normal(shape).astype(np.float32))
+        return self.given(KINDS[self.kind](self.generator, shape).astype(np.float32))
 
     def given(self, data: Array) -> str:
         """The name of run-time data."""

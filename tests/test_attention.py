@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 from attention_cases import FORMS, Model, plain, read_elsewhere
-from compared import DEVICES, by_runtime
+from compared import DEVICES, answers_of, require_right
 
 import flashmem
 from flashmem.codegen.program import generate
@@ -59,17 +58,12 @@ def test_scores_that_others_read_stay(name: str, model: Model, tmp_path: Path) -
 
 
 def _compare(model: Model, compiled_for: str, device: str, path: str, folder: Path) -> None:
-    onnx.save(model.proto(), folder / "model.onnx")
-    bundle = flashmem.compile(folder / "model.onnx", folder / "b.flashmem", device=compiled_for, memory_path=path)  # type: ignore[arg-type]
-    with flashmem.Session(bundle, device=device) as session:
-        answers = session.run(None, model.feeds)
-    for name, answer, wanted in zip(model.answers, answers, by_runtime(model.proto(), model.feeds), strict=True):
-        largest = float(np.nanmax(np.abs(wanted)))
-        np.testing.assert_allclose(answer, wanted, rtol=1e-5, atol=1e-5 * largest, err_msg=name)
+    proto = model.proto()
+    require_right(proto, model.feeds, answers_of(proto, model.feeds, (device, path), folder, compiled_for))
 
 
-def _all_of(names: Iterable[str]) -> Model:
-    model = Model()
+def _all_of(names: Iterable[str], kind: str = "normal") -> Model:
+    model = Model(kind=kind)
     for name in names:
         FORMS[name](model)
     return model
@@ -78,6 +72,13 @@ def _all_of(names: Iterable[str]) -> Model:
 @pytest.mark.parametrize(("device", "path"), DEVICES)
 def test_answers_are_those_of_onnx_runtime(device: str, path: str, tmp_path: Path) -> None:
     _compare(_all_of(FORMS if device == DEVICES[0][0] else SOME), device, device, path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["positive", "around 1e3", "around -1e4"])
+@pytest.mark.parametrize(("device", "path"), DEVICES)
+def test_numbers_of_other_kinds(kind: str, device: str, path: str, tmp_path: Path) -> None:
+    """Scores that are all large, and answers that are all near one number."""
+    _compare(_all_of(("three queries", "standard", "197 queries", "causal"), kind), device, device, path, tmp_path)
 
 
 @pytest.mark.parametrize(("device", "path"), DEVICES)

@@ -13,10 +13,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from compared import DEVICES, Array, Nodes, answers_of, by_runtime
+from compared import DEVICES, Array, Nodes, answers_of, by_runtime, compare
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from inputs import floats
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.quantization import quantize_dynamic
 from random_graphs import values
 from random_graphs.graph import draw
 from random_graphs.judge import judge
@@ -104,10 +106,10 @@ def close(answers: list[Array], wanted: list[Array], tolerance: float = 1e-5) ->
         np.testing.assert_allclose(answer, expected, rtol=tolerance, atol=tolerance * float(np.abs(expected).max()))
 
 
-def operators() -> Nodes:
+def operators(kind: str) -> Nodes:
     """A node of every operator that declares parts, and more of those whose parts depend on pads, strides and steps."""
     n = Nodes()
-    image, tokens = n.input(normal(2, 4, 13, 9)), n.input(normal(1, 11, 12, seed=1))
+    image, tokens = n.input(floats(2, 4, 13, 9, kind=kind)), n.input(floats(1, 11, 12, kind=kind))
     weight, bias = n.constant(normal(6, 4, 3, 3)), n.constant(normal(6))
     for attributes in (
         {"pads": [1, 1, 1, 1]},
@@ -183,12 +185,11 @@ def hidden(n: Nodes, op: str, *inputs: str, **attributes: Any) -> str:
     return name
 
 
-@pytest.mark.parametrize("place", DEVICES)
-def test_every_operator_in_bands(place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = operators()
-    model = nodes.proto()
+@pytest.mark.parametrize(("place", "kind"), list(zip(DEVICES, ("around 1e3", "positive", "normal"), strict=False)))
+def test_every_operator_in_bands(place: tuple[str, str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = operators(kind)
     graphs = banded(monkeypatch, each_layer)
-    close(answers_of(model, nodes.feeds, place, tmp_path), by_runtime(model, nodes.feeds))
+    compare(nodes, place, tmp_path)
     declared = {name for name, operator in REGISTRY.items() if operator.part and not name.startswith("Reduce")}
     # Upsample is older than the operator set, CumProd younger; Reshapes are parts of chains.
     assert declared - {"CumProd", "Reshape", "Upsample"} | REDUCTIONS <= in_parts(graphs[0])
@@ -333,3 +334,32 @@ def test_the_smallest_budget_works(place: tuple[str, str], tmp_path: Path, monke
         close(answers, wanted)
         first = first or answers
         assert all(np.array_equal(a, b) for a, b in zip(answers, first, strict=True))
+
+
+def test_the_smallest_budget_of_a_network_quantised_dynamically(tmp_path: Path) -> None:
+    """Its scales and zero points are scalars, computed where most activations are alive: no axis of theirs is cut."""
+    weights = {"first": normal(16, 3, 3, 3), "second": normal(16, 16, 3, 3), "third": normal(4, 16, 3, 3)}
+    nodes = [
+        helper.make_node("Conv", ["image", "first"], ["a"], pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Conv", ["b", "second"], ["c"], pads=[1] * 4),
+        helper.make_node("Relu", ["c"], ["d"]),
+        helper.make_node("Conv", ["d", "third"], ["y"], pads=[1] * 4),
+    ]
+    ports = [helper.make_tensor_value_info("image", TensorProto.FLOAT, (1, 3, 64, 64))]
+    results = [helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 4, 64, 64))]
+    constants = [numpy_helper.from_array(data, name) for name, data in weights.items()]
+    graph = helper.make_graph(nodes, "network", ports, results, constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "floats.onnx")
+    model = tmp_path / "integers.onnx"
+    quantize_dynamic(tmp_path / "floats.onnx", model)
+    assert "DynamicQuantizeLinear" in [node.op_type for node in onnx.load(model).graph.node]
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, tmp_path / "no.flashmem", budget=1)
+    budget = refused.value.smallest_bytes
+    bundle = flashmem.compile(model, tmp_path / "b.flashmem", budget=budget)
+    feeds = {"image": normal(1, 3, 64, 64)}
+    with flashmem.Session(bundle) as session:
+        [answer] = session.run(None, feeds)
+        assert session.last_run.memory.peak_bytes <= budget
+    close([answer], by_runtime(onnx.load(model), feeds))

@@ -263,6 +263,9 @@ REFUSED = {
     "ScatterElements with index 3": _one("ScatterElements", ZEROS, [[3]], np.zeros((1, 1), np.float32)),
     "reduction 'mean'": _one("ScatterElements", ZEROS, [[2]], np.zeros((1, 1), np.float32), reduction="mean"),
     "TensorScatter from index 2": _one("TensorScatter", ZEROS, ZEROS[:, :3], [0, 2, 1], axis=1, opset=24),
+    "TensorScatter of 5 elements into 4": _one(
+        "TensorScatter", ZEROS, np.zeros((3, 5), np.float32), axis=1, opset=24, mode="circular"
+    ),
     "make its k a constant": _one("TopK", ZEROS, np.array([2]), outputs=2),
     "ReverseSequence of 9 steps among 3": _one("ReverseSequence", ZEROS, [1, 9, 2, 3]),
     "CumSum along axis 2": _one("CumSum", ZEROS, [2]),

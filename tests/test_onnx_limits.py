@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 from test_onnx_import import assert_same_function, make
 
+import flashmem
 from flashmem.errors import UserError
 from flashmem.graph import onnx_folding
 from flashmem.graph.onnx_import import import_model
@@ -62,6 +63,17 @@ def test_a_folded_constant_has_a_limit(op: str, tmp_path: Path) -> None:
 def test_an_activation_has_a_limit(large: onnx.NodeProto, constants: Constants, tmp_path: Path) -> None:
     text = refused(make([large], {"x": [1, 1]}, ["y"], constants), tmp_path)
     assert text == f": 'y' has 1000000000000 elements, but at most {ELEMENTS} are supported"
+
+
+def test_a_tensor_that_only_rewrites_make_has_the_same_limit(tmp_path: Path) -> None:
+    """An LSTM multiplies the inputs of all its gates at once: four times the elements of what it gives."""
+    lstm = node("LSTM", ["x", "w", "r"], ["", "y"], name="n", hidden_size=8)
+    weights = {"w": np.ones((1, 32, 1), np.float32), "r": np.ones((1, 32, 8), np.float32)}
+    model = make([lstm], {"x": [1, 1 << 26, 1]}, ["y"], weights)
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(UserError, match=rf"has {1 << 31} elements, but at most {ELEMENTS} are supported") as found:
+        flashmem.compile(tmp_path / "m.onnx", tmp_path / "b.flashmem", device="pocl", build=False)
+    assert "\n" not in str(found.value)
 
 
 def test_an_input_has_limits(tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
-from compared import DEVICES, PLACES, Nodes, by_reference, compare, refusal
-from numpy.typing import NDArray
+from compared import DEVICES, PLACES, Nodes, answers_of, by_runtime, compare, refusal
+from inputs import floats
 
-
-def floats(*shape: int) -> NDArray[np.float32]:
-    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+import flashmem
 
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
@@ -78,7 +77,34 @@ def test_unpooling(place: tuple[str, str], tmp_path: Path) -> None:
         values, indices = n.node("MaxPool", x, dtypes=("float32", "int64"), kernel_shape=window, strides=window)
         n.node("MaxUnpool", values, indices, kernel_shape=window, strides=window)
         n.node("MaxUnpool", values, indices, n.constant(np.array(larger)), kernel_shape=window, strides=window)
-    compare(n, place, tmp_path, by_reference)
+    compare(n, place, tmp_path, against_runtime=False)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_the_last_of_those_that_go_to_one_place_is_left(place: tuple[str, str], tmp_path: Path) -> None:
+    """As ONNX Runtime has it, which goes through them in order. Many work-items do not."""
+    n = Nodes()
+    x, where = floats(1, 4, 60, 50), np.random.default_rng(0).integers(0, 300, (1, 4, 60, 50))
+    n.node("MaxUnpool", n.input(x), n.input(where), kernel_shape=[2, 2], strides=[2, 2])
+    expected = np.zeros(4 * 120 * 100, np.float32)
+    for value, at in zip(x.reshape(-1), where.reshape(-1), strict=True):
+        expected[at] = value
+    [answer] = answers_of(n.proto(), n.feeds, place, tmp_path)
+    np.testing.assert_array_equal(answer, expected.reshape(1, 4, 120, 100))
+    np.testing.assert_array_equal(answer, by_runtime(n.proto(), n.feeds)[0])
+
+
+def test_overlapping_windows_go_to_one_place(tmp_path: Path) -> None:
+    """Their maxima meet there; those of windows side by side do not, and need no claims."""
+    for stride, claims in ((1, 1), (2, 0)):
+        n = Nodes()
+        window = {"kernel_shape": [2, 2], "strides": [stride, stride]}
+        values, indices = n.node("MaxPool", n.input(floats(1, 3, 6, 6)), dtypes=("float32", "int64"), **window)
+        changed = n.node("Mul", values, n.input(floats(1, 3, *[5 if stride == 1 else 3] * 2)))
+        n.node("MaxUnpool", *changed, indices, **window)
+        onnx.save(n.proto(), tmp_path / "m.onnx")
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / f"{stride}.flashmem", build=False)
+        assert sum("[claims]" in launch.name for launch in bundle.program.launches) == claims
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ from flashmem.codegen.stored_weights import NOTHING_STORED, PackedWeight, Placem
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.codegen.variants import Product
 from flashmem.device import DeviceDescriptor, Variant
+from flashmem.errors import UserError
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
+from flashmem.graph.onnx_limits import ELEMENTS
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.ranges import unreshaped
@@ -118,9 +120,18 @@ class Emitter:
         return ITEMSIZE[self.storage(value)] * value.size
 
     def tensor(self, value: Value) -> Arg:
-        """The tensor of an activation."""
+        """The tensor of an activation.
+
+        Raises:
+            UserError: it has more elements than kernels count. Those of the model's own tensors are known to be fewer.
+        """
         key = self.places.of(value), self.nbytes(value)
         if key not in self._names:
+            if value.size > ELEMENTS:
+                raise UserError(
+                    f"{value.name!r}, which a part of the model is computed by, has {value.size} elements, but at most "
+                    f"{ELEMENTS} are supported; make its inputs smaller"
+                )
             source = unreshaped(value)
             name = source.name if source.name not in self.tensors else f"{source.name}#{len(self.tensors)}"
             self._names[key] = name

@@ -25,13 +25,21 @@ def candidates(descriptor: DeviceDescriptor, product: Product) -> tuple[Variant,
 
 def _fits(variant: Variant, product: Product) -> bool:
     """Sums in half are of operands that are stored so; who shares the keys of few queries has no others; Winograd's are of 3x3
-    taps one apart (how the 9 taps lie is known to who asks, see `choices.Use`), of floats and of one group.
+    taps one apart (how the 9 taps lie is known to who asks, see `choices.Use`), of floats and of one group. Of a grouped
+    convolution a panel that work-items share holds the columns of one group: a wider one would be zeros, in every group.
     """
+    if product.family == "conv" and product.batches > 1 and variant.stage and panel(variant) > _filled(product.columns):
+        return False
     if variant.winograd:
         return (product.taps, product.stride, product.batches, product.storage) == (9, 1, 1, "float32")
     if product.family == "attention":
         return bool(variant.stage) or variant.split == 1 or product.rows <= variant.rows
     return not variant.half or product.storage == "float16"
+
+
+def _filled(columns: int) -> int:
+    """`columns` rounded up to a power of two: how wide a panel may be that is to be more columns than zeros."""
+    return 1 << (columns - 1).bit_length()
 
 
 def transformed(product: Product, tiles: int | None = None) -> Product:
@@ -44,7 +52,7 @@ def cut(variant: Variant, product: Product) -> Variant:
     if variant.stage:
         return variant
     least = 8 if product.storage.endswith("int4") else 4
-    columns = max(least, min(variant.columns, 1 << (product.columns - 1).bit_length()))
+    columns = max(least, min(variant.columns, _filled(product.columns)))
     most = min(variant.rows, product.rows)
     whole = {height: -(-product.rows // height) * height for height in range(most, most // 2, -1)}
     rows = next(height for height, size in whole.items() if size <= _IDLE_ROWS * min(whole.values()))

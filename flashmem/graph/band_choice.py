@@ -190,10 +190,9 @@ class _Choice:
     def _sizes(self, last: int) -> Iterator[int]:
         """Sizes of bands of a layer's result, the largest first: aligned ranges of memory, of equal sizes where that can be."""
         output = self.layers[last].output
-        axis = outermost(output.shape)
-        if not output.size or output.dtype not in ("float32",) or self.ranges.moves_nothing(self.layers[last].main):
-            return
-        places = output.shape[axis]
+        if output.size < 2 or output.dtype not in ("float32",) or self.ranges.moves_nothing(self.layers[last].main):
+            return  # nothing to cut: of one number there is one band, and a scalar has no axis
+        places = output.shape[outermost(output.shape)]
         place_bytes = self.memory.nbytes(output) // places
         unit = TENSOR_ALIGNMENT // math.gcd(TENSOR_ALIGNMENT, max(1, place_bytes))
         seen = set()

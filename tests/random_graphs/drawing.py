@@ -11,6 +11,11 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+try:
+    from tests.inputs import KINDS
+except ImportError:  # pytest puts the folder of tests on the path, not the one above
+    from inputs import KINDS  # type: ignore[no-redef]
+
 from .values import DTYPES, FLOATS, INTEGERS, RejectedNodeError, Value, evaluate, leaf
 
 Array = NDArray[Any]
@@ -36,6 +41,7 @@ class Drawing:
         self.types = {*floats, *rng.sample(INTEGERS, rng.randint(1, 2)), "bool"}
         self.sizes = rng.sample(_DIMENSIONS, 4) + ([0] if rng.random() < 0.06 else [])
         self.odd = rng.random() < 0.25
+        self.kind = rng.choice(sorted(KINDS)) if rng.random() < 0.4 else None  # of all floats of the graph
         self._count = 0
 
     def name(self, prefix: str) -> str:
@@ -89,7 +95,10 @@ class Drawing:
         if dtype == "bool":
             return random_.random(shape) < 0.5
         if dtype in FLOATS:
-            data = random_.normal(0, self.rng.choice((0.5, 1, 1, 4)), shape)
+            if self.kind is None or dtype not in ("float32", "float64"):
+                data = random_.normal(0, self.rng.choice((0.5, 1, 1, 4)), shape)
+            else:
+                data = KINDS[self.kind](random_, shape)
             if self.rng.random() < 0.15:
                 data = np.round(data)
             if self.odd and data.size and self.rng.random() < 0.5:

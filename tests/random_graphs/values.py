@@ -2,8 +2,8 @@
 
 Each node is evaluated when it is drawn, on its own, by ONNX Runtime without optimisation; where that has no kernel for the
 types, by the reference evaluator of the onnx package. Beside that answer goes a float64 evaluation by the reference evaluator,
-and a few more with random relative noise of a few units in the last place on every operand and result. The spread of these is
-how far answers of sound implementations lie apart: it becomes the tolerance. A node is rejected, and another drawn, where
+and a few more with random rounding of a few units in the last place in every step (`rounding`). The spread of these in each row
+is how far answers of sound implementations lie apart: it becomes the tolerance. A node is rejected, and another drawn, where
 
 - ONNX leaves the result open: integers divided by zero, floats cast to integers that cannot hold them, shifts past the width;
 - the noise decides what comes out: a comparison of nearly equal numbers, a NaN, a result that is mostly rounding error;
@@ -27,6 +27,11 @@ from numpy.typing import NDArray
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
+try:
+    from tests.rounding import EXACT, SAMPLES, Answer, computed, spread_of
+except ImportError:  # pytest puts the folder of tests on the path, not the one above
+    from rounding import EXACT, SAMPLES, Answer, computed, spread_of  # type: ignore[no-redef]
+
 Array = NDArray[Any]
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
@@ -37,7 +42,7 @@ DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 LARGEST = 6000
 """Elements of a value."""
 
-_SAMPLES = 3
+_SAMPLES = SAMPLES
 _BOTTOM = 1e-30
 
 
@@ -79,15 +84,6 @@ def set_precision(precision: Literal["fp32", "fp16"]) -> None:
     global _rounding
     _rounding = _FP16 if precision == "fp16" else _FP32
 
-
-EXACT = frozenset({
-    "Abs", "ArgMax", "ArgMin", "Ceil", "Clip", "Compress", "Concat", "DepthToSpace", "Equal", "Expand", "EyeLike",
-    "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "GlobalMaxPool", "Greater", "GreaterOrEqual", "Identity",
-    "IsInf", "IsNaN", "Less", "LessOrEqual", "Max", "MaxPool", "Min", "Neg", "OneHot", "Pad", "ReduceMax", "ReduceMin",
-    "Relu", "Reshape", "ReverseSequence", "Round", "Sign", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "TopK",
-    "Transpose", "Trilu", "Unsqueeze", "Where",
-})  # fmt: skip
-"""Operators that do no rounding."""
 
 _REFERENCE_WRONG = frozenset({
     "GlobalMaxPool",  # of rank 3 it loses an axis
@@ -145,7 +141,7 @@ class Value:
             return np.zeros(self.shape)
         known = self.own.astype(np.float64)
         relative = _relative(self.dtype)
-        spread = _spread(self.exact, (*self.noisy, known))
+        spread = spread_of(self.exact, (*self.noisy, known))
         magnitude = np.where(np.isfinite(known), np.abs(known), 0)
         return relative * magnitude + 6 * spread + _rounding.least[self.dtype]
 
@@ -173,7 +169,9 @@ def evaluate(node: onnx.NodeProto, operands: Sequence[Value | None], opset: int,
         noisy = [exact] * _SAMPLES
         rounds = node.op_type not in EXACT and not (node.op_type == "Cast" and not _is_narrowing(node))
         rounds |= not _rounding.exact
-        if any(value.is_float for value in inputs) and (rounds or any(v.noisy[0] is not v.exact for v in inputs)):
+        if rounds and _rounding.exact and any(value.is_float for value in inputs) and node.op_type not in _REFERENCE_WRONG:
+            exact, noisy = _rounded_steps(node, operands, opset, seed)
+        elif any(value.is_float for value in inputs) and (rounds or any(v.noisy[0] is not v.exact for v in inputs)):
             random = np.random.default_rng(seed)
             noisy = []
             for sample in range(_SAMPLES):
@@ -195,6 +193,18 @@ def evaluate(node: onnx.NodeProto, operands: Sequence[Value | None], opset: int,
                 results = [_shaken(x, _rounding.eps[own[index].dtype.name], random) for x in results]
             made.append(_certain(name, node, own[index], exact[index], results, inputs))
         return made
+
+
+def _rounded_steps(
+    node: onnx.NodeProto, operands: Sequence[Value | None], opset: int, seed: int
+) -> tuple[list[Array], list[list[Array]]]:
+    """The outputs in float64, and samples of them in which each step of the node is rounded at random."""
+    answers = [None if value is None else Answer(value.exact, value.noisy) for value in operands]
+    try:
+        made = computed(node, answers, opset, np.random.default_rng(seed))
+    except Exception as error:  # of what the evaluator lacks
+        raise RejectedNodeError(f"the reference evaluator: {error}") from error
+    return [answer.exact for answer in made], [[answer.noisy[i] for answer in made] for i in range(_SAMPLES)]
 
 
 def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
@@ -395,11 +405,11 @@ def _certain(
     magnitude = np.abs(np.concatenate([exact[special == 0], known[special == 0]]))
     if ((magnitude > _rounding.top[dtype]) | (magnitude < _BOTTOM) & (magnitude > 0)).any():
         raise RejectedNodeError("out of the range of float32")
-    spread = _spread(exact, noisy)
-    if spread > _rounding.ill[dtype] * max(magnitude.max(initial=0), _BOTTOM):
+    spread = spread_of(exact, noisy)
+    if spread.max(initial=0) > _rounding.ill[dtype] * max(magnitude.max(initial=0), _BOTTOM):
         raise RejectedNodeError("noise decides")
     exact = exact.astype(np.float64)
-    made = Value(name, own, exact, (exact,) * _SAMPLES if spread == 0 else tuple(x.astype(np.float64) for x in noisy))
+    made = Value(name, own, exact, (exact,) * _SAMPLES if not spread.any() else tuple(x.astype(np.float64) for x in noisy))
     apart = np.abs(np.where(special == 0, known, 0) - np.where(special == 0, exact, 0))
     relative = _relative(dtype)
     if (apart > relative * np.where(special == 0, np.abs(exact), 0) + 6 * spread + 1e-7 * (dtype == "float16")).any():
@@ -416,8 +426,3 @@ def _special(array: Array) -> Array:
     """0 for finite elements, 1 and -1 for infinities, 2 for NaN."""
     infinite = np.where(np.isinf(array), np.sign(array), 0)
     return np.where(np.isnan(array), 2, infinite).astype(np.int8)
-
-
-def _spread(exact: Array, others: Sequence[Array]) -> float:
-    finite = np.isfinite(exact)
-    return max((float(np.abs(other[finite] - exact[finite]).max(initial=0)) for other in others), default=0.0)

@@ -10,6 +10,7 @@ import numpy as np
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.graph.fusion import Layer
+from flashmem.graph.ir import Value
 from flashmem.graph.operators.resize import height_taps
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.placement import affine
@@ -69,25 +70,50 @@ def emit_pool(emitter: Emitter, layer: Layer) -> None:
 
 
 def emit_unpool(emitter: Emitter, layer: Layer) -> None:
-    """MaxUnpool: zeros, then each element where its index says. Indices count in the shape before any that was asked for."""
+    """MaxUnpool: zeros, then each element where its index says; where several go, the last of them, as if they went in order.
+
+    Indices count in the shape before any that was asked for.
+    """
     node = layer.main
     x, indices, y = node.input(0), node.input(1), node.outputs[0]
     unpooled = node.attributes["unpooled"]
     strides = [math.prod(y.shape[axis + 1 :]) for axis in range(len(y.shape))]
-    move(emitter, layer, None, y, y.shape, strides, strides, fill=scalar_literal(y.dtype, 0), part="[zeros]")
+    claims = None if _meets_no_place_twice(indices) else Value(f"{y.name}.claims", y.shape, "int32")
+    for value, part in ((y, "[zeros]"), (claims, "[no claims]")):
+        if value is not None:
+            move(emitter, layer, None, value, y.shape, strides, strides, fill=scalar_literal(value.dtype, 0), part=part)
     local = emitter.work_group((x.size,))
     stored, made = emitter.copied(x, y)
-    kernel = emitter.kernels.kernel(
-        "unpool",
-        attributes=emitter.attributes(local),
-        stored=stored,
-        made=made,
-        index=STORED[indices.dtype],
-        target=affine(unpooled, strides, "at"),
-    )
-    args: list[Arg | int] = [emitter.operand(x), emitter.operand(indices), emitter.tensor(y), emitter.status()]
-    args += [x.size, math.prod(unpooled), len(emitter.launches) + 1]
-    emitter.launch(layer, kernel, args, (x.size,), local, KernelShape(columns=x.size), nbytes=16 * x.size)
+    for phase in ("claim", "write") if claims is not None else ("",):
+        kernel = emitter.kernels.kernel(
+            "unpool",
+            attributes=emitter.attributes(local),
+            stored=stored,
+            made=made,
+            index=STORED[indices.dtype],
+            target=affine(unpooled, strides, "at"),
+            phase=phase,
+        )
+        writes = phase != "claim"
+        args: list[Arg | int] = [emitter.operand(x)] if writes else []
+        args += [emitter.operand(indices)]
+        args += [emitter.tensor(y)] if writes else []
+        args += [emitter.tensor(claims)] if claims is not None else []
+        args += [emitter.status(), x.size, math.prod(unpooled), len(emitter.launches) + 1]
+        part = "" if writes else "[claims]"
+        emitter.launch(layer, kernel, args, (x.size,), local, KernelShape(columns=x.size), nbytes=16 * x.size, part=part)
+
+
+def _meets_no_place_twice(indices: Value) -> bool:
+    """Whether `indices` are the places of the maxima of windows that do not overlap."""
+    pool = indices.producer
+    while pool is not None and pool.op in ("Reshape", "Transpose"):
+        pool = pool.input(0).producer
+    if pool is None or pool.op != "MaxPoolAt":
+        return False
+    given = pool.attributes
+    windows = zip(given["kernel"], given["strides"], given["dilations"], strict=True)
+    return all(stride > (size - 1) * dilation for size, stride, dilation in windows)
 
 
 def emit_resize(emitter: Emitter, layer: Layer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flashmem.graph.builder import Rewriter, constant
@@ -101,23 +103,59 @@ def _normalize_channels(rewriter: Rewriter, node: Node, mean: Value, variance: V
     elementwise_chain(rewriter, node, node.input(0), steps)
 
 
+def _moments(rewriter: Rewriter, node: Node, axes: Sequence[int]) -> tuple[Value, Value, Value]:
+    """The mean of the first input over `axes`, its distance from that, and the mean of the squares of this distance."""
+    x = node.input(0)
+
+    def mean_of(value: Value, name: str) -> Value:
+        """One run of neighbouring axes after the other, the last ones first."""
+        runs: list[list[int]] = []
+        for axis in sorted(axes):
+            if runs and runs[-1][-1] == axis - 1:
+                runs[-1].append(axis)
+            else:
+                runs.append([axis])
+        for i, run in enumerate(reversed(runs)):
+            shape = tuple(1 if axis in run else size for axis, size in enumerate(value.shape))
+            value = rewriter.emit("ReduceMean", [value], shape, x.dtype, f"{node.name}.{name}.{i}", axes=tuple(run))
+        return value
+
+    mean = mean_of(x, "mean")
+    centred = rewriter.emit("Sub", [x, mean], x.shape, x.dtype, f"{node.name}.centred")
+    square = rewriter.emit("Mul", [centred, centred], x.shape, x.dtype, f"{node.name}.square")
+    return mean, centred, mean_of(square, "variance")
+
+
+def _rewrite_mean_variance(rewriter: Rewriter, node: Node, opset: int) -> None:
+    """The distance from the mean, over its root of mean square. ONNX's own definition takes the mean's square from the mean of
+    squares, of which little is left where the mean is far from 0.
+    """
+    x, rank = node.input(0), len(node.input(0).shape)
+    axes = [from_front(int(axis), rank) for axis in node.attributes.get("axes", _SPATIAL)]
+    _, centred, variance = _moments(rewriter, node, axes)
+    shape, kind = variance.shape, x.dtype
+    root = rewriter.emit("Sqrt", [variance], shape, kind, f"{node.name}.deviation")
+    moved = rewriter.emit("Add", [root, _number(f"{node.name}.least", _LEAST_DEVIATION)], shape, kind, f"{node.name}.moved")
+    rewriter.add("Div", [centred, moved], node.outputs[0], node.name)
+
+
+_SPATIAL = (0, 2, 3)
+"""The axes of MeanVarianceNormalization where it names none."""
+
+_LEAST_DEVIATION = 1e-9
+"""What MeanVarianceNormalization adds to the standard deviation."""
+
+
+def _check_mean_variance(node: Node) -> str | None:
+    axes = [int(axis) for axis in node.attributes.get("axes", _SPATIAL)]
+    return bad_axis(node, axes, len(node.input(0).shape))
+
+
 def _rewrite_training(rewriter: Rewriter, node: Node) -> None:
     """Normalize by the batch's own mean and variance, which move the running ones."""
     x, channels = node.input(0), node.input(0).shape[1]
     shape, kind = _channel_shape(node), x.dtype
-
-    def mean_of(value: Value, name: str) -> Value:
-        """Over all but the channels: first inside each image, then over the batch."""
-        name, spatial = f"{node.name}.{name}", tuple(range(2, len(x.shape)))
-        if spatial:
-            inner = (*x.shape[:2], *[1] * len(spatial))
-            value = rewriter.emit("ReduceMean", [value], inner, kind, f"{name}.images", axes=spatial)
-        return rewriter.emit("ReduceMean", [value], (1, channels, *[1] * len(spatial)), kind, name, axes=(0,))
-
-    mean = mean_of(x, "mean")
-    centred = rewriter.emit("Sub", [x, mean], x.shape, kind, f"{node.name}.centred")
-    square = rewriter.emit("Mul", [centred, centred], x.shape, kind, f"{node.name}.square")
-    variance = mean_of(square, "variance")
+    mean, _, variance = _moments(rewriter, node, [0, *range(2, len(x.shape))])
     _normalize_channels(rewriter, node, reshaped(rewriter, mean, shape), reshaped(rewriter, variance, shape))
     momentum = float(node.attributes.get("momentum", 0.9))
     for output, running, current in zip(node.outputs[1:], (node.input(3), node.input(4)), (mean, variance), strict=False):
@@ -233,14 +271,21 @@ def _check_lrn(node: Node) -> str | None:
 
 
 def _rewrite_lp_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
-    """Over a norm; where that is 0, all it is of is 0 too, and stays so."""
+    """Over a norm of numbers divided by the largest, whose squares float32 holds; where that is 0, all are, and stay so."""
     x, axis = node.input(0), from_front(int(node.attributes.get("axis", -1)), len(node.input(0).shape))
     shape = tuple(1 if a == axis else size for a, size in enumerate(x.shape))
+
+    def divided(value: Value, size: Value, name: str, output: Value | None = None) -> Value:
+        least = _number(f"{node.name}.{name}.least", float(np.finfo(np.float32).tiny))
+        size = rewriter.emit("Max", [size, least], shape, x.dtype, f"{node.name}.{name}")
+        return rewriter.add("Div", [value, size], output or Value(f"{node.name}.by.{name}", x.shape, x.dtype), node.name)
+
+    sizes = rewriter.emit("Abs", [x], x.shape, x.dtype, f"{node.name}.sizes")
+    largest = rewriter.emit("ReduceMax", [sizes], shape, x.dtype, f"{node.name}.most", axes=(axis,))
+    scaled = divided(x, largest, "largest")
     op = f"ReduceL{node.attributes.get('p', 2)}"
-    norm = rewriter.emit(op, [x], shape, x.dtype, f"{node.name}.norm", axes=(axis,))
-    least = _number(f"{node.name}.least", float(np.finfo(np.float32).tiny))
-    norm = rewriter.emit("Max", [norm, least], shape, x.dtype, f"{node.name}.divisor")
-    rewriter.add("Div", [x, norm], node.outputs[0], node.name)
+    norm = rewriter.emit(op, [scaled], shape, x.dtype, f"{node.name}.norm", axes=(axis,))
+    divided(scaled, norm, "divisor", node.outputs[0])
 
 
 def _check_lp_normalization(node: Node) -> str | None:
@@ -271,6 +316,10 @@ register(
     Operator(
         "LRN", (FLOAT,), check=_check_lrn, rewrite=_rewrite_lrn, kernel="lrn", layout="either", remap=axis_last,
         operator_class="hierarchical", part=along_others,
+    ),
+    Operator(
+        "MeanVarianceNormalization", (FLOAT,), check=_check_mean_variance, rewrite=_rewrite_mean_variance,
+        operator_class="hierarchical",
     ),
     Operator(
         "LpNormalization", (FLOAT,), check=_check_lp_normalization, rewrite=_rewrite_lp_normalization,
