@@ -79,7 +79,7 @@ class LoaderRun:
         self._admit = admit
         self._loading = 0  # threads that have a load
         self._at_gates = 0  # of those, the ones that wait for its gate
-        self.when_done: Callable[[int], None] | None = None  # told of layers that something waits for, when they are done
+        self.when_freed: Callable[[int], None] | None = None  # told of layers that are done and have no slice left to free
         self._to_free: list[Slice] = []
         self._freeing = 0
         self._failure: BaseException | None = None
@@ -107,9 +107,13 @@ class LoaderRun:
         with self._changed:
             self._done = layer
             self._to_free.extend(self._frees.get(layer, ()))
+            self._tell_freed()
             self._changed.notify_all()
-        if self.when_done is not None:
-            self.when_done(layer)
+
+    def _tell_freed(self) -> None:
+        """Say how far slices are freed. The lock is held, so that no load behind a later gate begins before that is said."""
+        if self.when_freed is not None and not self._to_free and not self._freeing:
+            self.when_freed(self._done)
 
     @property
     def idle(self) -> bool:
@@ -218,12 +222,12 @@ class LoaderRun:
                 for each in ahead:
                     self._transfer.expect(each.part, each.band)
                 return load
-            try:
-                for part in frees:
-                    self._transfer.free(part)
-            finally:
+            for part in frees:
+                self._transfer.free(part)
+            if frees:
                 with self._changed:
                     self._freeing -= 1
+                    self._tell_freed()
                     self._changed.notify_all()
 
     def _next(self) -> int | None:

@@ -247,11 +247,11 @@ class Tenant:
             if not ledger.promise(fixed + peaks[done]):
                 return False
 
-            def give_back(layer: int) -> None:
+            def give_back(layer: int) -> None:  # what the layer used last is no longer held
                 ledger.promise(fixed + peaks[layer])
 
             if run.loader is not None:
-                run.loader.when_done = give_back
+                run.loader.when_freed = give_back
         if run.loader is not None:
             run.loader.admit_all()
         return True
