@@ -82,14 +82,18 @@ class LoaderRun:
         self.when_freed: Callable[[int], None] | None = None  # told of layers that are done and have no slice left to free
         self._to_free: list[Slice] = []
         self._freeing = 0
-        self._failure: BaseException | None = None
+        self._failure: str | None = None  # no exception: its traceback would hold on to what is loaded, and to this
         self._stopping = False
         self._ahead = threads
         self._announces = transfer.file.missed  # since the last run began
         transfer.file.missed = False
         self._count = min(threads, len(loads))
         self._threads: list[threading.Thread] = []
-        self._start_next()
+        try:
+            self._start_next()
+        except BaseException:  # nobody gets this object, and could stop what it began
+            self._stopping = True
+            raise
 
     def _start_next(self) -> None:
         """Start one more thread, if there is to be one: each starts the next, so that nobody waits for all of them."""
@@ -144,7 +148,7 @@ class LoaderRun:
             self._wanted = name
             while not self.loaded[name]:
                 if self._failure is not None:
-                    raise _as_run_error(self._failure)
+                    raise RunError(self._failure)
                 self._arrived.wait()
             self._wanted = None
 
@@ -158,7 +162,7 @@ class LoaderRun:
         while self._to_free:
             self._transfer.free(self._to_free.pop())
         if self._failure is not None:
-            raise _as_run_error(self._failure)
+            raise RunError(self._failure)
 
     def _work(self, thread: int) -> None:
         try:
@@ -182,7 +186,7 @@ class LoaderRun:
             return
         except BaseException as error:
             with self._changed:
-                self._failure = self._failure or error
+                self._failure = self._failure or _said(error)
                 self._stopping = True
                 self._changed.notify_all()
                 self._arrived.notify_all()
@@ -263,8 +267,6 @@ class LoaderRun:
         return [self._loads[number] for number in ahead]
 
 
-def _as_run_error(error: BaseException) -> BaseException:
-    """What the main thread raises for a thread's failure."""
-    if isinstance(error, RunError):
-        return RunError(str(error))
-    return RunError(f"loading weights failed: {type(error).__name__}: {error}")
+def _said(error: BaseException) -> str:
+    """What the main thread says of a thread's failure."""
+    return str(error) if isinstance(error, RunError) else f"loading weights failed: {type(error).__name__}: {error}"
