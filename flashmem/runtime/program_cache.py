@@ -114,7 +114,7 @@ class CachedKernels:
         shared: MutableMapping[str, Program] | None = None,
     ) -> None:
         """Find or build, and begin to load. `carried`: entries that the bundle brings (`packed_entries`). `shared`: programs by
-        key that others have in this context; what is loaded here joins them.
+        key that others have in this context; what is built here or comes from the cache joins them.
 
         Raises:
             UserError: the kernels compute in half, and the device does not.
@@ -183,13 +183,13 @@ class CachedKernels:
         try:
             for key, each, carried in found:
                 binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
-                self._load_one(key, each, binary)
+                self._load_one(key, each, binary, carried)
         finally:
             with self._more:
                 self._left = 0
                 self._more.notify_all()
 
-    def _load_one(self, key: str, wanted: Wanted, binary: bytes | None) -> None:
+    def _load_one(self, key: str, wanted: Wanted, binary: bytes | None, carried: bytes | None) -> None:
         program = None
         try:
             if binary is not None:
@@ -200,7 +200,9 @@ class CachedKernels:
             if program is None:
                 self._refused[key] = wanted
             else:
-                self._keep(key, wanted, program)
+                self._programs[wanted.name] = program
+                if carried is None:  # what a bundle brings is for that bundle alone: nothing says that it is of this text
+                    self._shared[key] = program
             self._left -= 1
             self._more.notify_all()
 
