@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -20,6 +21,7 @@ from flashmem import Bundle, Runtime
 from flashmem.errors import FlashmemWarning, RunError, UserError
 from flashmem.planning import again
 from flashmem.runtime import player, tenant
+from flashmem.runtime.accounts import Changes
 from flashmem.runtime.executor import Executor
 from flashmem.runtime.occupancy import Occupancy
 from flashmem.runtime.opencl import Context
@@ -361,6 +363,37 @@ def test_a_budget_is_told_to_all_who_wait_for_it(models: list[MiniModel], monkey
         runtime.set_budget(None).result(30)
         assert right(opened.run(None, models[0].inputs()), models[0])
         assert told == done
+
+
+# Models come and go.
+
+
+def test_a_model_that_is_opened_again_and_again_leaves_nothing(models: list[MiniModel]) -> None:
+    """Fifteen times; `python -m benchmarks.reopening` does so a thousand times, and asks the system."""
+
+    def again(times: int) -> tuple[int, int, int]:
+        for _ in range(times):
+            with runtime.open(models[0].path, mode="map") as opened:
+                assert right(opened.run(None, models[0].inputs()), models[0])
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0], len(gc.get_objects()), len(list(Path("/proc/self/fd").iterdir()))
+
+    tracemalloc.start()
+    try:
+        with Runtime(prepare=False) as runtime:
+            nbytes, objects, descriptors = (after - before for before, after in zip(again(3), again(15), strict=True))
+            assert runtime.held == 0
+    finally:
+        tracemalloc.stop()
+    assert nbytes <= 15 * 4096 and objects <= 15 and descriptors <= 0
+
+
+def test_the_latest_changes_of_a_total_are_remembered_in_their_order() -> None:
+    changes = Changes(3)
+    for number in range(5):
+        assert list(changes) == [(float(n), 10 * n) for n in range(max(0, number - 3), number)]
+        changes.note(float(number), 10 * number)
+    assert list(changes) == [(2.0, 20), (3.0, 30), (4.0, 40)]
 
 
 # What is prepared for later costs no answer.
