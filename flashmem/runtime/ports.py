@@ -96,8 +96,11 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
 
 
 def to_device(tensor: Tensor, array: Array) -> Array:
-    """`array` as the device holds it: contiguous, in the type of `tensor`; the same memory where it already is."""
-    return np.ascontiguousarray(array, np.dtype(tensor.dtype))
+    """`array` in the type of `tensor`, as the device holds it: contiguous, where it had to be converted; else the same memory,
+    in whatever order it is.
+    """
+    dtype = np.dtype(tensor.dtype)
+    return np.asarray(array) if array.dtype == dtype else np.ascontiguousarray(array, dtype)
 
 
 def from_device(port: Port, array: Array) -> Array:
