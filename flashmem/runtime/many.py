@@ -325,6 +325,7 @@ class Runtime:
                     done.set_result(None)
             if answer is not None:
                 self._serve(answer)
+                answer = None  # while this waits for the next one
             elif self._closing and not chores:
                 return
             self._player.relieve()
@@ -347,6 +348,7 @@ class Runtime:
             answer.model.last_run = answer.report
             complete(answer, partial(answer.set_result, outcome))
             answer.tenant.prepare()
+        del answer, outcome  # the calls of an error, which somebody may keep, know who called them
 
     def _outcome(self, answer: Answer) -> list[Array] | BaseException:
         try:

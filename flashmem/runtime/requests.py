@@ -65,7 +65,12 @@ class Model:
             RunError: also in a callback of a future: the runtime's own thread would wait for itself.
         """
         self._runtime.refuse_inside("run")
-        return self.submit(inputs, output_names).result()
+        answer = self.submit(inputs, output_names)
+        del self, inputs  # who keeps an error would keep the model, and all that its bundle says, by the variables of this call
+        try:
+            return answer.result()
+        finally:
+            del answer
 
     def close(self) -> None:
         """Give everything of the model back, once a run of it that is under way is over. Its waiting requests fail."""
