@@ -5,6 +5,12 @@
 Printed are the answers that were compared, the most that was ever held above the limit in force once it was given back, the
 seconds until a move was in force, those of each new plan (processor time and elapsed), and the first run after each move over
 the steady time of that budget, measured afterwards in runtimes of their own.
+
+    python -m benchmarks.moving_budget BUNDLE --runs 900 --least 9.5MB --most 12MB
+
+makes so many runs while a thread moves the budget all the time, also below the least that the model takes. A run gives the same
+bits, or is refused with a BudgetError; the command exits with 1 where one fails, or takes more than it was promised.
+`python -m benchmarks.mobilenet` makes a model of many small layers for it.
 """
 
 from __future__ import annotations
@@ -13,7 +19,10 @@ import argparse
 import json
 import random
 import statistics
+import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +30,9 @@ import numpy as np
 
 from benchmarks.command import Arguments, run_command
 from flashmem import Bundle, Runtime
+from flashmem.errors import BudgetError, RunError
 from flashmem.inputs import complete_inputs
+from flashmem.runtime.accounts import Account
 from flashmem.runtime.tenant import Tenant
 from flashmem.units import format_size, parse_size
 
@@ -62,6 +73,55 @@ def steady(bundle: Bundle, budget: int, args: argparse.Namespace, inputs: dict[s
     return statistics.mean(seconds[1:])
 
 
+def counting(seen: Counter[str]) -> None:
+    """Have every account count what it takes beyond its promise."""
+    refuse = Account._refuse_beyond
+
+    def counted(account: Account, nbytes: int, what: str) -> None:
+        if account._promised:
+            seen["taken"] += 1
+            seen["beyond"] += account.total + account._borrowed + nbytes > account._promised
+        refuse(account, nbytes, what)
+
+    Account._refuse_beyond = counted  # type: ignore[assignment, method-assign]
+
+
+def run_while_moving(bundle: Bundle, inputs: dict[str, Any], args: argparse.Namespace) -> Counter[str]:
+    """What became of `args.runs` runs while the budget moved all the time."""
+    least, most = parse_size(args.least), parse_size(args.most)
+    rng, seen, over = random.Random(args.seed), Counter[str](), threading.Event()
+    counting(seen)
+    with Runtime(most, device=args.device, prepare=False) as runtime:
+        model = runtime.open(bundle, mode=args.mode)
+        wanted = model.run(None, inputs)
+
+        def move() -> None:
+            while not over.wait(rng.random() * 0.01):
+                runtime.set_budget(rng.randrange(least, most))
+                seen["moves"] += 1
+
+        mover = threading.Thread(target=move)
+        mover.start()
+        try:
+            for _ in range(args.runs):
+                try:
+                    outputs = model.run(None, inputs)
+                    same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(wanted, outputs, strict=True))
+                    seen["right" if same else "wrong"] += 1
+                except BudgetError:
+                    seen["refused"] += 1
+                except RunError as error:
+                    print(error, flush=True)
+                    seen["failed"] += 1
+                while model.failure is not None:
+                    with suppress(BudgetError):  # the budget is too small for the model just now
+                        model = runtime.open(bundle, mode=args.mode)
+        finally:
+            over.set()
+            mover.join()
+    return seen
+
+
 def main() -> None:
     """Move, compare, print."""
     parser = Arguments(__doc__)
@@ -69,6 +129,7 @@ def main() -> None:
     parser.add_device("pocl")
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--moves", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=0, help="runs while the budget moves all the time")
     parser.add_argument("--least", default="80MB")
     parser.add_argument("--most", default="600MB")
     parser.add_argument("--seed", type=int, default=0)
@@ -81,6 +142,10 @@ def main() -> None:
     planned(plans)
     bundle = Bundle.open(args.bundle)
     inputs = complete_inputs(bundle.program, {}, args.seed)
+    if args.runs:
+        seen = run_while_moving(bundle, inputs, args)
+        print(", ".join(f"{seen[name]} {name}" for name in ("right", "wrong", "refused", "failed", "moves", "taken", "beyond")))
+        raise SystemExit(1 if seen["wrong"] or seen["failed"] or seen["beyond"] else 0)
     moves, compared = [], 0
     with Runtime(most, device=args.device, prepare=False) as runtime:  # every answer has the same bits
         model = runtime.open(bundle, mode=args.mode)

@@ -7,6 +7,9 @@ budget): one sentence that says what is wrong, where, and what to do; the comman
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class UserError(ValueError):
     """Something the user has to change: exit code 2, one sentence, no traceback."""
@@ -29,6 +32,11 @@ class BudgetError(UserError):
         self.smallest_bytes = smallest_bytes
         self.without_bands = smallest_bytes if without_bands is None else without_bands
         self.binding = binding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would call the class with the message alone: an error crosses processes."""
+        named: dict[str, Any] = {name: vars(self)[name] for name in ("smallest_bytes", "binding", "without_bands")}
+        return partial(type(self), **named), self.args, self.__dict__
 
 
 class UnsupportedModelError(UserError):

@@ -281,6 +281,47 @@ def test_a_switch_waits_for_the_run_that_is_under_way(tmp_path: Path, monkeypatc
         assert order[:2] == ["answered", "closed"] and manager.current == 2
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_gives_inputs_may_call_the_manager(tmp_path: Path, closes: bool) -> None:
+    """Also where a switch comes of it, which closes the session that was to run."""
+    designs_of(tmp_path)
+    models = [write_mini_bundle(tmp_path / f"again{seed}.flashmem", seed=seed) for seed in range(3)]
+    inputs = models[0].inputs()
+    write_system(tmp_path / "system", available=GB, busy=0, ticks=0)
+    asked, answers, manager = list[str](), list[Any](), Manager(tmp_path, root=tmp_path / "system")
+
+    def give(bundle: Any) -> Any:
+        asked.append(bundle.path.name)
+        if asked[1:]:
+            return inputs
+        answers.append(manager.run("see", inputs))
+        if closes:
+            manager.close()
+            return inputs
+        manager._watch._memory = True
+        answers.append(manager.run("see", inputs))
+        return inputs
+
+    def ask() -> None:
+        try:
+            answers.append(manager.run("see", give))
+        except RunError as error:
+            answers.append(error)
+
+    running = threading.Thread(target=ask, daemon=True)
+    running.start()
+    running.join(8)
+    assert not running.is_alive(), "the manager waits for itself"
+    manager.close()
+    if closes:
+        assert "the manager is closed" in str(answers.pop())
+        assert len(answers) == 1 and asked == ["m0.flashmem"]
+        return
+    for answer, seed in zip(answers, (0, 2, 2), strict=True):
+        np.testing.assert_allclose(answer[0], models[seed].reference(inputs)[0], atol=2e-5)
+    assert asked == ["m0.flashmem", "m2.flashmem"], "it is asked again for the model that answers"
+
+
 def test_a_bundle_that_is_missing_is_found_before_it_is_needed(tmp_path: Path) -> None:
     designs_of(tmp_path)
     shutil.rmtree(tmp_path / "m2.flashmem")

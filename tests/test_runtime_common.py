@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_changes import files_of, fit
 from mini_bundle import MiniModel, write_mini_bundle
+from numpy.typing import NDArray
 
 from flashmem import Bundle, Runtime
 from flashmem.device import MemoryPath
@@ -18,7 +23,9 @@ from flashmem.program import Slice, fixed_bytes
 from flashmem.runtime.accounts import Account, Budget
 from flashmem.runtime.common import Place, Places
 from flashmem.runtime.devices import Device, descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.kernel_list import wanted_kernels
+from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.program_cache import kernel_key, packed_entries
 from flashmem.runtime.schedule import pages, whole
 from flashmem.runtime.weight_file import WeightFile
 
@@ -47,6 +54,9 @@ class Disk:
 
     def drop(self, offset: int, nbytes: int) -> None:
         self.notes.append("drop")
+
+    def has_same(self, offset: int, other: Disk, there: int, nbytes: int) -> bool:
+        return True
 
     def keep(self) -> None:
         self.kept += 1
@@ -237,3 +247,94 @@ def test_slices_of_the_same_bytes_are_told_from_others(twins: dict[str, list[Min
     part = other.program.slices[-1]
     content = np.fromfile(other.weights_path, np.uint8)[part.offset : part.offset + part.file_bytes].tobytes()
     assert other.digests.identities[part.name] == hashlib.blake2b(content, digest_size=16).digest()
+
+
+def forged(folder: Path, of: MiniModel, *, seed: int) -> MiniModel:
+    """A bundle of other weights whose digests.bin says that they are those of `of`."""
+    made = write_mini_bundle(folder / "forged.flashmem", seed=seed)
+    digests, true = files_of(made.path) / "digests.bin", (files_of(of.path) / "digests.bin").read_bytes()
+    identities = 16 * len(made.open().program.slices)
+    digests.write_bytes(digests.read_bytes()[:-identities] + true[-identities:])
+    fit(made.path, "digests.bin")
+    assert made.open().digests.identities == of.open().digests.identities
+    return made
+
+
+@pytest.mark.parametrize("verify_weights", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_bundle_that_lies_about_its_weights_changes_no_answer_but_its_own(
+    order: tuple[int, ...], verify_weights: bool, twins: dict[str, list[MiniModel]], tmp_path: Path
+) -> None:
+    """Whoever comes first; and those that tell the truth still share."""
+    models = [twins["buffer"][0], forged(tmp_path, twins["buffer"][0], seed=4), twins["buffer"][1]]
+    inputs = models[0].inputs()
+    with Runtime(verify_weights=verify_weights) as runtime:
+        opened = {which: runtime.open(models[which].path, mode="map") for which in order}
+        for _ in range(2):
+            for which in order:
+                answer = opened[which].run(None, inputs)
+                np.testing.assert_allclose(answer[0], models[which].reference(inputs)[0], rtol=0, atol=2e-5)
+        weights = slices_bytes(models[0].open())
+        assert 2 * weights <= runtime.held < 2.5 * weights
+        opened[order[0]].close()
+        for which in order[1:]:
+            answer = opened[which].run(None, inputs)
+            np.testing.assert_allclose(answer[0], models[which].reference(inputs)[0], rtol=0, atol=2e-5)
+
+
+def test_files_are_compared_once_and_not_by_a_name_that_another_may_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, files = np.random.default_rng(0), list[WeightFile]()
+    content = rng.integers(0, 255, 200_000, np.uint8)
+    changed = content.copy()
+    changed[150_000] ^= 1
+    read, reads = WeightFile.read_into, list[int]()
+
+    def counted(file: WeightFile, data: NDArray[np.uint8], offset: int) -> None:
+        reads.append(data.nbytes)
+        read(file, data, offset)
+
+    monkeypatch.setattr(WeightFile, "read_into", counted)
+    for number, each in enumerate((content, content, changed)):
+        (tmp_path / f"{number}.bin").write_bytes(each.tobytes())
+        files.append(WeightFile(tmp_path / f"{number}.bin", each.size))
+    one, same, other = files
+    assert one.has_same(0, one, 0, 200_000) and reads == []
+    assert not one.has_same(0, one, 4096, 100_000)
+    for _ in range(2):
+        before = len(reads)
+        assert one.has_same(0, same, 0, 200_000) and not one.has_same(0, other, 0, 200_000)
+        assert one.has_same(0, other, 0, 150_000) and not one.has_same(149_000, other, 149_000, 1_001)
+    assert len(reads) == before and max(reads) <= 64 << 10
+    os.truncate(tmp_path / "2.bin", 100)
+    assert not one.has_same(4096, other, 4096, 4096)
+    with pytest.raises(RunError, match="short read"):
+        other.has_same(4096, one, 4096, 4096)
+    same.close()
+    del same, files[1]
+    gc.collect()
+    assert len(one._same) == 2  # itself and the one that is still there
+    for file in files:
+        file.close()
+
+
+def test_kernels_that_a_bundle_brings_are_for_that_bundle_alone(
+    twins: dict[str, list[MiniModel]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing says that a binary is of the text whose key it has."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    model, device = twins["buffer"][0], list_devices()[0]
+    bundle, inputs = model.open(), model.inputs()
+    plain, _ = wanted_kernels(bundle.program, bundle.source, {}, {})
+    lies = {}
+    for wanted in plain:
+        context = Context(device)
+        program = context.build(wanted.text.replace("tanh(", "cos("), bundle.program.build_options)
+        lies[kernel_key(device, wanted, bundle.program.build_options)] = program.binary()
+    stranger = replace(bundle, binaries=packed_entries(lies))
+    with Runtime(device="0", prepare=False) as runtime:
+        first = runtime.open(stranger, mode="map")
+        assert not np.allclose(first.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
+        second = runtime.open(bundle, mode="map")
+        np.testing.assert_allclose(second.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)

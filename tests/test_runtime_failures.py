@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from mini_bundle import MiniModel, write_mini_bundle
 
-from flashmem import Session
-from flashmem.errors import BudgetError, BundleError, NoDeviceError, RunError, UserError
+from flashmem import Runtime, Session
+from flashmem.errors import BudgetError, BundleError, FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.program import fixed_bytes
+from flashmem.runtime import preparation
 from flashmem.runtime.devices import choose, descriptor_for
+from flashmem.runtime.executor import Executor
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.run import Run
 
 MODES = ("map", "alias", "dma", "interleave")
 
@@ -164,3 +168,57 @@ def test_a_device_that_refuses_memory_is_named() -> None:
     with pytest.raises(RunError, match=r"allocate a buffer of .* (INVALID_BUFFER_SIZE|MEM_OBJECT_ALLOCATION_FAILURE)"):
         ledger.buffer("arena", device.max_alloc_bytes + (1 << 40), "far too much")
     assert ledger.total == 0
+
+
+@pytest.mark.parametrize("what", ["loads", "kernels"])
+def test_an_answer_is_given_where_the_next_run_cannot_be_prepared(
+    what: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was computed; the next run does all of it, and says what it cannot do."""
+    inputs, expected = model.inputs(), model.reference(model.inputs())[0]
+    make, made = preparation.Run, list[str]()
+
+    def run(*arguments: Any, **options: Any) -> Run:
+        made.append("run")
+        if len(made) % 2 == 0:  # the next one's, after that of the run itself
+            raise RuntimeError("can't start new thread")
+        return make(*arguments, **options)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Session(model.path) as session, monkeypatch.context() as patch:
+        if what == "loads":
+            patch.setattr(preparation, "Run", run)
+        else:
+            patch.setattr(preparation.Preparation, "begin", fail)
+        for _ in range(2):
+            with pytest.warns(
+                FlashmemWarning, match="the next run could not be prepared, and begins from nothing: can't start"
+            ):
+                answer = session.run(None, inputs)
+            np.testing.assert_allclose(answer[0], expected, rtol=0, atol=2e-5)
+        patch.undo()
+        for _ in range(2):
+            np.testing.assert_allclose(session.run(None, inputs)[0], expected, rtol=0, atol=2e-5)
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("said", ["", "enough"])
+def test_an_interrupted_run_says_so(said: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt(*([said] if said else []))
+
+    why = f"its last run failed: {said}" if said else "its last run was interrupted"
+    monkeypatch.setattr(Executor, "run", interrupted)
+    with Session(model.path) as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.run(None, model.inputs())
+        with pytest.raises(RunError, match=rf"^the session is closed \({why}\); open a new one$"):
+            session.run(None, model.inputs())
+    with Runtime() as runtime:
+        opened = runtime.open(model.path)
+        with pytest.raises(KeyboardInterrupt):
+            opened.run(None, model.inputs())
+        with pytest.raises(RunError, match=rf"^the model is closed \({why}\); open it again$"):
+            opened.run(None, model.inputs())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from compared import Nodes
 from hypothesis import given
 from hypothesis import strategies as st
 from mini_bundle import TOKENS, VOCABULARY, WIDTH, MiniModel, write_mini_bundle
 
-from flashmem import Session
+import flashmem
+from flashmem import Bundle, Runtime, Session
 from flashmem.program import Port, RowGather, StoredType, Tensor, port_dtype
+from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.weight_file import WeightFile
 
@@ -74,6 +78,58 @@ def test_nan_passes_through(session: Session, model: MiniModel) -> None:
     inputs = model.inputs()
     inputs["x"][3] = np.nan
     assert np.isnan(session.run(["y"], inputs)[0]).all()
+
+
+@pytest.mark.parametrize("names", [[], ()])
+def test_a_run_for_no_output_is_refused(session: Session, model: MiniModel, names: Any) -> None:
+    with pytest.raises(ValueError, match="no output is asked for; name at least one, or give None for all"):
+        session.run(names, model.inputs())
+    with Runtime(prepare=False) as runtime, pytest.raises(ValueError, match="no output is asked for"):
+        runtime.open(model.path).submit(model.inputs(), names)
+
+
+ORDERS: dict[str, Callable[[Any], Any]] = {
+    "columns first": np.asfortranarray,
+    "backwards": lambda x: np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
+    "every other": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "the same row": lambda x: np.broadcast_to(x[:1], x.shape),
+}
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """y = the sums of x's columns; x is 2 MiB, y 2 KiB."""
+    nodes, folder = Nodes(), tmp_path_factory.mktemp("sums")
+    axes = nodes.constant(np.array([0], np.int64))
+    nodes.node("ReduceSum", nodes.input(np.zeros((1024, 512), np.float32)), axes, keepdims=0)
+    (folder / "m.onnx").write_bytes(nodes.proto().SerializeToString())
+    return flashmem.compile(folder / "m.onnx", folder / "m.flashmem", build=False)
+
+
+@pytest.mark.parametrize("hands_over", [True, False])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("device", range(len(list_devices())))
+def test_an_input_in_any_order_is_copied_to_its_place_and_nowhere_else(
+    device: int, order: str, hands_over: bool, sums: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hands_over`: the device uses the host's memory; it does not on GPUs."""
+    monkeypatch.setattr("flashmem.runtime.opened.uses_host_memory", lambda _: hands_over)
+    rng = np.random.default_rng(0)
+    [name], x = [port.name for port in sums.program.inputs], ORDERS[order](rng.standard_normal((1024, 512), np.float32))
+    assert not x.flags.c_contiguous
+    with Session(sums, device=str(device), prepare=False) as opened:
+        assert (opened._placement._host is not None) == hands_over
+        [wanted] = opened.run(None, {name: np.ascontiguousarray(x)})
+        tracemalloc.start()
+        try:
+            [y] = opened.run(None, {name: x})
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 20, "the input was copied as a whole"
+    np.testing.assert_array_equal(y, wanted)
+    exact, bound = x.astype(np.float64).sum(axis=0), 1024 * 2.0**-24 * np.abs(x.astype(np.float64)).sum(axis=0)
+    assert (np.abs(y - exact) <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int64", "int32", "uint8", "uint64", "bfloat16", "float16", "float32", "float64"])

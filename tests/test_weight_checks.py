@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from mini_bundle import MiniModel, write_mini_bundle
 
-from flashmem import digests
+from flashmem import Runtime, digests
+from flashmem.device import TransferMode
 from flashmem.errors import RunError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
@@ -40,6 +41,20 @@ def damage(model: MiniModel, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
+def test_a_runtime_checks_weights_as_a_session_does(mode: TransferMode, model: MiniModel) -> None:
+    with Runtime(verify_weights=True) as runtime:
+        opened = runtime.open(model.path, mode=mode)
+        np.testing.assert_allclose(opened.run(None, model.inputs())[0], model.reference(model.inputs())[0], atol=2e-5)
+    part = model.open().program.slices[-3]
+    damage(model, part.offset + part.file_bytes - 1)
+    with Runtime(verify_weights=True) as runtime:
+        opened = runtime.open(model.path, mode=mode)
+        with pytest.raises(RunError, match=rf"weights\.bin is damaged: slice '{part.name}' is not what was written; compile"):
+            opened.run(None, model.inputs())
+        assert runtime.held == 0
 
 
 @pytest.mark.parametrize("strategy", ["auto", "preload"])

@@ -40,8 +40,11 @@ class PlanViolation(ValueError):  # noqa: N818 - a finding, named as such in the
     """A plan that breaks `constraint`: one of C0-C3, "problem" (not a plan of this problem), "objective" or "layout"."""
 
     def __init__(self, constraint: str, message: str) -> None:
-        super().__init__(f"{constraint}: {message}")
+        super().__init__(constraint, message)  # what pickle calls the class with again
         self.constraint = constraint
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from array import array
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
@@ -23,6 +24,28 @@ Category = Literal["constants", "arena", "outputs", "staging", "weights"]
 
 _REMEMBERED = 1 << 16
 """Changes of the total that a budget remembers at most."""
+
+
+class Changes:
+    """The latest changes of a total, at most so many, in 16 bytes each: a runtime that runs for weeks grows by none."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._first = most, 0  # the oldest, once there are so many
+        self._at, self._held = array("d"), array("q")
+
+    def note(self, at: float, held: int) -> None:
+        """From second `at` on, `held` bytes are held."""
+        if len(self._at) < self._most:
+            self._at.append(at)
+            self._held.append(held)
+        else:
+            self._at[self._first], self._held[self._first] = at, held
+            self._first = (self._first + 1) % self._most
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        """(seconds, bytes held from then on), the oldest first."""
+        yield from zip(self._at[self._first :], self._held[self._first :], strict=True)
+        yield from zip(self._at[: self._first], self._held[: self._first], strict=True)
 
 
 class Budget:
@@ -36,7 +59,7 @@ class Budget:
         self.total = 0  # held
         self.peak = 0
         self.committed = 0
-        self.history: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED)  # (seconds, bytes held from then on)
+        self.history = Changes(_REMEMBERED)
         self._limit = limit
 
     @property
@@ -156,7 +179,7 @@ class Account:
         self._commit(self.commitment - before)
         budget.total += nbytes
         budget.peak = max(budget.peak, budget.total)
-        budget.history.append((now, budget.total))
+        budget.history.note(now, budget.total)
 
     def restart_history(self) -> None:
         """Begin a new account over time: a new run."""

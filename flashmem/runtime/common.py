@@ -1,8 +1,9 @@
 """Pages of weights that several placements on a device use, where weights are used in place (mode `map`).
 
-Slices of one identity (`flashmem.digests`) are the same bytes. Whoever is there first gives the place, in its own file; others
-use that one. A band is brought in by the first who loads it and counted there; others borrow it, and the last one to let go
-drops its pages. When its holder lets go before, a borrower holds it: it has counted on that all the time.
+Slices of one identity (`flashmem.digests`) should be the same bytes. What a bundle says of itself is not believed: slices of
+two bundles are compared byte by byte before they are shared. Whoever is there first gives the place, in its own file; others
+use it. A band is brought in by the first who loads it and counted there; others borrow it, and the last one to let go drops its
+pages. When its holder lets go before, a borrower holds it: it has counted on that all the time.
 """
 
 from __future__ import annotations
@@ -105,22 +106,45 @@ class Places:
     """The places on a device, by the identity of what is there, while somebody uses them."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[bytes, int], Place] = {}
+        self._places: dict[tuple[bytes, int], list[Place]] = {}  # more than one where bundles lie
         self._lock = threading.Lock()
 
     def take(self, file: WeightFile, part: Slice, identity: bytes) -> Place:
-        """The place of a slice: that of another one of the same bytes, or in `file`, which stays open until it is given up."""
+        """The place of a slice: that of another one of the same bytes, or in `file`, which stays open until it is given up.
+
+        Raises:
+            RunError: the slice cannot be read, to compare it.
+        """
         with self._lock:
-            place = self._places.setdefault((identity, part.file_bytes), Place(file, part))
-            if not place.uses:
-                place.file.keep()
-            place.uses += 1
-            return place
+            there = tuple(self._places.get((identity, part.file_bytes), ()))
+            for place in there:
+                place.uses += 1  # so that it stays while it is compared
+        try:
+            found = next((place for place in there if file.has_same(part.offset, place.file, place.offset, place.nbytes)), None)
+        except BaseException:
+            for place in there:
+                self.give_up(place, identity)
+            raise
+        for place in there:
+            if place is not found:
+                self.give_up(place, identity)
+        if found is not None:
+            return found
+        with self._lock:
+            made = Place(file, part)
+            made.uses = 1
+            file.keep()
+            self._places.setdefault((identity, part.file_bytes), []).append(made)
+            return made
 
     def give_up(self, place: Place, identity: bytes) -> None:
         """Whoever took it uses it no longer, and holds nothing there."""
         with self._lock:
             place.uses -= 1
-            if not place.uses:
-                del self._places[identity, place.nbytes]
-                place.file.close()
+            if place.uses:
+                return
+            key = (identity, place.nbytes)
+            self._places[key].remove(place)
+            if not self._places[key]:
+                del self._places[key]
+        place.file.close()

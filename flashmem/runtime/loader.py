@@ -79,17 +79,21 @@ class LoaderRun:
         self._admit = admit
         self._loading = 0  # threads that have a load
         self._at_gates = 0  # of those, the ones that wait for its gate
-        self.when_done: Callable[[int], None] | None = None  # told of layers that something waits for, when they are done
+        self.when_freed: Callable[[int], None] | None = None  # told of layers that are done and have no slice left to free
         self._to_free: list[Slice] = []
         self._freeing = 0
-        self._failure: BaseException | None = None
+        self._failure: str | None = None  # no exception: its traceback would hold on to what is loaded, and to this
         self._stopping = False
         self._ahead = threads
         self._announces = transfer.file.missed  # since the last run began
         transfer.file.missed = False
         self._count = min(threads, len(loads))
         self._threads: list[threading.Thread] = []
-        self._start_next()
+        try:
+            self._start_next()
+        except BaseException:  # nobody gets this object, and could stop what it began
+            self._stopping = True
+            raise
 
     def _start_next(self) -> None:
         """Start one more thread, if there is to be one: each starts the next, so that nobody waits for all of them."""
@@ -107,9 +111,13 @@ class LoaderRun:
         with self._changed:
             self._done = layer
             self._to_free.extend(self._frees.get(layer, ()))
+            self._tell_freed()
             self._changed.notify_all()
-        if self.when_done is not None:
-            self.when_done(layer)
+
+    def _tell_freed(self) -> None:
+        """Say how far slices are freed. The lock is held, so that no load behind a later gate begins before that is said."""
+        if self.when_freed is not None and not self._to_free and not self._freeing:
+            self.when_freed(self._done)
 
     @property
     def idle(self) -> bool:
@@ -140,7 +148,7 @@ class LoaderRun:
             self._wanted = name
             while not self.loaded[name]:
                 if self._failure is not None:
-                    raise _as_run_error(self._failure)
+                    raise RunError(self._failure)
                 self._arrived.wait()
             self._wanted = None
 
@@ -154,7 +162,7 @@ class LoaderRun:
         while self._to_free:
             self._transfer.free(self._to_free.pop())
         if self._failure is not None:
-            raise _as_run_error(self._failure)
+            raise RunError(self._failure)
 
     def _work(self, thread: int) -> None:
         try:
@@ -178,7 +186,7 @@ class LoaderRun:
             return
         except BaseException as error:
             with self._changed:
-                self._failure = self._failure or error
+                self._failure = self._failure or _said(error)
                 self._stopping = True
                 self._changed.notify_all()
                 self._arrived.notify_all()
@@ -218,12 +226,12 @@ class LoaderRun:
                 for each in ahead:
                     self._transfer.expect(each.part, each.band)
                 return load
-            try:
-                for part in frees:
-                    self._transfer.free(part)
-            finally:
+            for part in frees:
+                self._transfer.free(part)
+            if frees:
                 with self._changed:
                     self._freeing -= 1
+                    self._tell_freed()
                     self._changed.notify_all()
 
     def _next(self) -> int | None:
@@ -259,8 +267,6 @@ class LoaderRun:
         return [self._loads[number] for number in ahead]
 
 
-def _as_run_error(error: BaseException) -> BaseException:
-    """What the main thread raises for a thread's failure."""
-    if isinstance(error, RunError):
-        return RunError(str(error))
-    return RunError(f"loading weights failed: {type(error).__name__}: {error}")
+def _said(error: BaseException) -> str:
+    """What the main thread says of a thread's failure."""
+    return str(error) if isinstance(error, RunError) else f"loading weights failed: {type(error).__name__}: {error}"

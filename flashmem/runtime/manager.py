@@ -128,7 +128,8 @@ class Manager:
         Args:
             task: its name.
             inputs: an array for every input; or, where the models of a task do not take the same, a function that is called
-                with the bundle that answers and gives them.
+                with the bundle that answers and gives them. It may call methods of the manager. It is called again where a
+                switch comes before the run begins, and another bundle answers.
 
         Raises:
             UserError: no such task.
@@ -140,14 +141,17 @@ class Manager:
             raise UserError(f"no task {task!r} in these designs; there are: {', '.join(tasks)}")
         with self._lock:
             self._look()
+        given: Any = inputs
+        given_for: str | None = None  # the bundle that a function gave them for
         while True:
             with self._lock:
                 opened = self._session(task)
+            if callable(inputs) and given_for != opened.part.bundle:  # with no lock held: it may call the manager
+                given, given_for = inputs(opened.session.bundle), opened.part.bundle
             with opened.alone:
                 if self._sessions.get(task) is not opened:
                     continue  # closed by a switch while we waited for it
                 try:
-                    given = inputs(opened.session.bundle) if callable(inputs) else inputs
                     with self._among_others(opened.part) as running:
                         begun = self._clock()
                         outputs = opened.session.run(None, given)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -25,6 +26,8 @@ from flashmem.device import TransferMode
 from flashmem.errors import BudgetError, RunError, UserError
 from flashmem.request import device_here
 from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.failures import RequestError, forget_locals, why_closed
+from flashmem.runtime.futures import FencedFuture, complete, complete_cancelled
 from flashmem.runtime.occupancy import Occupancy
 from flashmem.runtime.player import Player
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
@@ -50,6 +53,7 @@ class Runtime:
         *,
         device: str = "auto",
         on_pressure: OnPressure = "finish",
+        verify_weights: bool = False,
         build_apart: bool = True,
         prepare: bool = True,
     ) -> None:
@@ -61,6 +65,8 @@ class Runtime:
             device: "auto", or what `flashmem.request.device_here` understands.
             on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
                 end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
+            verify_weights: compare every slice and table row that is read with its digest, as a `Session` does; a damaged one
+                fails the run, and closes its model.
             build_apart: as for `Session`.
             prepare: between two runs of a model, get its bundle's steady kernels ready, which later runs are then played by as
                 far as what is resident allows.
@@ -79,14 +85,17 @@ class Runtime:
             self._device.budget.limit = self._follower.state.budget
         elif budget is not None:
             self._device.budget.limit = parse_size(budget, what="budget")
-        self._on_pressure, self._build_apart, self._prepare = on_pressure, build_apart, prepare
+        self._on_pressure = on_pressure
+        self._options = {"build_apart": build_apart, "prepare": prepare, "verify_weights": verify_weights}
         self._process = os.getpid()
         self._state = threading.Condition()
         self._waiting: deque[Answer] = deque()
-        self._chores: deque[tuple[Callable[[], None], Future[None]]] = deque()  # for the runtime's own thread, between runs
+        self._chores: deque[tuple[Callable[[], None], FencedFuture[None]]] = (
+            deque()
+        )  # for the runtime's own thread, between runs
         self._running: Tenant | None = None
         self._player = Player(self._device, self._occupancy, self._tell_relieved)
-        self._relieved: list[Future[None]] = []
+        self._relieved: list[FencedFuture[None]] = []
         self._closing: str | None = None
         self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
         self._thread.start()
@@ -130,7 +139,7 @@ class Runtime:
         tenants: list[Tenant] = []
         try:
             for index in range(len(opened.variants)):
-                tenant = Tenant(opened.variant(index), self._device, mode, build_apart=self._build_apart, prepare=self._prepare)
+                tenant = Tenant(opened.variant(index), self._device, mode, **self._options)
                 tenants.append(tenant)
                 tenant.refuse_below(self.budget)
             with self._state:
@@ -181,7 +190,7 @@ class Runtime:
             self._set_limit(limit)
 
     def _set_limit(self, limit: int | None) -> Future[None]:
-        done: Future[None] = Future()
+        done = FencedFuture[None]()
         with self._state:
             self._refuse_closed()
             self._device.budget.limit = limit
@@ -191,9 +200,13 @@ class Runtime:
                 return done
             self._relieved.append(done)
             running = self._running
-            if running is None or self._on_pressure == "fail" or limit is None or running.runs_in(limit):
-                self._player.pressed.set()
             self._state.notify_all()
+        # Whether the run can go on in less may need a plan, for which nobody waits who holds the lock.
+        if running is None or self._on_pressure == "fail" or limit is None or running.runs_in(limit):
+            with self._state:
+                if self._device.budget.room < 0:  # nobody has given it back meanwhile
+                    self._player.pressed.set()
+                    self._state.notify_all()
         return done
 
     def prepared(self) -> None:
@@ -213,10 +226,15 @@ class Runtime:
         with self._state:
             mine = [answer for answer in self._waiting if answer.model is model]
             self._waiting = deque(answer for answer in self._waiting if answer.model is not model)
+        raised = []
         for answer in mine:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(RunError("the model was closed before its turn came; open it again"))
+                raised.append(answer.raised())
         self._have_done(lambda: self._forget(model, "close was called"))
+        for error in raised:
+            if error is not None:  # of a callback, KeyboardInterrupt for instance: now that all is closed
+                raise error
 
     def close(self) -> None:
         """Give everything back when the run under way is over. Waiting requests are cancelled. Closing again does nothing."""
@@ -250,7 +268,7 @@ class Runtime:
 
     def _have_done(self, chore: Callable[[], None]) -> None:
         """Have the runtime's own thread do it between two runs, and wait for that."""
-        done: Future[None] = Future()
+        done = FencedFuture[None]()
         with self._state:
             if threading.current_thread() is not self._thread and self._thread.is_alive() and self._closing is None:
                 self._chores.append((chore, done))
@@ -277,14 +295,15 @@ class Runtime:
             left, self._waiting = self._waiting, deque()
             chores, self._chores = self._chores, deque()
             relieved, self._relieved = self._relieved, []
-        self._player.close()
-        for tenant in self._occupancy.tenants():
-            self._occupancy.leave(tenant)
-            tenant.close(why)
-        for answer in left:
-            answer.cancel()
-            answer.set_running_or_notify_cancel()
-        _tell([*(done for _, done in chores), *relieved])
+        try:
+            self._player.close()
+            for tenant in self._occupancy.tenants():
+                self._occupancy.leave(tenant)
+                tenant.close(why)
+        finally:
+            for answer in left:
+                complete_cancelled(answer)
+            _tell([*(done for _, done in chores), *relieved])
 
     def _serve_all(self) -> None:
         while True:
@@ -306,37 +325,47 @@ class Runtime:
                     done.set_result(None)
             if answer is not None:
                 self._serve(answer)
+                answer = None  # while this waits for the next one
             elif self._closing and not chores:
                 return
             self._player.relieve()
 
     def _serve(self, answer: Answer) -> None:
         """Answer one request. Whatever fails is the request's, and its model's."""
-        model = answer.model
         answer.started = perf_counter()
-        try:
-            outputs = self._player.play(answer)
-        except BudgetError as error:
-            failure: BaseException | None = error
-            answer.tenant.leave()
-        except ValueError as error:  # of this request alone
-            failure = error
-        except BaseException as error:
-            failure = error
-            self._forget(model, f"its last run failed: {error}")
-        else:
-            failure = None
+        outcome = self._outcome(answer)
         answer.inputs.clear()
+        if isinstance(outcome, BaseException):
+            forget_locals(outcome)  # it is the user's now
+            outcome = self._given_up(answer, outcome)
         answer.finished = perf_counter()
         with self._state:
             self._running = None
         self._occupancy.has_run(answer.tenant)
-        if failure is not None:
-            answer.set_exception(failure)
+        if isinstance(outcome, BaseException):
+            complete(answer, partial(answer.set_exception, outcome))
         else:
-            model.last_run = answer.report
-            answer.set_result(outputs)
+            answer.model.last_run = answer.report
+            complete(answer, partial(answer.set_result, outcome))
             answer.tenant.prepare()
+        del answer, outcome  # the calls of an error, which somebody may keep, know who called them
+
+    def _outcome(self, answer: Answer) -> list[Array] | BaseException:
+        try:
+            return self._player.play(answer)
+        except BaseException as error:
+            return error
+
+    def _given_up(self, answer: Answer, failure: BaseException) -> BaseException:
+        """Have the model give up what a failed run cannot leave as it is. Returns what the user gets."""
+        if isinstance(failure, RequestError):
+            return failure.error
+        self._player.settle()
+        if isinstance(failure, BudgetError):
+            answer.tenant.leave()
+        else:
+            self._forget(answer.model, why_closed(failure))
+        return failure
 
     def _tell_relieved(self) -> None:
         with self._state:
@@ -347,6 +376,7 @@ class Runtime:
 
     def _forget(self, model: Model, why: str) -> None:
         """Close a model; the runtime's own thread calls it, outside of runs."""
+        self._player.settle()
         for tenant in model.tenants:
             self._occupancy.leave(tenant)
             tenant.close(why)
@@ -356,8 +386,8 @@ class Runtime:
             return [each.tenant for each in self._waiting if not each.cancelled() and each.tenant.failure is None]
 
 
-def _tell(waiting: Iterable[Future[None]]) -> None:
+def _tell(waiting: Iterable[FencedFuture[None]]) -> None:
     """What each of them is for is done. Whoever has one may have cancelled it."""
     for done in waiting:
         if done.set_running_or_notify_cancel():
-            done.set_result(None)
+            complete(done, partial(done.set_result, None))

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.digests import digest
@@ -318,9 +319,23 @@ class Placement:
         self.has_run, self.resident = True, resident
 
     def write(self, tensor: str, data: NDArray[Any]) -> None:
-        """Fill a tensor of a port from contiguous host memory."""
-        if data.nbytes:
-            self._device.queue.write(self._ports[tensor], data)
+        """Fill a tensor of a port from host memory: no second copy of it is made that the ledger does not count."""
+        if not data.nbytes:
+            return
+        port, queue = self._ports[tensor], self._device.queue
+        if data.flags.c_contiguous:
+            queue.write(port, data)
+        elif self._host is not None:
+            view = queue.map(port, data.nbytes, invalidate=True)
+            try:
+                np.copyto(view.view(data.dtype).reshape(data.shape), data)
+            finally:
+                queue.unmap(view)
+        else:  # in pieces that fit where outputs and conversions have their place, which are not there yet
+            program, size = self.opened.program, data.itemsize
+            count = max(1, max(scratch_bytes(program), output_bytes(program)) // size)
+            for first in range(0, data.size, count):
+                queue.write(port, data.flat[first : first + count], offset=first * size)
 
     def read(self, data: NDArray[Any], tensor: str) -> None:
         """Read a tensor of a port into contiguous host memory."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from flashmem.errors import RunError
 from flashmem.program import Port
 from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.failures import of_the_request
 from flashmem.runtime.occupancy import Occupancy
 from flashmem.runtime.planner import Planner
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
@@ -33,16 +34,20 @@ class Player:
         """`relieved` is called when memory has been given back."""
         self._device, self._occupancy, self._relieved = device, occupancy, relieved
         self._planner = Planner(device, occupancy)
+        self._ahead: tuple[threading.Thread, threading.Event] | None = None  # that looks ahead, and what stops it
         self.pressed = threading.Event()  # the run under way has to give memory back
 
     def play(self, answer: Answer) -> list[Array]:
         """The outputs of a request, in the order of its names; its report is filled in.
 
+        The thread that looks ahead may still be at work then, as `settle` says: no answer waits for it.
+
         Raises:
             BudgetError: the budget is too small for the model.
-            ValueError: an index outside a table or a tensor.
+            RequestError: what was asked cannot be answered, for instance an index outside a table; the model is as it was.
             RunError: the run failed, or the model is closed.
         """
+        self.settle()
         tenant, budget = answer.tenant, self._device.budget
         if tenant.failure is not None:
             raise RunError(f"the model is closed ({tenant.failure}); open it again")
@@ -50,7 +55,8 @@ class Player:
         placement.ledger.restart_history()
         ports = {port.name: port for port in tenant.opened.program.outputs}
         wanted = [ports[name] for name in dict.fromkeys(answer.names)]
-        write_inputs(placement, answer.inputs)
+        with of_the_request():
+            write_inputs(placement, answer.inputs)
         loads: list[Span] = []
         read: dict[str, Array] = {}
         done, last = 0, len(tenant.opened.program.launches)
@@ -65,7 +71,8 @@ class Player:
             if tenant.opened.mode == "interleave":  # what kernels were to move before is not at home
                 done, read = 0, {}
                 write_inputs(placement, answer.inputs)
-        check_status(placement)
+        with of_the_request():
+            check_status(placement)
         results = collect(placement, wanted, read)
         ended = perf_counter()
         answer.report = RunReport(
@@ -79,12 +86,22 @@ class Player:
 
     def relieve(self) -> None:
         """Between two runs: give back what passes the budget."""
+        self.settle()
         self.pressed.clear()
         self._occupancy.relieve()
         self._relieved()
 
+    def settle(self) -> None:
+        """Return when nothing that was begun beside the last run goes on: from then on models may be placed, and closed."""
+        if self._ahead is not None:
+            thread, stop = self._ahead
+            self._stop_looking(stop)
+            thread.join()
+            self._ahead = None
+
     def close(self) -> None:
-        """No plan is made any more."""
+        """No plan is made any more, and nothing loaded ahead."""
+        self.settle()
         self._planner.close()
 
     def _play_from(self, tenant: Tenant, wanted: Sequence[Port], done: int) -> Played:
@@ -95,18 +112,20 @@ class Player:
         tenant.choose(done)
         self._planner.wake()
         stop = threading.Event()
-        ahead = threading.Thread(target=self._look_ahead, args=(tenant, run, stop), name="flashmem-ahead")
         if len(self._occupancy.tenants()) > 1:
+            ahead = threading.Thread(target=self._look_ahead, args=(tenant, run, stop), name="flashmem-ahead", daemon=True)
             ahead.start()
+            self._ahead = ahead, stop
         try:
             return run.play(wanted, halted=self.pressed.is_set)
         finally:
-            stop.set()
-            with self._device.budget.changed:
-                self._device.budget.changed.notify_all()
-            if ahead.ident is not None:
-                ahead.join()
+            self._stop_looking(stop)
             tenant.end()
+
+    def _stop_looking(self, stop: threading.Event) -> None:
+        stop.set()
+        with self._device.budget.changed:
+            self._device.budget.changed.notify_all()
 
     def _look_ahead(self, tenant: Tenant, run: Run, stop: threading.Event) -> None:
         """While `run` plays: when its loads wait, those of the next models go on, as far as there is memory."""
@@ -124,6 +143,7 @@ class Player:
         Raises:
             BudgetError: there is none.
         """
+        self.settle()
         self.pressed.clear()
         tenant.give_weights_back()
         self._occupancy.relieve(but=tenant)

@@ -36,12 +36,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def chosen_outputs(ports: Sequence[Port], output_names: Any) -> list[str]:
-    """The outputs asked for, all for None. Raises ValueError for anything but a sequence of names of `ports`."""
+    """The outputs asked for, all for None. Raises ValueError for anything but a sequence of one or more names of `ports`."""
     outputs = [port.name for port in ports]
     if output_names is None:
         return outputs
     if not isinstance(output_names, Sequence) or isinstance(output_names, str | bytes):
         raise ValueError(f"the outputs asked for are {described(output_names)}; give a list of names, or None for all")
+    if not output_names:
+        raise ValueError("no output is asked for; name at least one, or give None for all")
     for name in output_names:
         if not isinstance(name, str):
             raise ValueError(f"the outputs asked for hold {described(name)}; give their names as text")
@@ -94,8 +96,11 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
 
 
 def to_device(tensor: Tensor, array: Array) -> Array:
-    """`array` as the device holds it: contiguous, in the type of `tensor`; the same memory where it already is."""
-    return np.ascontiguousarray(array, np.dtype(tensor.dtype))
+    """`array` in the type of `tensor`, as the device holds it: contiguous, where it had to be converted; else the same memory,
+    in whatever order it is.
+    """
+    dtype = np.dtype(tensor.dtype)
+    return np.asarray(array) if array.dtype == dtype else np.ascontiguousarray(array, dtype)
 
 
 def from_device(port: Port, array: Array) -> Array:

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from flashmem.errors import FlashmemWarning, RunError, UserError
+from flashmem.errors import FlashmemWarning, RunError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import SteadyLaunch
 from flashmem.runtime.cores import prefer_little
 from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.failures import said
 from flashmem.runtime.kernel_list import Wanted, wanted_kernels
 from flashmem.runtime.kernel_processes import Builders, build_apart
 from flashmem.runtime.opened import OpenedBundle
@@ -43,7 +44,18 @@ class Idle:
         weakref.finalize(owner, self._forgotten).atexit = False
 
     def begin(self) -> None:
-        """A run is over: load what the next one begins with, as far as it waits for no layer, and prepare its kernels."""
+        """A run is over: load what the next one begins with, as far as it waits for no layer, and prepare its kernels.
+
+        Where that fails it warns, and nothing is loaded ahead: the next run does all of it, and says what it cannot do.
+        """
+        try:
+            self._begin()
+        except Exception as error:
+            warnings.warn(
+                f"the next run could not be prepared, and begins from nothing: {said(error)}", FlashmemWarning, stacklevel=3
+            )
+
+    def _begin(self) -> None:
         placement = self._placement
         if self._preparation is None:
             self._preparation = Preparation(placement.opened, self._device, apart=self._apart)
@@ -92,7 +104,7 @@ class Preparation:
     def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool) -> None:
         """Nothing begins yet. `apart`: build what no cache has in child processes."""
         self._opened, self._device, self._apart = opened, device, apart
-        self._failure: RunError | UserError | None = None
+        self._failure: str | None = None
         self._refused = not opened.program.steady  # nothing is prepared (any more)
         self._kernels: CachedKernels | None = None  # all of them ready
         self._launches: tuple[SteadyLaunch, ...] = ()  # what they are for
@@ -112,26 +124,31 @@ class Preparation:
         self._binding = threading.Lock()  # held while the thread uses a placement
 
     def begin(self, placement: Placement) -> None:
-        """A run of `placement` is over: get ready what the next one can play, which finds what is resident now."""
+        """A run of `placement` is over: get ready what the next one can play, which finds what is resident now.
+
+        What fails is warned of before the next run, which does without: the answer of this one is there.
+        """
+        try:
+            self._begin(placement)
+        except Exception as error:
+            self._refuse(error)
+
+    def _begin(self, placement: Placement) -> None:
         with self._lock:
             self._whole |= self._played is not None and _layers(self._played.launches) >= _layers(self._launches)
         if self._refused or (placement is self._placement and placement.resident == self._seen):
             return
         self._seen = placement.resident
-        try:
-            steady = placement.steady_launches()
-        except RunError as error:
-            self._refuse(error)
-            return
+        steady = placement.steady_launches()
         with self._lock:
             self._placement = placement
             if not steady or any(each.launches == steady for each in self._bound):
                 return
             self._wanted = placement, self._stay, steady
             if not self._working:
-                self._working = True
-                self._thread = threading.Thread(target=self._work, name="flashmem-prepare", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="flashmem-prepare", daemon=True)
+                thread.start()
+                self._working, self._thread = True, thread
 
     def choose(self, placement: Placement) -> bool:
         """Have the run that is about to begin played by what is ready, as far as what is resident allows; never waits.
@@ -191,9 +208,9 @@ class Preparation:
         if self._kernels is not None:
             self._kernels.close()
 
-    def _refuse(self, error: RunError | UserError) -> None:
+    def _refuse(self, error: Exception) -> None:
         if not self._stopping:
-            self._failure, self._refused = error, True
+            self._failure, self._refused = said(error), True
 
     def _work(self) -> None:
         prefer_little()
@@ -205,7 +222,7 @@ class Preparation:
                     return
             try:
                 self._prepare(*wanted)
-            except (RunError, UserError) as error:  # for instance, there is no temporary folder to build in
+            except Exception as error:
                 self._refuse(error)
 
     def _prepare(self, placement: Placement, stay: object, steady: tuple[SteadyLaunch, ...]) -> None:

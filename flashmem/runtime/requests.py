@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
+from flashmem.runtime.futures import FencedFuture
 from flashmem.runtime.report import RunReport
 from flashmem.runtime.tenant import Tenant
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 
-class Answer(Future[list[Array]]):
+class Answer(FencedFuture[list[Array]]):
     """The outputs of a request, when they are there. A request can be cancelled until it begins.
 
     `submitted`, `started` and `finished` are seconds of `time.perf_counter()`; `report` is of the run. `inputs` are held until
@@ -65,7 +65,12 @@ class Model:
             RunError: also in a callback of a future: the runtime's own thread would wait for itself.
         """
         self._runtime.refuse_inside("run")
-        return self.submit(inputs, output_names).result()
+        answer = self.submit(inputs, output_names)
+        del self, inputs  # who keeps an error would keep the model, and all that its bundle says, by the variables of this call
+        try:
+            return answer.result()
+        finally:
+            del answer
 
     def close(self) -> None:
         """Give everything of the model back, once a run of it that is under way is over. Its waiting requests fail."""

@@ -18,6 +18,7 @@ from flashmem.device import TransferMode
 from flashmem.errors import RunError, UserError
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.failures import why_closed
 from flashmem.runtime.fitted import Fitted, fit
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.placement import Placement
@@ -180,7 +181,8 @@ class Session:
                 results = collect(self._placement, ports, played.read)
             self._report(begun, played, steady=steady)
             if self._idle is not None:
-                self._idle.begin()
+                with self._closed_by_failure():  # an interrupt: what fails costs the next run time, and this one nothing
+                    self._idle.begin()
             return [results[name] for name in chosen]
 
     @property
@@ -222,7 +224,7 @@ class Session:
             yield
         except BaseException as error:
             if but is None or not isinstance(error, but):
-                self._close(f"its last run failed: {error}")
+                self._close(why_closed(error))
             raise
 
     def prepared(self) -> None:

@@ -42,9 +42,16 @@ class Tenant:
     """
 
     def __init__(
-        self, bundle: Bundle, device: DeviceInUse, mode: TransferMode | str, *, build_apart: bool, prepare: bool
+        self,
+        bundle: Bundle,
+        device: DeviceInUse,
+        mode: TransferMode | str,
+        *,
+        build_apart: bool,
+        prepare: bool,
+        verify_weights: bool = False,
     ) -> None:
-        """Open the bundle and its kernels; nothing on the device yet.
+        """Open the bundle and its kernels; nothing on the device yet. The last three as for `Session`.
 
         Raises:
             UserError: a mode that the device lacks, kernels that it does not take.
@@ -53,7 +60,7 @@ class Tenant:
         planned = bundle.meta.get("mode")
         chosen = choose_mode(playable(bundle, device.device, mode), mode, path=bundle.program.memory_path, planned=planned)
         self.device = device
-        self.opened = OpenedBundle(bundle, device.device, chosen, verify_weights=False)
+        self.opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         self.placement: Placement | None = None
         self.run: Run | None = None  # under way, or loading ahead
         self.begun_under: int | None = None  # the limit when `run` began
@@ -183,10 +190,10 @@ class Tenant:
 
     def place(self, plan: OverlapPlan, queue: Queue) -> bool:
         """Take places under `plan`; False where the budget has no room for them now. Raises RunError if the device refuses."""
-        ledger = self.device.ledger()
+        kernels, layout, ledger = self._kernels_for(plan), self._layout(plan), self.device.ledger()
         if not ledger.promise(self.need(plan).fixed):
             return False
-        self.placement = Placement(self.device, self.opened, self._kernels_for(plan), plan, self._layout(plan), ledger, queue)
+        self.placement = Placement(self.device, self.opened, kernels, plan, layout, ledger, queue)  # or the ledger is closed
         return True
 
     def follows(self, plan: OverlapPlan) -> bool:
@@ -212,9 +219,10 @@ class Tenant:
             RunError: the device refuses.
         """
         assert self.placement is not None
+        kernels, layout = self._kernels_for(plan), self._layout(plan)
         if not self.placement.ledger.promise(self.need(plan).fixed):
             return False
-        self.placement.lay_out_again(plan, self._layout(plan), self._kernels_for(plan))
+        self.placement.lay_out_again(plan, layout, kernels)
         return True
 
     def begin(self, resident_bytes: float, *, done: int = 0, admit: Callable[[Load], bool] = _never) -> Run:
@@ -247,11 +255,11 @@ class Tenant:
             if not ledger.promise(fixed + peaks[done]):
                 return False
 
-            def give_back(layer: int) -> None:
+            def give_back(layer: int) -> None:  # what the layer used last is no longer held
                 ledger.promise(fixed + peaks[layer])
 
             if run.loader is not None:
-                run.loader.when_done = give_back
+                run.loader.when_freed = give_back
         if run.loader is not None:
             run.loader.admit_all()
         return True
@@ -285,8 +293,9 @@ class Tenant:
         """Bytes of weights that stay where they are between two runs, or will when its run is over (mode `map`)."""
         if self.placement is None or not self.streams_pages:
             return 0
-        if self.run is not None:
-            return self.run.schedule.held[-1]
+        run = self.run
+        if run is not None:
+            return run.schedule.held[-1]
         return sum(pages(self.opened.slices[name]) for name in self.placement.resident)
 
     @property

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,9 @@ from flashmem.generations import hold_shared
 from flashmem.pages import SYSTEM_PAGE
 
 Bytes = NDArray[np.uint8]
+
+_COMPARED = 64 << 10
+"""Bytes of two files that are compared at a time."""
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
@@ -71,7 +75,10 @@ class WeightFile:
         except OSError as error:
             raise BundleError(f"{path} cannot be opened ({error.strerror}); compile the model again") from error
         self._descriptor = self._file.fileno()
-        if os.fstat(self._descriptor).st_size != nbytes:
+        status = os.fstat(self._descriptor)
+        self._which = status.st_dev, status.st_ino
+        self._same: WeakKeyDictionary[WeightFile, dict[tuple[int, int, int], bool]] = WeakKeyDictionary()  # what was compared
+        if status.st_size != nbytes:
             self._file.close()
             raise BundleError(f"{path} is not {nbytes} bytes long as its bundle says; compile the model again")
         hold_shared(self._descriptor)  # the bundle cache keeps it
@@ -120,6 +127,33 @@ class WeightFile:
         except OSError:  # a system or a file system that cannot say; a disk that fails does so again
             self._not_waiting = 0
             return 0
+
+    def has_same(self, offset: int, other: WeightFile, there: int, nbytes: int) -> bool:
+        """Whether the bytes at `offset` are those of `other` at `there`, where they can be read. Both are read once, in small
+        blocks; that the two are one place of one file is known without.
+
+        Raises:
+            RunError: this file is shorter than it was, or the disk fails.
+        """
+        if (self._which, offset) == (other._which, there):
+            return True
+        compared, key = self._same.setdefault(other, {}), (offset, there, nbytes)
+        if key not in compared:
+            compared[key] = self._compare(offset, other, there, nbytes)
+        return compared[key]
+
+    def _compare(self, offset: int, other: WeightFile, there: int, nbytes: int) -> bool:
+        mine, others = np.empty((2, min(nbytes, _COMPARED)), np.uint8)
+        for first in range(0, nbytes, _COMPARED):
+            count = min(_COMPARED, nbytes - first)
+            self.read_into(mine[:count], offset + first)
+            try:
+                other.read_into(others[:count], there + first)
+            except RunError:  # whoever uses that file is told
+                return False
+            if not np.array_equal(mine[:count], others[:count]):
+                return False
+        return True
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Tell the kernel that these bytes will be wanted soon, so that the disk does not pause between loads."""
