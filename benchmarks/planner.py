@@ -113,7 +113,7 @@ def solve_table(models: Sequence[str], devices: Sequence[str], objectives: Seque
         "layers",
         "slices",
         "S",
-        "status",
+        "status for that objective",
         "gap",
         "in W",
         "seconds of planning",

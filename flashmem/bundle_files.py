@@ -13,7 +13,7 @@ from typing import Any
 from flashmem.errors import BundleError, UserError
 from flashmem.generations import MANIFEST, is_generation
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 WEIGHTS = "weights.bin"
 BINARIES = "binaries.bin"
 _OF_A_VARIANT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "digests.bin")

@@ -120,7 +120,7 @@ def test_cp_sat_finds_no_more_than_there_is_and_proves_no_more(problem: Problem)
     plan = first_plan(problem)
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
     gates = {w.name: w.read_layer for w in plan.weights}
-    found = improve(problem, gates, moves, problem.m_peak, seconds=2.0, enough=plan.bound)
+    found = improve(problem, gates, moves, problem.m_peak, problem.m_peak, seconds=2.0, enough=plan.bound)
     assert int(held_bytes(problem, found.gates, moves).max(initial=0)) <= problem.m_peak
     assert play(problem, found.gates, moves).seconds <= plan.objective + 1e-9
     for other, others_moves in every_plan(problem):

@@ -27,11 +27,10 @@ import numpy as np
 
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble
-from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.budget import Measure, largest_within, plan_within
 from flashmem.planning.clock import Moves, play, unlimited_seconds
 from flashmem.planning.gates import held_bytes
-from flashmem.planning.latency import first_plan, forced_preload, late_moves, smallest_m_peak
+from flashmem.planning.latency import first_plan, forced_preload, judged, late_moves, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program import Program
@@ -140,12 +139,11 @@ class Baseline:
         gates, moves = self._read_and_move(problem, chosen)
         seconds = play(problem, gates, moves).seconds
         plan = assemble(
-            problem, chosen, gates, moves, kind="first", lambda_=self.lambda_, objective=seconds,
-            bound=min(seconds, fastest_seconds(problem, chosen)), tier="greedy", started=begun,
-            base=self.least_preload(problem), asked=self.asked,
-            notes=(f"reads as strategy {self.strategy} does{note}; the bound holds for this W",),
+            problem, chosen, gates, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
+            bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(problem), asked=self.asked,
+            notes=(f"reads as strategy {self.strategy} does{note}",),
         )  # fmt: skip
-        return replace(plan, strategy=self.strategy)
+        return judged(problem, replace(plan, strategy=self.strategy))
 
     def _read_and_move(self, problem: Problem, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
         """Gates and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""
