@@ -353,7 +353,7 @@ def first_findings(instance: FirstInstance) -> tuple[str, list[str]]:
     """The same for the first answer, and for what CP-SAT makes of it."""
     problem = instance.problem
     least = must_be_resident(problem, instance.preload)
-    best = fastest(problem, least)
+    best = fastest(problem, least)  # at lambda 0; else within what lambda leaves
     try:
         plan = first_plan(problem, instance.preload, lambda_=instance.lambda_)
     except BudgetError as refusal:
@@ -369,13 +369,18 @@ def first_findings(instance: FirstInstance) -> tuple[str, list[str]]:
     played = seconds_of(problem, resident, gates, moves)
     if abs(played - plan.objective) > EPSILON:
         found.append(f"{plan.objective:.9g} s is {played:.9g} s by the definition")
+    if plan.bound_within is not None:
+        problem = replace(problem, m_peak=plan.bound_within)
+        best = fastest(problem, least)
+    if instance.lambda_ == 0 and plan.bound_within not in (None, instance.problem.m_peak):
+        found.append(f"the bound is for {plan.bound_within} bytes in flight")
     if best is None:
         return plan.status, [*found, "no plan exists"]
     if plan.bound > best + EPSILON:
         found.append(f"bound {plan.bound:.9g} s above the optimum {best:.9g} s of this W")
     if plan.status.startswith("optimal") and plan.objective > best + EPSILON:
         found.append(f"{plan.status} at {plan.objective:.9g} s, the optimum of this W is {best:.9g} s")
-    if plan.status == "optimal":
+    if plan.status == "optimal" and plan.bound_within is None:
         free = sorted({w.name for w in problem.weights} - least)
         for size in range(1, len(free) + 1):
             for more in combinations(free, size):

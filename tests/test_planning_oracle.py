@@ -10,6 +10,7 @@ from planning_oracle import (
     FirstInstance,
     PaperInstance,
     best_cost,
+    fastest,
     first_findings,
     first_instance,
     paper_findings,
@@ -18,7 +19,7 @@ from planning_oracle import (
 from planning_problems import layers_of
 
 from flashmem.planning.cp_relaxed import relaxed
-from flashmem.planning.latency import first_plan
+from flashmem.planning.latency import first_plan, judged
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.paper import PaperProblem
 from flashmem.planning.problem import Problem, WeightSpec
@@ -66,14 +67,28 @@ def test_a_limit_on_w_opens_the_window_in_which_weights_wait() -> None:
 
 
 def test_a_bound_for_the_first_answer_holds_for_plans_that_hold_more_than_this_one() -> None:
-    """At lambda 1 the plan holds the least; within the M_peak that was given others answer sooner."""
-    weights = (WeightSpec("late", 1, 4, 4), WeightSpec("early", 2, 2, 2))
-    seconds = (0.125, 0.125, 1.0, 0.125)
-    layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([3, 2, 2, 2]), seconds, strict=True))
-    problem = Problem(layers, weights, 1, 6, 1.0, mode="dma", host_bandwidth=8.0, piece_bytes=3)
-    fast, small = first_plan(problem), first_plan(problem, lambda_=1.0)
-    assert fast.objective == 3.5 < small.objective == 3.625
-    assert small.bound <= 3.5 and small.status == "bounded"
+    """At lambda 1 the plan was made in the least memory; what it says is proven within all that lambda leaves."""
+    weights = (WeightSpec("a", 5, 4, 4), WeightSpec("b", 5, 4, 4), WeightSpec("c", 7, 2, 2))
+    layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([0, 0, 2, 1]), (1, 8, 1, 3), strict=True))
+    problem = Problem(layers, weights, 4, 34, 1.0, mode="dma", host_bandwidth=2.0, piece_bytes=3)
+    for step in range(5):
+        plan = first_plan(problem, lambda_=step / 4)
+        best = fastest(problem if plan.bound_within is None else replace(problem, m_peak=plan.bound_within), frozenset())
+        assert best is not None and plan.bound <= best + 1e-9
+        assert plan.status == "bounded" or plan.objective <= best + 1e-9
+        assert step or plan.bound_within in (None, 34)
+
+
+def test_a_plan_made_in_less_memory_is_judged_in_what_was_given() -> None:
+    """Within 9 bytes all is read while layer 1 runs, within 6 the last read waits: the best plan there is not the best here."""
+    weights = tuple(WeightSpec(f"w{n}", 3, n, n) for n in (2, 3, 4))
+    layers = tuple(replace(layer, seconds=each) for layer, each in zip(layers_of([9] * 4), (4.0, 1.0, 1.0, 1.0), strict=True))
+    problem = Problem(layers, weights, 3, 9, 1.5)
+    small = first_plan(replace(problem, m_peak=6))
+    assert small.status.startswith("optimal")
+    again = judged(problem, small)
+    best = fastest(problem, frozenset())
+    assert best is not None and again.bound <= best + 1e-9 < small.objective and again.status == "bounded"
 
 
 def test_a_plan_that_relaxes_a_capacity_is_not_called_optimal() -> None:

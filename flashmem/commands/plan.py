@@ -277,6 +277,8 @@ def _print(shown: Shown, show_all: bool) -> None:
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
     most = max((row.in_flight_bytes for row in rows), default=0)
     scope = "every resident set" if plan.bound_scope == "problem" else "this resident set"
+    if plan.bound_within is not None:
+        scope += f" with at most {format_size(plan.bound_within)} in flight"
     unit = "" if plan.objective_kind == "paper" else " s"
     value = f"{plan.objective:.6g}{unit}, bound {plan.bound:.6g}{unit} for {scope}"
     facts = {

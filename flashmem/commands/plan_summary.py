@@ -17,6 +17,7 @@ def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
         "objective_kind": plan.objective_kind,
         "bound": plan.bound,
         "bound_scope": plan.bound_scope,
+        "bound_within_bytes": plan.bound_within,
         "gap": plan.gap,
         "tier": plan.tier,
         "preload_ratio": plan.preload_ratio,

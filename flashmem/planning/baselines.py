@@ -30,7 +30,7 @@ from flashmem.planning.assemble import assemble
 from flashmem.planning.budget import Measure, largest_within, plan_within
 from flashmem.planning.clock import Moves, play, unlimited_seconds
 from flashmem.planning.gates import held_bytes
-from flashmem.planning.latency import first_plan, forced_preload, judged, late_moves, smallest_m_peak
+from flashmem.planning.latency import first_plan, forced_preload, late_moves, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program import Program
@@ -121,7 +121,7 @@ class Baseline:
         return gates
 
     def plan(self, problem: Problem, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
-        """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`).
+        """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`); nothing is proven of it.
 
         Raises:
             BudgetError: M_peak is too small for it.
@@ -143,7 +143,7 @@ class Baseline:
             bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(problem), asked=self.asked,
             notes=(f"reads as strategy {self.strategy} does{note}",),
         )  # fmt: skip
-        return judged(problem, replace(plan, strategy=self.strategy))
+        return replace(plan, strategy=self.strategy)
 
     def _read_and_move(self, problem: Problem, preload: frozenset[str]) -> tuple[dict[str, int], Moves]:
         """Gates and moves; in mode `interleave` in as small a part of M_peak as leaves room for staging."""

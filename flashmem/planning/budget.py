@@ -111,7 +111,7 @@ def largest_within(
     best, needed = attempt(high)
     if needed <= budget:
         return best
-    best, needed_least = attempt(low)
+    best, needed_least = attempt(low) if low < high else (best, needed)
     if needed_least > budget:
         raise BudgetError(
             f"budget of {budget} bytes is too small: {needed_least} bytes are needed, bound by layer {binding!r} and the loads "

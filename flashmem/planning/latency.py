@@ -221,6 +221,7 @@ class Candidate:
     clock: Clock
     held: int  # at the most, beside W
     average: int
+    left: int  # bytes in flight that lambda leaves of M_peak: for plans within them the bound is proven
 
 
 def candidate(problem: Problem, preload: frozenset[str], limit: int) -> Candidate:
@@ -235,7 +236,7 @@ def candidate(problem: Problem, preload: frozenset[str], limit: int) -> Candidat
             for w in problem.weights if w.name in moves
         )  # fmt: skip
         average = round(sum(entered) / clock.seconds)
-    return Candidate(limit, gates, moves, clock, held, resident + average)
+    return Candidate(limit, gates, moves, clock, held, resident + average, limit)
 
 
 def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
@@ -254,8 +255,11 @@ def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: 
         streamed = copies * sum(w.nbytes for w in problem.weights if w.name not in preload)
         return rung(min(problem.m_peak, max(smallest, streamed)), lambda_)
     roomy = candidate(problem, preload, problem.m_peak)
+    if problem.m_peak <= smallest:
+        return roomy
     if not lambda_ and roomy.clock.seconds <= fastest_seconds(problem, preload) * (1 + _TIE):
         return roomy
+    resident = sum(w.nbytes for w in problem.weights if w.name in preload)
     most = max(smallest, roomy.held)
     family = [roomy, *(rung(most, step / _RUNGS) for step in range(1, _RUNGS + 1))]
 
@@ -264,7 +268,10 @@ def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: 
 
     fastest, least = min(family, key=order), min(one.average for one in family)
     allowed = least + int((fastest.average - least) * (1 - lambda_))
-    return min((one for one in family if one.average <= allowed), key=order)
+    chosen = min((one for one in family if one.average <= allowed), key=order)
+    # Where places are taken all the time, the average limits what is in flight; of pages it does not.
+    left = problem.m_peak if not lambda_ or problem.mode == "map" else allowed - resident
+    return replace(chosen, left=min(problem.m_peak, left))
 
 
 _RUNGS = 10
@@ -277,7 +284,8 @@ _LADDER_WEIGHTS, _THOROUGH_WEIGHTS = 1500, 64
 def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.0, quick: bool = False) -> OverlapPlan:
     """The fastest plan inside M_peak (or what lambda leaves of it); `objective` and `bound` are seconds of integrated latency.
 
-    The bound holds for every plan inside M_peak, of this W at least: see `judged`. `quick`: as `traced` has it.
+    The bound holds for every plan inside M_peak, or what lambda leaves of it, of this W at least: see `judged`. `quick`: as
+    `traced` has it.
 
     Raises:
         BudgetError: M_peak is below `smallest_m_peak`.
@@ -286,7 +294,7 @@ def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: floa
     require_m_peak(problem, preload)
     chosen = forced_preload(problem, preload)
     made = traced(problem, chosen, lambda_, quick=quick)
-    return judged(problem, assemble(
+    return judged(replace(problem, m_peak=made.left), assemble(
         problem, chosen, made.gates, made.moves, kind="first", lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
         bound_scope="resident-set", tier="greedy", started=begun, base=chosen, asked=preload,
         notes=("read in use order, as early as M_peak permits, but where the disk would wait",),
@@ -303,6 +311,7 @@ def judged(problem: Problem, plan: OverlapPlan, proven: float = 0.0) -> OverlapP
         return plan
     meets = plan.objective * (1 - _TIE)
     if fastest_seconds(problem, {w.name for w in problem.weights}) >= meets:
-        return replace(plan, bound=plan.objective, bound_scope="problem")
+        return replace(plan, bound=plan.objective, bound_scope="problem", bound_within=None)
     bound = max(proven, fastest_seconds(problem, {w.name for w in plan.weights if w.preload}))
-    return replace(plan, bound=plan.objective if bound >= meets else bound, bound_scope="resident-set")
+    bound = plan.objective if bound >= meets else bound
+    return replace(plan, bound=bound, bound_scope="resident-set", bound_within=problem.m_peak)

@@ -168,7 +168,8 @@ class OverlapPlan:
     `capacities` are the problem's C_l in chunks. They bind the paper's objective; `relaxed` has (layer, chunks) where a tier
     let a layer move more than that. The others count what moving costs instead.
     M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value
-    of `objective_kind`; `bound` is proven for the plans that `bound_scope` says, and `gap` = (objective - bound) /
+    of `objective_kind`; `bound` is proven for the plans that `bound_scope` says, within the limits that were given (lambda among
+    them: `bound_within` bytes in flight, None for any), and `gap` = (objective - bound) /
     max(|objective|, 1e-9). `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
     """
 
@@ -194,6 +195,7 @@ class OverlapPlan:
     units: Units = "printed"
     loader_threads: int = LOADER_THREADS
     shares_memory: bool = True  # host and device, where the plan is for
+    bound_within: int | None = None
 
     @property
     def prices(self) -> tuple[float, float]:

@@ -97,6 +97,8 @@ def _searched(
     It holds no more at once than `plan` does, and `measure` of it is within the limits.
     """
     roomy = _roomiest(problem, plan, program, limits)
+    if limits.resolved_lambda:
+        roomy = replace(problem, m_peak=roomy.m_peak if plan.bound_within is None else plan.bound_within)
     plan = judged(roomy, plan)
     unproven = plan.objective - plan.bound
     large = len(plan.weights) > _SEARCHED_BY_CP_SAT
@@ -122,7 +124,7 @@ def _searched(
         if limit is None or measure(trial) <= limit:
             note += f"; first answer {plan.objective:.6g} s before"
             plan = replace(trial, objective=clock.seconds)
-    return replace(plan, notes=(*plan.notes, note)), found.bound
+    return judged(roomy, replace(plan, notes=(*plan.notes, note)), found.bound), found.bound
 
 
 _SEARCH_SECONDS = 4.0
@@ -141,7 +143,7 @@ def _sealed(
     """`plan`, checked, with the M_peak that it keeps (the one that was asked for, or what its layout takes), and with a bound
     within the limits that were given, however little of them it was made in. `proven`: as `judged` has it.
     """
-    if plan.objective_kind == "first":
+    if plan.objective_kind == "first" and not limits.resolved_lambda:  # else the bound is for what lambda leaves
         plan = judged(_roomiest(problem, plan, program, limits), plan, proven)
     in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
