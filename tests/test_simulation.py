@@ -97,14 +97,6 @@ def test_announcing_more_than_the_disk_takes_does_not_hold_the_opening_up() -> N
         assert prediction.disk[-1].end == pytest.approx(20)
 
 
-def test_contention_slows_compute_only_while_bytes_move() -> None:
-    crowded = replace(PLAIN, contention=0.25)
-    prediction = simulate(Scenario(crowded, (layer(10.0), layer(1.0, "w")), (load("w", 40),)))
-    assert started(prediction)[1] == pytest.approx(10 + 0.25 * 4)
-    stopped = simulate(Scenario(replace(PLAIN, contention=1.0), (layer(10.0), layer(1.0, "w")), (load("w", 40),)))
-    assert started(stopped)[1] == pytest.approx(14)
-
-
 def test_every_slice_costs_its_load_seconds() -> None:
     prediction = simulate(Scenario(replace(PLAIN, load_seconds=0.5), (layer(1.0, "a", "b"),), (load("a", 10), load("b", 10))))
     assert prediction.report.latency.integrated == pytest.approx(2 * 1.5 + 1)
@@ -195,7 +187,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         copy_bandwidth=draw(st.sampled_from((5.0, 20.0))),
         disk_bandwidth=draw(st.sampled_from((None, 2.0, 12.0))),
         load_seconds=draw(st.sampled_from((0.0, 0.125))),
-        contention=draw(st.sampled_from((0.0, 0.5, 1.0))),
         disk_queue_bytes=draw(st.sampled_from((1, 50, 10**6))),
         threads=draw(st.integers(1, 3)),
     )
@@ -222,9 +213,9 @@ def test_no_run_beats_its_resources(scenario: Scenario) -> None:
     assert latency >= moved["read"] / machine.read_bandwidth * (1 - 1e-9)
     assert latency >= moved["copy"] / machine.copy_bandwidth * (1 - 1e-9)
     assert sum(span.end - span.start for span in prediction.report.layers) >= compute * (1 - 1e-9)
-    # With contention, or with threads that take loads in turns, having less to do can take longer (Graham, 1966).
+    # With threads that take loads in turns, having less to do can take longer (Graham, 1966).
     assert prediction.later > 0
-    assert prediction.later <= latency * (1 + 1e-9) or machine.contention or machine.threads > 1
+    assert prediction.later <= latency * (1 + 1e-9) or machine.threads > 1
 
 
 @given(scenarios())
@@ -263,7 +254,7 @@ def paced(draw: st.DrawFn) -> Scenario:
     With a session's announcer beside it that is not so: a faster thread may reach the disk's full queue at a worse moment.
     """
     scenario = draw(scenarios())
-    return replace(scenario, announced=0, machine=replace(scenario.machine, threads=1, contention=0.0))
+    return replace(scenario, announced=0, machine=replace(scenario.machine, threads=1))
 
 
 @given(paced(), st.sampled_from(("read_bandwidth", "copy_bandwidth", "disk_bandwidth")))
