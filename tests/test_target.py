@@ -99,12 +99,13 @@ def test_auto_takes_a_mode_that_the_bundle_has_a_layout_for(device: Device, tmp_
         layouts = {mode: layout for mode, layout in bundle.plan.layouts.items() if mode in modes}
         return replace(bundle, variants=(replace(bundle.variants[0], plan=replace(bundle.plan, layouts=layouts)),))
 
+    expected = model.reference(model.inputs())[0]
     with Session(having("interleave"), device=name) as session:
         assert session.mode == "interleave"
-        np.testing.assert_allclose(session.run(None, model.inputs())[0], model.reference(model.inputs())[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(session.run(None, model.inputs())[0], expected, rtol=1e-4, atol=1e-5)
     with Runtime(device=name) as runtime:
         opened = runtime.open(having("interleave"))
-        np.testing.assert_allclose(opened.run(None, model.inputs())[0], model.reference(model.inputs())[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(opened.run(None, model.inputs())[0], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match=r"layouts for transfer modes none, and device .* has .*interleave on the texture"):
         Session(having(), device=name)
 

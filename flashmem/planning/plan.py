@@ -168,9 +168,9 @@ class OverlapPlan:
     `capacities` are the problem's C_l in chunks. They bind the paper's objective; `relaxed` has (layer, chunks) where a tier
     let a layer move more than that. The others count what moving costs instead.
     M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value
-    of `objective_kind`; `bound` is proven for the plans that `bound_scope` says, within the limits that were given (lambda among
-    them: `bound_within` bytes in flight, None for any), and `gap` = (objective - bound) /
-    max(|objective|, 1e-9). `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
+    of `objective_kind`; `bound` is proven for the plans that `bound_scope` says, within the limits that were given (lambda is
+    one: `bound_within` bytes in flight, None for any), and `gap` = (objective - bound) / max(|objective|, 1e-9).
+    `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
     """
 
     objective_kind: Objective

@@ -51,9 +51,8 @@ class Tenant:
             RunError: the driver refuses the kernels.
         """
         planned = bundle.meta.get("mode")
-        chosen = choose_mode(
-            playable(bundle, device.device, mode), mode, path=bundle.program.memory_path, planned=planned, layouts=laid_out(bundle)
-        )
+        descriptor, path = playable(bundle, device.device, mode), bundle.program.memory_path
+        chosen = choose_mode(descriptor, mode, path=path, planned=planned, layouts=laid_out(bundle))
         self.device = device
         self.opened = OpenedBundle(bundle, device.device, chosen, verify_weights=False)
         self.placement: Placement | None = None

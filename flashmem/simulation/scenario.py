@@ -43,8 +43,9 @@ Piece = tuple[Literal["read", "copy"], int]
 class Machine:
     """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
 
-    A call that announces reads (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit a disk's queue, Linux makes
-    the caller wait for. `copy_engine`: the device has memory of its own, and copies to it are made one after the other.
+    A call that announces reads (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit
+    a disk's queue, Linux makes the caller wait for. `copy_engine`: the device has memory of its own, and copies to it are
+    made one after the other.
     """
 
     read_bandwidth: float

@@ -8,7 +8,8 @@ What runs at the same time, and what waits for what, is as in runtime/{session,r
   thread's own, they read it there before that, and copy it then. They share one read rate, and one copy rate or a copy engine,
   which does one copy after the other. What slices cost beside their bytes is the interpreter's time, one thread's at a time;
 - the device runs layers in order, each once its slices are there, for as long as the planner's clock says that it takes with
-  what the plan moves beside it. The host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
+  what the plan moves beside it. The host costs nothing and is never late: it always waits for the oldest layer in flight, so
+  gates open when a layer is done.
 """
 
 from __future__ import annotations
