@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.device import DeviceDescriptor, Rates, TransferMode
 from flashmem.errors import BudgetError
-from flashmem.planning.clock import needed_at
+from flashmem.planning.clock import needed_at, play
 from flashmem.planning.keep import later_seconds
 from flashmem.planning.latency import first_plan
 from flashmem.planning.limits import Limits
@@ -103,6 +103,9 @@ def test_the_same_plan_takes_the_same_time_in_the_clock_and_in_the_simulator(
     problem = replace(planning_problem(program, device, mode, limits), piece_bytes=plan.piece_bytes)
     scenario = as_the_clock_knows_it(describe(program, plan, device, mode, disk="cold"), plan, problem)
     played = simulate(scenario)
+    clock = play(problem, {w.name: w.read_layer for w in plan.weights}, {w.name: w.moves for w in plan.weights})
+    starts = zip(played.report.layers, clock.started, strict=True)
+    assert max(abs(span.start - started) for span, started in starts) <= 0.01 * clock.seconds
     assert played.report.latency.integrated == pytest.approx(plan.objective, rel=0.01)
     assert played.later == pytest.approx(later_seconds(problem, plan), rel=0.01)
 

@@ -1,4 +1,4 @@
-"""The simulator against hand-computed runs, bounds that no run can beat, and the planner's clock where both say the same."""
+"""The simulator against hand-computed runs and bounds that no run can beat; `test_one_schedule` has the planner's clock."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmem.planning.clock import play
-from flashmem.planning.problem import LayerSpec, Problem, WeightSpec
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Allocation, Machine, Scenario, SimulatedLayer, SimulatedLoad
 from flashmem.simulation.simulator import Prediction, simulate
@@ -264,38 +262,3 @@ def test_more_bandwidth_is_never_slower(scenario: Scenario, rate: str) -> None:
     before = getattr(scenario.machine, rate)
     faster = replace(scenario, machine=replace(scenario.machine, **{rate: 2 * before if before else None}))
     assert simulate(faster).report.latency.integrated <= slow * (1 + 1e-9)
-
-
-@st.composite
-def clocked(draw: st.DrawFn) -> tuple[Problem, dict[str, int]]:
-    """A problem with W = the weights of layer 1, and load layers in use order: what `first_plan` makes."""
-    count = draw(st.integers(1, 8))
-    layers = tuple(LayerSpec(f"layer{n}", "reusable", 1, draw(st.integers(1, 20)) / 8) for n in range(1, count + 1))
-    firsts = sorted(draw(st.lists(st.integers(1, count), max_size=10)))
-    weights, load_layers, earliest = [], {}, 1
-    for number, first in enumerate(firsts):
-        weights.append(WeightSpec(f"w{number}", draw(st.integers(1, 40)), first, first))
-        if first == 1:
-            load_layers[f"w{number}"] = 0
-        else:
-            earliest = draw(st.integers(min(earliest, first - 1), first - 1))
-            load_layers[f"w{number}"] = earliest
-    return Problem(layers, tuple(weights), 1, 10**6, draw(st.sampled_from((1.0, 8.0)))), load_layers
-
-
-@given(clocked())
-@settings(max_examples=200, deadline=None)
-def test_with_one_thread_it_is_the_planners_clock(given_: tuple[Problem, dict[str, int]]) -> None:
-    problem, load_layers = given_
-    expected = play(problem, load_layers)
-    ordered = sorted(problem.weights, key=lambda w: (load_layers[w.name], w.first_use))
-    machine = Machine(problem.load_bandwidth, 1.0, threads=1)
-    layers = tuple(
-        SimulatedLayer(spec.name, spec.seconds, tuple(w.name for w in problem.weights if w.first_use == number))
-        for number, spec in enumerate(problem.layers, start=1)
-    )
-    loads = tuple(load(w.name, w.nbytes, max(load_layers[w.name], 1) - 1) for w in ordered)
-    prediction = simulate(Scenario(machine, layers, loads))
-    assert started(prediction) == pytest.approx(list(expected.started))
-    assert {span.name: span.end for span in prediction.report.loads} == pytest.approx(expected.loaded)
-    assert prediction.report.latency.integrated == pytest.approx(expected.seconds)
