@@ -10,7 +10,7 @@ from planning_problems import layers_of, problems, slices_for
 
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError
-from flashmem.planning.baselines import Baseline, Operator, fastest, fastest_within
+from flashmem.planning.baselines import Baseline, Operator, fastest_within
 from flashmem.planning.latency import first_plan
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy

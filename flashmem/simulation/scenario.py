@@ -185,9 +185,7 @@ def describe(
         beside = _riding_bytes(moves) if mode == "interleave" else _moved_beside(played)
         own = {layer: _own_launches(moving, descriptor) for layer, moving in moves.items()}
         return tuple(
-            SimulatedLayer(
-                spec.name, spec.loaded_seconds(beside.get(layer, 0)) + own.get(layer, 0.0), needs.get(layer, ())
-            )
+            SimulatedLayer(spec.name, spec.loaded_seconds(beside.get(layer, 0)) + own.get(layer, 0.0), needs.get(layer, ()))
             for layer, spec in enumerate(problem.layers, start=1)
         )
 
