@@ -104,7 +104,8 @@ def test_a_known_architecture_is_played_as_it_is_planned(options: tuple[str, ...
     assert (played["device"], played["device_measured"], played["simulated"]) == ("adreno750", False, True)
     assert played["memory_path"] == planned["memory_path"]
     kept = set(played["plan"]) - {"solve_seconds"}
-    if "bounded" in (planned["plan"]["status"], played["plan"]["status"]):  # the clock stops a solver elsewhere each time
+    statuses = (planned["plan"]["status"], played["plan"]["status"])
+    if not all(status.startswith("optimal") for status in statuses):  # the clock stops a solver elsewhere each time
         kept = {"objective_kind", "checked"}
         assert played["plan"]["objective"] == pytest.approx(planned["plan"]["objective"], rel=0.01)
     assert {k: played["plan"][k] for k in kept} == {k: planned["plan"][k] for k in kept}

@@ -17,7 +17,9 @@ from flashmem.planning.gates import held_bytes
 from flashmem.planning.keep import later_seconds, with_kept
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak, traced
 from flashmem.planning.lc_opg import solve
+from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
+from flashmem.planning.planner import _steady_bound
 from flashmem.planning.problem import LayerSpec, Problem, WeightSpec, chosen_chunk
 from flashmem.planning.why import in_flight_bytes
 
@@ -112,6 +114,19 @@ def test_what_is_kept_is_what_later_runs_would_wait_for() -> None:
     everything = with_kept(problem, plan, None, measure)
     assert all(w.keep for w in everything.weights)
     assert later_seconds(problem, everything) == pytest.approx(0.9)
+
+
+def test_no_later_run_reads_what_is_in_w_and_the_bound_knows() -> None:
+    """M_peak does not limit W: a bound that counts W among what is read again is above what a plan reaches."""
+    weights = (WeightSpec("large", 100, 2, 2), WeightSpec("a", 10, 3, 3), WeightSpec("b", 10, 4, 4))
+    problem = Problem(layers_of([9] * 4, seconds=1.0), weights, 10, 20, 1.0, host_bandwidth=1.0)
+    plan = first_plan(problem, {"large"})
+    kept = replace(plan, weights=tuple(replace(w, keep=not w.preload) for w in plan.weights))
+    reached = later_seconds(problem, kept)
+    assert reached == pytest.approx(4.0)
+    assert _steady_bound(problem, kept, Limits(m_peak=20, objective="steady"), 0) == (pytest.approx(4.0), "problem")
+    assert _steady_bound(problem, plan, Limits(m_peak=5, objective="steady"), 0) == (pytest.approx(15.0), "resident-set")
+    assert _steady_bound(problem, plan, Limits(budget=70, objective="steady"), 20) == (pytest.approx(70.0), "problem")
 
 
 def test_chunks_are_a_quarter_of_what_the_median_layer_carries() -> None:
