@@ -5,8 +5,9 @@
 Every instance is planned for the paper's objective or for the first answer, with every option that changes which plans there
 are: weights that must be in W, a limit on W, M_peak, transfer modes with and without lanes (which hold a moved weight twice),
 the widths of the search, CP-SAT or none, and little time. A finding is a plan called optimal that is not, a bound above the
-optimum, a plan that breaks a rule, or a refusal where a plan exists (in `interleave`, where planners move a weight in the layer
-before its use when memory is short, only if CP-SAT was asked). Findings are printed; with one the exit code is 1.
+optimum, a plan that breaks a rule, or a refusal where a plan exists (in `interleave`, where planners move a weight in the
+layer before its use when memory is short, and with a limit on W only if CP-SAT was asked: without it no W may be found).
+Findings are printed; with one the exit code is 1.
 
 The oracle shares no code with the planner: it walks the layers forwards with what is left of every weight (`best_cost`), and
 tries every gate with every move under a clock of its own (`fastest`).
@@ -341,7 +342,8 @@ def paper_findings(instance: PaperInstance) -> tuple[str, list[str]]:
 
 def _false_refusal(instance: PaperInstance, best: float | None, refusal: BudgetError) -> list[str]:
     found = []
-    if best is not None and (instance.problem.mode != "interleave" or (instance.workers and instance.seconds > 1)):
+    heuristic = instance.problem.mode == "interleave" or instance.preload_limit is not None
+    if best is not None and (not heuristic or (instance.workers and instance.seconds > 1)):
         found.append(f"refused although a plan of {best:.9g} exists: {refusal}")
     enough = replace(instance, problem=replace(instance.problem, m_peak=refusal.smallest_bytes))
     if best_cost(enough, capacities=False) is None:

@@ -73,9 +73,9 @@ def require_m_peak(problem: Problem, preload: Collection[str]) -> None:
     """
     smallest, binding = smallest_m_peak(problem, preload)
     if problem.m_peak < smallest:
-        twice = ", twice while they are moved" if problem.mode == "interleave" else ""
+        twice = ", twice while they are moved," if problem.mode == "interleave" else ""
         raise BudgetError(
-            f"M_peak of {problem.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice}, need "
+            f"M_peak of {problem.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice} need "
             f"{smallest} bytes in flight at once; raise the limit to {smallest} bytes or more",
             smallest_bytes=smallest,
             binding=binding,
