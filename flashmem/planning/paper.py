@@ -165,7 +165,7 @@ class PaperProblem:
                 raise
             smallest = error.smallest_bytes
             raise BudgetError(
-                f"no resident set of {self.limit} bytes or less was found with which an M_peak of {self.problem.m_peak} bytes is "
+                f"no resident set of {self.limit} bytes or less was found with which M_peak of {self.problem.m_peak} bytes is "
                 f"enough: layer {error.binding!r} binds; raise M_peak to {smallest} bytes or more, or the limit on residents",
                 smallest_bytes=smallest,
                 binding=error.binding,
