@@ -3,7 +3,7 @@
     python -m benchmarks.planner solve [--zoo DIR] [--models ...] [--devices ...] [--objectives ...]
     python -m benchmarks.planner serial | front | quality | chunks
 
-`solve`: status, gap, seconds and the share of W at M_peak 500 MB and lambda 0.9, beside the paper's Table 4. `serial`: whether
+`solve`: status, gap, seconds and the share of W at M_peak 500 MB and the lambda of each objective. `serial`: whether
 execution takes longer than the busiest resource, simulated, at a quarter of the weights. `front`: latency and average memory
 as lambda grows, simulated, beside what a weighted sum of the two reaches. `quality`: the plan without a solver over the solved
 one, which begins with it and so is not worse, over its bound, and beside strategy next-operator, its simplest rival; the eleven
@@ -116,7 +116,7 @@ def solve_table(models: Sequence[str], devices: Sequence[str], objectives: Seque
         "layers",
         "slices",
         "S",
-        "status",
+        "status for that objective",
         "gap",
         "in W",
         "seconds of planning",
@@ -126,7 +126,7 @@ def solve_table(models: Sequence[str], devices: Sequence[str], objectives: Seque
     for name in models or list(TABLE_4):
         for device in devices or ["nvidia", "adreno750", "pocl"]:
             for objective in objectives or ["paper", "first"]:
-                made = planned(name, device, objective=objective, m_peak="500MB", lambda_=0.9)
+                made = planned(name, device, objective=objective, m_peak="500MB")
                 plan = made.plan
                 show(
                     name, device, objective, len(plan.capacities), len(plan.weights), f"{plan.chunk_bytes >> 10} KiB",

@@ -22,7 +22,7 @@ from flashmem.banding import Bands
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
 from flashmem.errors import BudgetError
-from flashmem.graph.band_choice import choose
+from flashmem.graph.band_choice import BandChoice
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import fuse
 from flashmem.ordering import in_lowest_order
@@ -67,7 +67,7 @@ def programs(model: Path, options: Options) -> list[Program]:
     least = bands.choose(0)[1]
     for memory in (bands.memory, replace(bands.memory, weight_bytes=lambda value: 0)):
         for limit in (int(least * step) for step in LIMITS):
-            found[tuple(choose(graph, bands.layers, bands.ranges, memory, limit)[0])] = None
+            found[tuple(BandChoice(graph, bands.layers, bands.ranges, memory).chains(limit)[0])] = None
     made = []
     for chains in found:
         banded = in_bands(graph, chains) if chains else graph

@@ -18,7 +18,7 @@ from flashmem.codegen.slicing import LEAST_BYTES
 from flashmem.codegen.storage import stored_in_half
 from flashmem.device import DeviceDescriptor
 from flashmem.errors import BudgetError
-from flashmem.graph.band_choice import Memory, choose
+from flashmem.graph.band_choice import BandChoice, Memory
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Value
@@ -49,6 +49,7 @@ class Bands:
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
         self.graph, self.layers, self.ranges = graph, fuse(graph), Ranges(graph, half=precision == "fp16")
         self.memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
+        self._choice = BandChoice(graph, self.layers, self.ranges, self.memory)
 
     @property
     def alive(self) -> int:
@@ -57,7 +58,7 @@ class Bands:
 
     def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
         """Chains with which activations take `limit` bytes, or as few as can be, and how many they are estimated to take."""
-        chains, alive = choose(self.graph, self.layers, self.ranges, self.memory, limit)
+        chains, alive = self._choice.chains(limit)
         return tuple(chains), alive
 
     def described(self, chains: Sequence[Chain], without: int) -> str:

@@ -22,7 +22,7 @@ from flashmem.device import MOST_LOADER_THREADS
 from flashmem.digests import table_end
 from flashmem.errors import BundleError
 from flashmem.pages import is_page_size
-from flashmem.planning.check import check
+from flashmem.planning.check import check_rules
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import (
     ITEMSIZE,
@@ -308,7 +308,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _HeldProblem:
-    """As much of the planner's problem as a bundle holds, for `OverlapPlan.check`: capacities are those the plan claims."""
+    """As much of the planner's problem as a bundle holds, for `check_rules`: capacities are those the plan claims."""
 
     layers: tuple[_Layer, ...]
     weights: tuple[_Weight, ...]
@@ -325,7 +325,7 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
     problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
     try:
-        check(plan, cast(Any, problem), program.slices)
+        check_rules(plan, cast(Any, problem), program.slices)
     except (PlanViolation, KeyError, IndexError) as error:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 

@@ -6,7 +6,7 @@ with the same sentence. Only the online half is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -121,6 +121,7 @@ def choose_mode(
     path: MemoryPath | None = None,
     planned: object = None,
     strategy: Strategy = "stream",
+    layouts: Collection[str] | None = None,
 ) -> TransferMode:
     """How weights travel on such a device.
 
@@ -130,16 +131,25 @@ def choose_mode(
         path: the memory path that a bundle was compiled for; None for the device's default.
         planned: the mode that a bundle was planned for, if any.
         strategy: what is played.
+        layouts: modes that a bundle has layouts for; "auto" takes one of these. None: layouts are still to be made.
 
     Raises:
-        UserError: the device lacks the path, or the mode on it.
+        UserError: the device lacks the path, or the mode on it, or has no mode on it that the bundle has a layout for.
     """
     path = path or descriptor.memory_paths[0]
     if path not in descriptor.memory_paths:
         raise UserError(f"device {descriptor.name} has no memory path {path!r}, which the bundle uses; compile for it")
     modes = descriptor.modes[path]
     if mode == "auto":
-        return "dma" if strategy == "preload" else next((known for known in modes if known == planned), modes[0])
+        if strategy == "preload":
+            return "dma"
+        laid_out = [known for known in modes if layouts is None or known in layouts]
+        if not laid_out:
+            raise UserError(
+                f"the bundle has layouts for transfer modes {', '.join(layouts or ()) or 'none'}, and device {descriptor.name} "
+                f"has {', '.join(modes) or 'none'} on the {path} path; compile the model for this device"
+            )
+        return next((known for known in laid_out if known == planned), laid_out[0])
     if mode not in TRANSFER_MODES:
         raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(TRANSFER_MODES)}")
     for known in modes:

@@ -315,7 +315,7 @@ def _plan(program: Program, preload: int, distance: int) -> OverlapPlan:
     moved = [sum(n for w in planned for layer, n in w.moves if layer == at) for at in range(1, len(program.launches) + 1)]
     plan = OverlapPlan(
         "paper", CHUNK, sum(w.nbytes for w in planned), tuple(moved), tuple(planned),
-        "FEASIBLE", objective, 0.0, "greedy", 0.0, lambda_,
+        objective, 0.0, "problem", "greedy", 0.0, lambda_,
     )  # fmt: skip
     modes = ("map", "alias", "dma", "interleave")
     return replace(plan, layouts=lay_out_pools(program.slices, plan, modes))

@@ -10,7 +10,8 @@ from planning_problems import layers_of, problems, slices_for
 
 from flashmem.device import TransferMode
 from flashmem.errors import BudgetError
-from flashmem.planning.baselines import Baseline, Operator, fastest, fastest_within
+from flashmem.planning.baselines import Baseline, Operator, fastest_within
+from flashmem.planning.latency import first_plan
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
 from flashmem.planning.problem import Problem, WeightSpec
@@ -105,7 +106,7 @@ def test_every_strategy_keeps_the_rules_and_answers_no_sooner_than_ours(problem:
             plan.check(inside)
             assert plan.bound <= plan.objective + 1e-9
             if strategy != "on-demand":  # which also streams the weights of layer 1, and so may do with less
-                assert fastest(inside, operators, frozenset(), 0.0).objective <= plan.objective * (1 + 2e-6)
+                assert first_plan(inside).objective <= plan.objective * (1 + 1e-9)  # by itself: `fastest` would take theirs
                 assert held(plan) - sum(w.nbytes for w in plan.weights if w.preload) <= m_peak
 
 

@@ -48,7 +48,7 @@ def test_a_load_hidden_and_a_load_waited_for() -> None:
     assert unlimited_seconds(problem, {"a"}) == 11.0
     # in M_peak 8 neither all of c nor a part of it longer than 6 fits beside b: c ends 1 s after layer 2
     assert first_plan(replace(problem, m_peak=10)).objective == 11.0
-    assert first_plan(replace(problem, m_peak=10)).status == "OPTIMAL"
+    assert first_plan(replace(problem, m_peak=10)).status == "optimal"
 
 
 def test_the_slowdown_of_a_tight_limit_is_expected() -> None:

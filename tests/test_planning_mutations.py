@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from planning_problems import problems
+from planning_problems import layers_of, problems
 
 from flashmem.planning.assemble import assemble
-from flashmem.planning.latency import forced_preload
+from flashmem.planning.clock import play
+from flashmem.planning.keep import later_seconds
+from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.plan import OverlapPlan, PlannedWeight, PlanViolation
-from flashmem.planning.problem import Problem
+from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.planning.srpt import srpt
 from flashmem.planning.why import in_flight_bytes, moved_chunks
 
@@ -32,7 +34,7 @@ def srpt_plan(problem: Problem) -> OverlapPlan | None:
     objective = 0.9 * sum(problem.chunks(w) for w in problem.weights if w.name in chosen) + 0.1 * found.distance(problem)
     return assemble(
         problem, chosen, {name: parts[0][0] for name, parts in found.moves.items()}, found.moves, kind="paper", lambda_=0.9,
-        objective=objective, bound=0.0, tier="dynamic-program", started=0.0, notes=(), base=chosen,
+        objective=objective, bound=0.0, bound_scope="problem", tier="dynamic-program", started=0.0, notes=(), base=chosen,
     )  # fmt: skip
 
 
@@ -201,10 +203,6 @@ def bound_above_the_objective(plan: OverlapPlan, problem: Problem, data: st.Data
     return replace(plan, bound=plan.objective + 0.1), problem
 
 
-def optimal_with_a_gap(plan: OverlapPlan, problem: Problem, data: st.DataObject) -> Broken:
-    return replace(plan, status="OPTIMAL", bound=plan.objective - 0.1), problem
-
-
 MUTATIONS: dict[Mutation, str] = {
     drop_a_chunk: "C0",
     add_a_chunk: "C0",
@@ -228,8 +226,49 @@ MUTATIONS: dict[Mutation, str] = {
     preload_unpriced: "objective",
     wrong_objective: "objective",
     bound_above_the_objective: "objective",
-    optimal_with_a_gap: "objective",
 }
+
+
+# Plans for the first answer and for later runs: C_l does not bind them, so what is moved beside a layer must be in the seconds.
+
+
+@st.composite
+def slowed(draw: st.DrawFn) -> Problem:
+    """Problems whose layers are slowed down by what is moved beside them, with room for a plan."""
+    problem = draw(problems())
+    layers = tuple(replace(layer, beside=((0.0, 1.0), (4.0, 1.5), (64.0, 9.0))) for layer in problem.layers)
+    return replace(problem, layers=layers, m_peak=max(problem.m_peak, smallest_m_peak(problem)[0]), host_bandwidth=8.0)
+
+
+@given(problem=slowed(), later=st.booleans(), data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+def test_what_is_moved_beside_a_layer_is_in_the_seconds_of_a_plan(problem: Problem, later: bool, data: st.DataObject) -> None:
+    plan = first_plan(problem)
+    if later:
+        plan = replace(plan, objective_kind="steady", objective=later_seconds(problem, plan), bound=0.0)
+    plan.check(problem)
+    w = pick(data, plan, lambda w: streamed(w) and w.first_use - w.read_layer > 1)
+    moves = dict(w.moves)
+    source = data.draw(st.sampled_from(sorted(moves)))
+    layer = data.draw(st.integers(w.read_layer, w.first_use - 1))
+    moves[source] -= 1
+    moved = with_moves(plan, w, {**moves, layer: moves.get(layer, 0) + 1})
+    every = {each.name: each.moves for each in moved.weights if not each.preload}
+    gates = {each.name: each.read_layer for each in moved.weights}
+    seconds = later_seconds(problem, moved) if later else play(problem, gates, every).seconds
+    assume(abs(seconds - plan.objective) > 1e-5 * plan.objective)
+    with pytest.raises(PlanViolation) as violation:
+        moved.check(problem)
+    assert violation.value.constraint == "objective"
+    replace(moved, objective=seconds, bound=0.0).check(problem)
+
+
+def test_no_plan_for_the_first_answer_relaxes_a_capacity() -> None:
+    problem = Problem(layers_of([0, 0]), (WeightSpec("w", 3, 2, 2),), 1, 9, 1.0)
+    plan = first_plan(problem)
+    plan.check(problem)
+    with pytest.raises(PlanViolation, match="C3"):
+        replace(plan, relaxed=((1, 3),)).check(problem)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)

@@ -55,7 +55,7 @@ def test_every_weight_of_w_has_a_reason_and_optimal_plans_no_doubt(problem: Prob
     plan = solve(problem, lambda_=lambda_, time_limit=2)
     found = kinds(plan)
     assert found.keys() == {w.name for w in plan.weights if w.preload}
-    if plan.status == "OPTIMAL":
+    if plan.status == "optimal":
         assert "unproven" not in found.values()
     assert max(in_flight_bytes(plan), default=0) <= problem.m_peak
     assert sum(moved_chunks(plan)) == sum(w.chunks for w in plan.weights if not w.preload)

@@ -1,4 +1,4 @@
-"""The simulator against hand-computed runs, bounds that no run can beat, and the planner's clock where both say the same."""
+"""The simulator against hand-computed runs and bounds that no run can beat; `test_one_schedule` has the planner's clock."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmem.planning.clock import play
-from flashmem.planning.problem import LayerSpec, Problem, WeightSpec
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Allocation, Machine, Scenario, SimulatedLayer, SimulatedLoad
 from flashmem.simulation.simulator import Prediction, simulate
@@ -95,14 +93,6 @@ def test_announcing_more_than_the_disk_takes_does_not_hold_the_opening_up() -> N
         prediction = simulate(Scenario(machine, (layer(1.0, "a", "b"),), loads, announced=2, context_seconds=4.0))
         assert prediction.report.latency.init == pytest.approx(4)
         assert prediction.disk[-1].end == pytest.approx(20)
-
-
-def test_contention_slows_compute_only_while_bytes_move() -> None:
-    crowded = replace(PLAIN, contention=0.25)
-    prediction = simulate(Scenario(crowded, (layer(10.0), layer(1.0, "w")), (load("w", 40),)))
-    assert started(prediction)[1] == pytest.approx(10 + 0.25 * 4)
-    stopped = simulate(Scenario(replace(PLAIN, contention=1.0), (layer(10.0), layer(1.0, "w")), (load("w", 40),)))
-    assert started(stopped)[1] == pytest.approx(14)
 
 
 def test_every_slice_costs_its_load_seconds() -> None:
@@ -195,7 +185,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         copy_bandwidth=draw(st.sampled_from((5.0, 20.0))),
         disk_bandwidth=draw(st.sampled_from((None, 2.0, 12.0))),
         load_seconds=draw(st.sampled_from((0.0, 0.125))),
-        contention=draw(st.sampled_from((0.0, 0.5, 1.0))),
         disk_queue_bytes=draw(st.sampled_from((1, 50, 10**6))),
         threads=draw(st.integers(1, 3)),
     )
@@ -222,9 +211,9 @@ def test_no_run_beats_its_resources(scenario: Scenario) -> None:
     assert latency >= moved["read"] / machine.read_bandwidth * (1 - 1e-9)
     assert latency >= moved["copy"] / machine.copy_bandwidth * (1 - 1e-9)
     assert sum(span.end - span.start for span in prediction.report.layers) >= compute * (1 - 1e-9)
-    # With contention, or with threads that take loads in turns, having less to do can take longer (Graham, 1966).
+    # With threads that take loads in turns, having less to do can take longer (Graham, 1966).
     assert prediction.later > 0
-    assert prediction.later <= latency * (1 + 1e-9) or machine.contention or machine.threads > 1
+    assert prediction.later <= latency * (1 + 1e-9) or machine.threads > 1
 
 
 @given(scenarios())
@@ -263,7 +252,7 @@ def paced(draw: st.DrawFn) -> Scenario:
     With a session's announcer beside it that is not so: a faster thread may reach the disk's full queue at a worse moment.
     """
     scenario = draw(scenarios())
-    return replace(scenario, announced=0, machine=replace(scenario.machine, threads=1, contention=0.0))
+    return replace(scenario, announced=0, machine=replace(scenario.machine, threads=1))
 
 
 @given(paced(), st.sampled_from(("read_bandwidth", "copy_bandwidth", "disk_bandwidth")))
@@ -273,38 +262,3 @@ def test_more_bandwidth_is_never_slower(scenario: Scenario, rate: str) -> None:
     before = getattr(scenario.machine, rate)
     faster = replace(scenario, machine=replace(scenario.machine, **{rate: 2 * before if before else None}))
     assert simulate(faster).report.latency.integrated <= slow * (1 + 1e-9)
-
-
-@st.composite
-def clocked(draw: st.DrawFn) -> tuple[Problem, dict[str, int]]:
-    """A problem with W = the weights of layer 1, and load layers in use order: what `first_plan` makes."""
-    count = draw(st.integers(1, 8))
-    layers = tuple(LayerSpec(f"layer{n}", "reusable", 1, draw(st.integers(1, 20)) / 8) for n in range(1, count + 1))
-    firsts = sorted(draw(st.lists(st.integers(1, count), max_size=10)))
-    weights, load_layers, earliest = [], {}, 1
-    for number, first in enumerate(firsts):
-        weights.append(WeightSpec(f"w{number}", draw(st.integers(1, 40)), first, first))
-        if first == 1:
-            load_layers[f"w{number}"] = 0
-        else:
-            earliest = draw(st.integers(min(earliest, first - 1), first - 1))
-            load_layers[f"w{number}"] = earliest
-    return Problem(layers, tuple(weights), 1, 10**6, draw(st.sampled_from((1.0, 8.0)))), load_layers
-
-
-@given(clocked())
-@settings(max_examples=200, deadline=None)
-def test_with_one_thread_it_is_the_planners_clock(given_: tuple[Problem, dict[str, int]]) -> None:
-    problem, load_layers = given_
-    expected = play(problem, load_layers)
-    ordered = sorted(problem.weights, key=lambda w: (load_layers[w.name], w.first_use))
-    machine = Machine(problem.load_bandwidth, 1.0, threads=1)
-    layers = tuple(
-        SimulatedLayer(spec.name, spec.seconds, tuple(w.name for w in problem.weights if w.first_use == number))
-        for number, spec in enumerate(problem.layers, start=1)
-    )
-    loads = tuple(load(w.name, w.nbytes, max(load_layers[w.name], 1) - 1) for w in ordered)
-    prediction = simulate(Scenario(machine, layers, loads))
-    assert started(prediction) == pytest.approx(list(expected.started))
-    assert {span.name: span.end for span in prediction.report.loads} == pytest.approx(expected.loaded)
-    assert prediction.report.latency.integrated == pytest.approx(expected.seconds)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mini_bundle import MiniModel, write_mini_bundle
 from test_runtime_devices import phone
@@ -17,6 +18,10 @@ from flashmem.bundle import Bundle
 from flashmem.capacity.model import Roofline, default_model
 from flashmem.device import load_descriptor
 from flashmem.errors import FlashmemWarning, UserError
+from flashmem.runtime.devices import Device
+from flashmem.runtime.many import Runtime
+from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.session import Session
 from flashmem.runtime.target import playable
 
 DATA = Path(__file__).parent / "data"
@@ -81,6 +86,28 @@ def test_pools_and_arenas_are_held_against_one_allocation(mini: MiniModel, tmp_p
         within_allocations(arena, bundle.plan, descriptor, "alias")
     with pytest.raises(UserError, match=r"weight 'w0' takes \d+ bytes"):
         within_allocations(bundle.program, bundle.plan, replace(descriptor, max_alloc_bytes=50_000), "alias")
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+def test_auto_takes_a_mode_that_the_bundle_has_a_layout_for(device: Device, tmp_path: Path) -> None:
+    """A phone's bundle has layouts for the phone's modes: alias and interleave, of which a runtime here may have the second."""
+    model = write_mini_bundle(tmp_path / "m.flashmem", "texture")
+    bundle = model.open()
+    name = str(list_devices().index(device))
+
+    def having(*modes: str) -> Bundle:
+        layouts = {mode: layout for mode, layout in bundle.plan.layouts.items() if mode in modes}
+        return replace(bundle, variants=(replace(bundle.variants[0], plan=replace(bundle.plan, layouts=layouts)),))
+
+    expected = model.reference(model.inputs())[0]
+    with Session(having("interleave"), device=name) as session:
+        assert session.mode == "interleave"
+        np.testing.assert_allclose(session.run(None, model.inputs())[0], expected, rtol=1e-4, atol=1e-5)
+    with Runtime(device=name) as runtime:
+        opened = runtime.open(having("interleave"))
+        np.testing.assert_allclose(opened.run(None, model.inputs())[0], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"layouts for transfer modes none, and device .* has .*interleave on the texture"):
+        Session(having(), device=name)
 
 
 def test_compiling_for_a_phone_names_the_budget_that_works(tmp_path: Path) -> None:

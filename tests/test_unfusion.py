@@ -138,7 +138,7 @@ def test_another_process_generates_the_same_program() -> None:
 
 
 def _plan(weights: tuple[PlannedWeight, ...], layers: int) -> OverlapPlan:
-    return OverlapPlan("paper", 1, 100, (0,) * layers, weights, "FEASIBLE", 0.0, 0.0, "greedy", 0.0)
+    return OverlapPlan("paper", 1, 100, (0,) * layers, weights, 0.0, 0.0, "problem", "greedy", 0.0)
 
 
 def test_penalty_is_lambda_times_forced_chunks_plus_mu_times_distance() -> None:

@@ -276,10 +276,15 @@ def _print(shown: Shown, show_all: bool) -> None:
     total = sum(weight.nbytes for weight in plan.weights)
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
     most = max((row.in_flight_bytes for row in rows), default=0)
-    quality = f"objective {plan.objective:.6g} ({plan.objective_kind}), bound {plan.bound:.6g}, gap {plan.gap:.2%}"
+    scope = "every resident set" if plan.bound_scope == "problem" else "this resident set"
+    if plan.bound_within is not None:
+        scope += f" with at most {format_size(plan.bound_within)} in flight"
+    unit = "" if plan.objective_kind == "paper" else " s"
+    value = f"{plan.objective:.6g}{unit}, bound {plan.bound:.6g}{unit} for {scope}"
     facts = {
         "model": f"{shown.title}, for {shown.device} on the {shown.program.memory_path} path",
-        "plan": f"{plan.status}, {quality}",
+        "plan": plan.proof,
+        "objective": value,
         "made by": f"{plan.tier} in {plan.solve_seconds:.2f} s; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded "

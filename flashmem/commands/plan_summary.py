@@ -16,6 +16,8 @@ def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
         "objective": plan.objective,
         "objective_kind": plan.objective_kind,
         "bound": plan.bound,
+        "bound_scope": plan.bound_scope,
+        "bound_within_bytes": plan.bound_within,
         "gap": plan.gap,
         "tier": plan.tier,
         "preload_ratio": plan.preload_ratio,

@@ -253,7 +253,7 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
         "device": f"{outcome.device}, {how}",
         "first answer": answer + (f", later ones {1e3 * _warm(later):.1f} ms" if later else ""),
         "memory": f"{format_size(peak)} at most, {format_size(memory.average_bytes)} on average, {budget}{process}",
-        "plan": f"{plan.status} by {plan.tier}, gap {plan.gap:.2%}, {plan.preload_ratio:.0%} of the weights preloaded",
+        "plan": f"{plan.proof}, by {plan.tier}, {plan.preload_ratio:.0%} of the weights preloaded",
     }
     if len(outcome.bundle.variants) > 1:
         facts["shapes"] = f"{list_text([outcome.bundle.program.inputs])}, one of {len(outcome.bundle.variants)} variants"

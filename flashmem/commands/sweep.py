@@ -195,7 +195,7 @@ def _measure(work: _Work, runs: int) -> list[str]:
 
 def _conclude(options: SweepOptions) -> None:
     rows = read_rows(options.output)
-    infeasible = sum(row["status"] == "INFEASIBLE" for row in rows)
+    infeasible = sum(row["status"] == "infeasible" for row in rows)
     say(f"{len(rows)} points in {options.output}" + (f", {infeasible} of them infeasible" if infeasible else ""))
     if options.plot is not None:
         from flashmem.plots.sweep import draw_sweep

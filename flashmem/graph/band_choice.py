@@ -90,16 +90,11 @@ class _Known:
     alive: int
 
 
-def choose(graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory, limit: int) -> tuple[list[Chain], int]:
-    """Chains that keep what is alive below `limit` bytes, or as near to it as was found, and what is alive then at most.
+class BandChoice:
+    """The chains of one graph that may be in bands; for several limits, what was tried for one serves the others."""
 
-    `ranges`: those of `graph`, whose layers are `layers`.
-    """
-    return _Choice(graph, layers, ranges, memory).run(limit)
-
-
-class _Choice:
     def __init__(self, graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory) -> None:
+        """`ranges`: those of `graph`, whose layers are `layers`."""
         self.layers, self.memory, self.ranges = layers, memory, ranges
         self.nodes = units(graph, layers)[1:]
         self.results = {port.value for port in graph.outputs}
@@ -134,8 +129,12 @@ class _Choice:
             total += step
             self.crossing.append(total)
         self.signatures = [_signature(unit) for unit in self.nodes]
+        # What was tried for one limit is looked up for the next.
+        self.bands: dict[tuple[int, int, int], Band | None] = {}
+        self.estimates: dict[tuple[int, int, int, int], _Tried | None] = {}
 
-    def run(self, limit: int) -> tuple[list[Chain], int]:
+    def chains(self, limit: int) -> tuple[list[Chain], int]:
+        """Chains that keep what is alive below `limit` bytes, or as near to it as was found, and what is alive then at most."""
         alive = list(self.memory.alive)
         chosen: list[_Tried] = []
         known: list[_Known] = []
@@ -211,18 +210,27 @@ class _Choice:
         axis = outermost(output.shape)
         places = output.shape[axis]
         starts = tuple(range(0, places, rows))
-        chain = Chain(min(firsts, default=last), last, axis, starts)
-        spans = chain.spans(places)
-        few = [spans[0], *spans[1:2], *spans[-1:]] if len(spans) > 3 else spans
-        nodes = [node for unit in self.nodes[chain.first : last + 1] for node in unit]
-        found = self._bands(nodes, output, few, last)
-        if found is None:
+        begin = min(firsts, default=last)
+        if (begin, last, rows) not in self.bands:
+            self.bands[begin, last, rows] = self._largest_band(Chain(begin, last, axis, starts), output, places)
+        band = self.bands[begin, last, rows]
+        if band is None:
             return
-        band = max(found, key=lambda band: sum(span.size for span in band.needs.values()))
         for first in firsts:
-            made = self._estimate(Chain(first, last, axis, starts), band)
+            key = (begin, first, last, rows)
+            if key not in self.estimates:
+                self.estimates[key] = self._estimate(Chain(first, last, axis, starts), band)
+            made = self.estimates[key]
             if made is not None:
                 yield made
+
+    def _largest_band(self, chain: Chain, output: Value, places: int) -> Band | None:
+        """The band of `chain`, which ends in the `places` of `output`, that needs most; None if it cannot be in bands."""
+        spans = chain.spans(places)
+        few = [spans[0], *spans[1:2], *spans[-1:]] if len(spans) > 3 else spans
+        nodes = [node for unit in self.nodes[chain.first : chain.last + 1] for node in unit]
+        found = self._bands(nodes, output, few, chain.last)
+        return None if found is None else max(found, key=lambda band: sum(span.size for span in band.needs.values()))
 
     def _bands(self, nodes: Sequence[Node], end: Value, spans: Sequence[Span], last: int) -> list[Band] | None:
         """Like `bands.bands_of` of all spans, from the first ones and the last one."""

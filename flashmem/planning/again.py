@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from flashmem.device import TransferMode
-from flashmem.planning.budget import Measure, plan_within, with_staging_that_fits
+from flashmem.planning.budget import Measure, plan_within, roomiest, with_staging_that_fits
 from flashmem.planning.keep import leanest, with_kept
-from flashmem.planning.latency import first_plan, smallest_m_peak
+from flashmem.planning.latency import first_plan, judged, smallest_m_peak
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem, staged_least, staged_within
@@ -33,7 +33,7 @@ def plan_again(
         BudgetError: nothing fits; it names the smallest budget that works.
     """
     if budget is None:
-        return _sealed(program, problem, mode, first_plan(problem, preload, quick=True))
+        return _sealed(program, problem, mode, first_plan(problem, preload, quick=True), None)
     measure = _measure(program, mode)
 
     def within(staged: Problem) -> OverlapPlan:
@@ -51,7 +51,7 @@ def plan_again(
             plan = lean
     if keep:
         plan = with_kept(problem, plan, budget, measure)
-    return _sealed(program, problem, mode, plan)
+    return _sealed(program, problem, mode, plan, budget)
 
 
 def smallest_budget(program: Program, problem: Problem, mode: TransferMode, preload: Collection[str]) -> int:
@@ -66,7 +66,8 @@ def _measure(program: Program, mode: TransferMode) -> Measure:
     return lambda plan: fixed + lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)[mode].total_bytes
 
 
-def _sealed(program: Program, problem: Problem, mode: TransferMode, plan: OverlapPlan) -> OverlapPlan:
+def _sealed(program: Program, problem: Problem, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:
+    plan = judged(roomiest(problem, plan, None if budget is None else budget - fixed_bytes(program)), plan)
     layouts = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)
     plan = replace(plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes))
     plan.check(replace(problem, m_peak=plan.m_peak), program.slices)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from flashmem.planning.clock import Moves, play, unlimited_seconds
-from flashmem.planning.plan import PASSING_BYTES, Objective, OverlapPlan, PlannedWeight, Status, Tier
+from flashmem.planning.plan import PASSING_BYTES, BoundScope, Objective, OverlapPlan, PlannedWeight, Tier
 from flashmem.planning.problem import Problem
 
 
@@ -34,13 +34,17 @@ def assemble(
     lambda_: float,
     objective: float,
     bound: float,
+    bound_scope: BoundScope,
     tier: Tier,
     started: float,
     notes: tuple[str, ...],
     base: Collection[str],
     asked: Collection[str] = (),
 ) -> OverlapPlan:
-    """The plan of these decisions. Its expected slowdown is against W = `base` and no memory limit; `asked` is written down."""
+    """The plan of these decisions. Its expected slowdown is against W = `base` and no memory limit; `asked` is written down.
+
+    C_l binds the paper's objective only, whose plan lists where a tier relaxed it.
+    """
     weights = tuple(
         PlannedWeight(w.name, w.nbytes, problem.chunks(w), w.first_use, w.last_use, True, gates.get(w.name, 0))
         if w.name in preload
@@ -55,22 +59,22 @@ def assemble(
     }
     if above:
         worst = max(above, key=above.__getitem__)
+        what = "C_l relaxed" if kind == "paper" else "more than C_l is moved, at the price that the objective counts,"
         notes += (
-            f"C_l relaxed at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
+            f"{what} at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
             f"{worst} {problem.layers[worst - 1].name!r} ({problem.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
         )
     seconds = play(problem, {w.name: w.read_layer for w in weights}, moves).seconds
-    status: Status = "OPTIMAL" if bound >= objective else "FEASIBLE"
     return OverlapPlan(
         objective_kind=kind,
         chunk_bytes=problem.chunk_bytes,
         m_peak=problem.m_peak,
         capacities=tuple(spec.capacity for spec in problem.layers),
-        relaxed=tuple((layer, used[layer - 1]) for layer in sorted(above)),
+        relaxed=tuple((layer, used[layer - 1]) for layer in sorted(above)) if kind == "paper" else (),
         weights=weights,
-        status=status,
         objective=objective,
         bound=bound,
+        bound_scope=bound_scope,
         tier=tier,
         asked=tuple(sorted(asked)),
         solve_seconds=time.monotonic() - started,

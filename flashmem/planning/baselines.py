@@ -27,7 +27,6 @@ import numpy as np
 
 from flashmem.errors import BudgetError
 from flashmem.planning.assemble import assemble
-from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.budget import Measure, largest_within, plan_within
 from flashmem.planning.clock import Moves, play, unlimited_seconds
 from flashmem.planning.gates import held_bytes
@@ -122,7 +121,7 @@ class Baseline:
         return gates
 
     def plan(self, problem: Problem, preload: frozenset[str] | None = None, note: str = "") -> OverlapPlan:
-        """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`).
+        """The strategy's plan inside M_peak with W = `preload` (default: `least_preload`); nothing is proven of it.
 
         Raises:
             BudgetError: M_peak is too small for it.
@@ -140,10 +139,9 @@ class Baseline:
         gates, moves = self._read_and_move(problem, chosen)
         seconds = play(problem, gates, moves).seconds
         plan = assemble(
-            problem, chosen, gates, moves, kind="first", lambda_=self.lambda_, objective=seconds,
-            bound=min(seconds, fastest_seconds(problem, chosen)), tier="greedy", started=begun,
-            base=self.least_preload(problem), asked=self.asked,
-            notes=(f"reads as strategy {self.strategy} does{note}; the bound holds for this W",),
+            problem, chosen, gates, moves, kind="first", lambda_=self.lambda_, objective=seconds, bound=0.0,
+            bound_scope="resident-set", tier="greedy", started=begun, base=self.least_preload(problem), asked=self.asked,
+            notes=(f"reads as strategy {self.strategy} does{note}",),
         )  # fmt: skip
         return replace(plan, strategy=self.strategy)
 

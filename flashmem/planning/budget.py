@@ -55,6 +55,18 @@ def plan_within(
     return plan, replace(problem, m_peak=plan.m_peak)
 
 
+def roomiest(problem: Problem, plan: OverlapPlan, room: int | None) -> Problem:
+    """`problem` with the most bytes in flight that any plan with the W of `plan` can have in `room` bytes for both (None: any).
+
+    A plan is made inside less, and what is proven there says nothing about plans that hold more.
+    """
+    everything = 2 * sum(w.nbytes for w in problem.weights)  # some modes hold a slice twice
+    if room is None:
+        return replace(problem, m_peak=max(1, everything, plan.m_peak))
+    resident = sum(w.nbytes for w in plan.weights if w.preload)
+    return replace(problem, m_peak=max(plan.m_peak, min(everything, room - resident)))
+
+
 def with_staging_that_fits(
     problem: Problem, limit: int | None, make: Callable[[Problem], OverlapPlan]
 ) -> tuple[Problem, OverlapPlan]:
@@ -99,7 +111,7 @@ def largest_within(
     best, needed = attempt(high)
     if needed <= budget:
         return best
-    best, needed_least = attempt(low)
+    best, needed_least = attempt(low) if low < high else (best, needed)
     if needed_least > budget:
         raise BudgetError(
             f"budget of {budget} bytes is too small: {needed_least} bytes are needed, bound by layer {binding!r} and the loads "

@@ -32,16 +32,25 @@ _FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 @dataclass(frozen=True)
 class Improved:
-    """Gates (of streamed weights), and a proven bound on the seconds of any plan that holds no more; 0: none."""
+    """Gates (of streamed weights), and a proven bound on the seconds of any plan with the same W; 0: none."""
 
     gates: dict[str, int]
     bound: float
 
 
 def improve(
-    problem: Problem, gates: Mapping[str, int], moves: Moves, limit: int, *, seconds: float, enough: float, workers: int = 2
+    problem: Problem,
+    gates: Mapping[str, int],
+    moves: Moves,
+    limit: int,
+    roomiest: int,
+    *,
+    seconds: float,
+    enough: float,
+    workers: int = 2,
 ) -> Improved:
-    """Better `gates` for the same `moves` within `limit` bytes, found in `seconds`, and a bound.
+    """Better `gates` for the same `moves` within `limit` bytes, found in `seconds`, and a bound for all plans of this W within
+    `roomiest` bytes.
 
     It ends when the clock has no more than `enough` seconds, which are proven to be a bound.
     """
@@ -65,7 +74,7 @@ def improve(
     left = deadline - time.monotonic()
     bound = 0.0
     if small and left > 0 and clock.seconds > enough:
-        bound = _proven(problem, best, moves, clock, limit, left, workers)
+        bound = _proven(problem, best, moves, clock, roomiest, left, workers)
     return Improved(best, bound)
 
 

@@ -2,8 +2,8 @@
 
 Of each streamed weight two numbers between 0 and 1 by layer: y, that a part of it was moved at the layer or before, and f, the
 share of it that was. Memory holds y of it at home and, in mode `interleave`, in staging what y has and f has not; C_l limits
-what f gains; and no more is moved at a layer than y of a whole capacity. Weights keep to the window in which waiting costs no
-more than W would.
+what f gains; and no more is moved at a layer than y of a whole capacity. Where W has no limit, weights keep to the window in
+which waiting costs no more than W would.
 """
 
 from __future__ import annotations
@@ -114,6 +114,6 @@ def relaxed(paper: PaperProblem, alone: Mapping[str, int], seconds: float) -> Re
 def _first(paper: PaperProblem, w: WeightSpec, alone: int) -> int:
     """The first layer at which a best plan may begin to move `w`."""
     longest = w.first_use
-    if paper.distance_cost:
+    if paper.distance_cost and paper.limit is None:  # a weight that W has no room for waits as long as it must
         longest = max(alone, paper.preload_cost * paper.chunks[w.name] // paper.distance_cost)
     return max(1, w.first_use - longest)

@@ -21,7 +21,7 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.errors import BudgetError
-from flashmem.planning.assemble import assemble, moved_chunks
+from flashmem.planning.assemble import assemble
 from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.clock import Clock, Moves, Timing, play
 from flashmem.planning.fill import filled
@@ -36,11 +36,11 @@ def forced_preload(problem: Problem, preload: Collection[str] = ()) -> frozenset
 
 
 def smallest_m_peak(problem: Problem, preload: Collection[str] = ()) -> tuple[int, str]:
-    """The smallest M_peak (bytes) that some plan with W = `forced_preload` keeps to, and the name of the layer that binds.
+    """The smallest M_peak (bytes) that the planner makes a plan with W = `forced_preload` for, and the layer that binds.
 
     All of a weight is moved before the layer that uses it, so at layer l its own weights are in flight together with those
-    first
-    used at layer l + 1, which mode `interleave` holds in staging too. Load capacities do not count: they can be relaxed.
+    first used at layer l + 1. Load capacities do not count: they can be relaxed. In mode `interleave` weights are moved in the
+    layer before their use, and in staging as well there; elsewhere no plan does with less.
     """
     return _in_use(problem, forced_preload(problem, preload), 2 if problem.mode == "interleave" else 1)
 
@@ -73,8 +73,9 @@ def require_m_peak(problem: Problem, preload: Collection[str]) -> None:
     """
     smallest, binding = smallest_m_peak(problem, preload)
     if problem.m_peak < smallest:
+        twice = ", twice while they are moved," if problem.mode == "interleave" else ""
         raise BudgetError(
-            f"M_peak of {problem.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer need "
+            f"M_peak of {problem.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice} need "
             f"{smallest} bytes in flight at once; raise the limit to {smallest} bytes or more",
             smallest_bytes=smallest,
             binding=binding,
@@ -220,6 +221,7 @@ class Candidate:
     clock: Clock
     held: int  # at the most, beside W
     average: int
+    left: int  # bytes in flight that lambda leaves of M_peak: for plans within them the bound is proven
 
 
 def candidate(problem: Problem, preload: frozenset[str], limit: int) -> Candidate:
@@ -234,7 +236,7 @@ def candidate(problem: Problem, preload: frozenset[str], limit: int) -> Candidat
             for w in problem.weights if w.name in moves
         )  # fmt: skip
         average = round(sum(entered) / clock.seconds)
-    return Candidate(limit, gates, moves, clock, held, resident + average)
+    return Candidate(limit, gates, moves, clock, held, resident + average, limit)
 
 
 def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: bool = False) -> Candidate:
@@ -253,8 +255,11 @@ def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: 
         streamed = copies * sum(w.nbytes for w in problem.weights if w.name not in preload)
         return rung(min(problem.m_peak, max(smallest, streamed)), lambda_)
     roomy = candidate(problem, preload, problem.m_peak)
+    if problem.m_peak <= smallest:
+        return roomy
     if not lambda_ and roomy.clock.seconds <= fastest_seconds(problem, preload) * (1 + _TIE):
         return roomy
+    resident = sum(w.nbytes for w in problem.weights if w.name in preload)
     most = max(smallest, roomy.held)
     family = [roomy, *(rung(most, step / _RUNGS) for step in range(1, _RUNGS + 1))]
 
@@ -263,7 +268,10 @@ def traced(problem: Problem, preload: frozenset[str], lambda_: float, *, quick: 
 
     fastest, least = min(family, key=order), min(one.average for one in family)
     allowed = least + int((fastest.average - least) * (1 - lambda_))
-    return min((one for one in family if one.average <= allowed), key=order)
+    chosen = min((one for one in family if one.average <= allowed), key=order)
+    # Where places are taken all the time, the average limits what is in flight; of pages it does not.
+    left = problem.m_peak if not lambda_ or problem.mode == "map" else allowed - resident
+    return replace(chosen, left=min(problem.m_peak, left))
 
 
 _RUNGS = 10
@@ -276,8 +284,8 @@ _LADDER_WEIGHTS, _THOROUGH_WEIGHTS = 1500, 64
 def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: float = 0.0, quick: bool = False) -> OverlapPlan:
     """The fastest plan inside M_peak (or what lambda leaves of it); `objective` and `bound` are seconds of integrated latency.
 
-    The bound holds for every plan with this W that holds no more at once than the limit of the ladder it was made for. `quick`:
-    as `traced` has it.
+    The bound holds for every plan inside M_peak, or what lambda leaves of it, of this W at least: see `judged`. `quick`: as
+    `traced` has it.
 
     Raises:
         BudgetError: M_peak is below `smallest_m_peak`.
@@ -286,12 +294,24 @@ def first_plan(problem: Problem, preload: Collection[str] = (), *, lambda_: floa
     require_m_peak(problem, preload)
     chosen = forced_preload(problem, preload)
     made = traced(problem, chosen, lambda_, quick=quick)
-    seconds, bound = made.clock.seconds, fastest_seconds(replace(problem, m_peak=made.limit), chosen)
-    if seconds - bound <= _TIE * seconds:
-        bound = seconds
-    relaxed = any(n > spec.capacity for n, spec in zip(moved_chunks(problem, made.moves), problem.layers, strict=True))
-    return assemble(
-        problem, chosen, made.gates, made.moves, kind="first", lambda_=lambda_, objective=seconds, bound=bound,
-        tier="soft-threshold" if relaxed else "greedy", started=begun, base=chosen, asked=preload,
-        notes=("read in use order, as early as M_peak permits, but where the disk would wait; the bound is for this W",),
-    )  # fmt: skip
+    return judged(replace(problem, m_peak=made.left), assemble(
+        problem, chosen, made.gates, made.moves, kind="first", lambda_=lambda_, objective=made.clock.seconds, bound=0.0,
+        bound_scope="resident-set", tier="greedy", started=begun, base=chosen, asked=preload,
+        notes=("read in use order, as early as M_peak permits, but where the disk would wait",),
+    ))  # fmt: skip
+
+
+def judged(problem: Problem, plan: OverlapPlan, proven: float = 0.0) -> OverlapPlan:
+    """`plan` for the first answer with the bound that holds for every plan with its W inside the M_peak of `problem`.
+
+    `proven`: such a bound from elsewhere, in seconds. A plan as fast as if memory had no limit is the best of every W. Of plans
+    that move weights at the layer that uses them ("on-demand") nothing is proven.
+    """
+    if plan.strategy == "on-demand":
+        return plan
+    meets = plan.objective * (1 - _TIE)
+    if fastest_seconds(problem, {w.name for w in problem.weights}) >= meets:
+        return replace(plan, bound=plan.objective, bound_scope="problem", bound_within=None)
+    bound = max(proven, fastest_seconds(problem, {w.name for w in plan.weights if w.preload}))
+    bound = plan.objective if bound >= meets else bound
+    return replace(plan, bound=bound, bound_scope="resident-set", bound_within=problem.m_peak)

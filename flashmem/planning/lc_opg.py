@@ -79,6 +79,14 @@ def solve(
     return plan
 
 
+def proven_bound(
+    problem: Problem, preload: frozenset[str], lambda_: float, preload_limit: int, units: Units, seconds: float
+) -> float:
+    """A proven bound on the paper's objective of any plan of `problem`, found in `seconds` by the dynamic program."""
+    paper = PaperProblem(problem, forced_preload(problem, preload), lambda_, preload_limit, units)
+    return choose_preload(paper, time.monotonic() + seconds)[1] / paper.scale
+
+
 def _solve_paper(
     paper: PaperProblem, asked: frozenset[str], lambda_: float, units: Units, time_limit: float, workers: int
 ) -> OverlapPlan:
@@ -96,8 +104,8 @@ def _solve_paper(
     gates = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
     plan = assemble(
         problem, decision.preload, gates, decision.moves, kind="paper", lambda_=lambda_,
-        objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale), tier=tier,
-        started=started, notes=(), base=paper.forced, asked=asked,
+        objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale),
+        bound_scope="problem", tier=tier, started=started, notes=(), base=paper.forced, asked=asked,
     )  # fmt: skip
     return replace(plan, units=units)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
+from flashmem.errors import BudgetError
 from flashmem.planning.clock import Moves
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.greedy import greedy, incremental_preload, soft_ceiling
@@ -157,4 +158,15 @@ class PaperProblem:
             grown = incremental_preload(problem, self.forced, ceiling, self.limit)
             if grown is not None and self.holds(*grown):
                 return self.decision(*grown), "incremental-preload", bound
-        return self.decision(self.forced, greedy(self.problem, self.forced)), "greedy", bound
+        try:
+            return self.decision(self.forced, greedy(self.problem, self.forced)), "greedy", bound
+        except BudgetError as error:
+            if self.limit is None:
+                raise
+            smallest = error.smallest_bytes
+            raise BudgetError(
+                f"no resident set of {self.limit} bytes or less was found with which M_peak of {self.problem.m_peak} bytes is "
+                f"enough: layer {error.binding!r} binds; raise M_peak to {smallest} bytes or more, or the limit on residents",
+                smallest_bytes=smallest,
+                binding=error.binding,
+            ) from error

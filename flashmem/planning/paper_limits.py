@@ -11,12 +11,12 @@ from flashmem.errors import BudgetError
 from flashmem.planning.baselines import fastest_within, operators_of
 from flashmem.planning.budget import Measure
 from flashmem.planning.latency import smallest_m_peak
-from flashmem.planning.lc_opg import ReadAhead, solve
+from flashmem.planning.lc_opg import ReadAhead, proven_bound, solve
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, Status, Units
+from flashmem.planning.plan import OverlapPlan, Units
 from flashmem.planning.problem import Problem
-from flashmem.program import Program
+from flashmem.program import Program, fixed_bytes
 
 
 def paper_plan_inside(
@@ -44,9 +44,7 @@ def paper_plan_inside(
         taken = in_flight(smaller)
         least = min(least, taken)
         if taken <= problem.m_peak:
-            bound = min(plan.bound, smaller.objective)
-            status: Status = "OPTIMAL" if bound >= smaller.objective else "FEASIBLE"
-            return replace(smaller, m_peak=problem.m_peak, bound=bound, status=status)
+            return replace(smaller, m_peak=problem.m_peak, bound=min(plan.bound, smaller.objective))
     raise BudgetError(
         f"M_peak of {problem.m_peak} bytes is too small: {least} bytes are in flight with what staging and the layout take; "
         f"raise the limit to {least} bytes or more",
@@ -74,7 +72,12 @@ def paper_plan_within(
             ahead=False,
         )
         if in_all(plan) <= limits.budget:
-            return plan
+            # What is proven of this split of the budget says nothing about another: the bound is of plans that have all of
+            # it for W, and all of it for what is in flight.
+            room = max(m_peak, limits.budget - fixed_bytes(program))
+            roomy = replace(program_problem, m_peak=room)
+            bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, _SECONDS_EACH)
+            return replace(plan, bound=min(bound, plan.objective))
     # The other planner knows the smallest budget, or finds the plan that the shares above stepped over.
     plan = fastest_within(program_problem, operators_of(program), limits.budget, in_all, preload, 0.0)
     return replace(

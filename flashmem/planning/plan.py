@@ -7,7 +7,7 @@ checker (`planning.check`) this is what the runtime imports of planning, so it n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 Objective = Literal["first", "steady", "paper"]
 """What is minimised: the first answer, later runs within the same memory, or the paper's weighted sum."""
 
+OBJECTIVE_NAMES: Mapping[Objective, str] = {
+    "first": "the first answer",
+    "steady": "later runs",
+    "paper": "the paper's objective",
+}
+"""Objectives in words."""
+
 Units = Literal["share", "printed"]
 """Of the paper's objective: shares of all chunks and of all layers, which do not depend on S, or chunks and layers as
 printed."""
@@ -26,7 +33,13 @@ printed."""
 Mode = Literal["map", "alias", "dma", "interleave"]
 """How weights travel; `flashmem.device.TransferMode` by another name, so that this module needs no other."""
 
-Status = Literal["OPTIMAL", "FEASIBLE"]
+Status = Literal["optimal", "optimal-for-resident-set", "bounded", "heuristic"]
+"""What is proven of a plan: no plan of its problem has a better objective; none with its resident set W has; none is better
+than `bound`; or nothing."""
+
+BoundScope = Literal["problem", "resident-set"]
+"""Which plans a bound holds for, within the limits on memory that were given: all of them, or those with the same W."""
+
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
 """Who decided: "stream" is the planner, the others are baselines to compare it with (planning/baselines.py)."""
@@ -155,10 +168,12 @@ class PoolLayout:
 class OverlapPlan:
     """Decisions, and how good they are known to be.
 
-    `capacities` are the problem's C_l in chunks; `relaxed` has (layer, chunks) where a tier let a layer move more than that.
+    `capacities` are the problem's C_l in chunks. They bind the paper's objective; `relaxed` has (layer, chunks) where a tier
+    let a layer move more than that. The others count what moving costs instead.
     M_peak holds in transfer `mode`; large slices pass through staging in pieces of `piece_bytes`. `objective` is the value
-    of `objective_kind`; `bound` is proven, and `gap` = (objective -
-    bound) / max(|objective|, 1e-9). `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
+    of `objective_kind`; `bound` is proven for the plans that `bound_scope` says, within the limits that were given (lambda is
+    one: `bound_within` bytes in flight, None for any), and `gap` = (objective - bound) / max(|objective|, 1e-9).
+    `expected_slowdown` is predicted latency over the latency with no memory limit, minus 1.
     """
 
     objective_kind: Objective
@@ -166,9 +181,9 @@ class OverlapPlan:
     m_peak: int
     capacities: tuple[int, ...]
     weights: tuple[PlannedWeight, ...]
-    status: Status
     objective: float
     bound: float
+    bound_scope: BoundScope
     tier: Tier
     solve_seconds: float
     lambda_: float = 0.9
@@ -183,6 +198,7 @@ class OverlapPlan:
     units: Units = "printed"
     loader_threads: int = LOADER_THREADS
     shares_memory: bool = True  # host and device, where the plan is for
+    bound_within: int | None = None
 
     @property
     def prices(self) -> tuple[float, float]:
@@ -191,6 +207,21 @@ class OverlapPlan:
             return self.lambda_, 1 - self.lambda_
         chunks = sum(w.chunks for w in self.weights)
         return self.lambda_ / max(1, chunks), (1 - self.lambda_) / max(1, len(self.weights) * len(self.capacities))
+
+    @property
+    def status(self) -> Status:
+        """What is proven. A plan that relaxes a C_l of the paper's problem is none of its plans, whatever bound it meets."""
+        if (self.objective_kind == "paper" and self.relaxed) or self.bound <= 0 < self.objective:
+            return "heuristic"
+        if self.objective - self.bound > 1e-9 * abs(self.objective):
+            return "bounded"
+        return "optimal" if self.bound_scope == "problem" else "optimal-for-resident-set"
+
+    @property
+    def proof(self) -> str:
+        """The same in words, with the objective that it is about, for people."""
+        proven = f", gap {self.gap:.2%}" if not self.status.startswith("optimal") and self.bound > 0 else ""
+        return f"{self.status} for {OBJECTIVE_NAMES[self.objective_kind]}{proven}"
 
     @property
     def gap(self) -> float:
@@ -223,7 +254,7 @@ class OverlapPlan:
         return replace(self, weights=weights)
 
     def check(self, problem: Problem, slices: Sequence[Slice] = ()) -> None:
-        """Verify the plan against `problem`: C0-C3 (DESIGN section 4; FlashMem section 3), the paper's objective, the layouts.
+        """Verify the plan against `problem`: C0-C3 (docs/planner.md; FlashMem section 3), the objective, the layouts.
 
         With `slices` (the program's) the texture slots are also checked to be large enough for what they hold. Only the
         strategy "on-demand" may load and move at layer i_w itself, which then waits for it.

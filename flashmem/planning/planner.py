@@ -13,14 +13,14 @@ from dataclasses import replace
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
-from flashmem.planning.budget import Measure, with_staging_that_fits
-from flashmem.planning.clock import Timing, unlimited_seconds
+from flashmem.planning.budget import Measure, roomiest, with_staging_that_fits
+from flashmem.planning.clock import Timing
 from flashmem.planning.gates import held_bytes, settled
 from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
-from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.latency import first_plan, judged, smallest_m_peak
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan
+from flashmem.planning.plan import BoundScope, OverlapPlan
 from flashmem.planning.problem import Problem, build_problem, staged_within
 from flashmem.program import Program, fixed_bytes
 
@@ -72,45 +72,59 @@ def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: Trans
             from flashmem.planning.paper_limits import reading_ahead
         plan = reading_ahead(problem, plan, program, limit, measure)
     elif limits.strategy == "stream" and objective != "paper":
-        preload = _slices_of(program, limits.preload)
+        proven = 0.0
         if objective == "first":
-            plan = _searched(problem, plan, limit, measure)
+            plan, proven = _searched(problem, plan, program, limits, measure)
         if objective == "steady" or limits.m_peak is None:
-            plan = _for_later_runs(problem, plan, objective, preload, limit, measure)
+            plan = _for_later_runs(problem, plan, program, limits, measure)
+        return _sealed(problem, plan, program, mode, limits, proven)
     return _sealed(problem, plan, program, mode, limits)
 
 
-def _searched(problem: Problem, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:
-    """`plan` for the first answer as CP-SAT makes it better, if that is installed and what is not proven is worth a search.
+def _roomiest(problem: Problem, plan: OverlapPlan, program: Program, limits: Limits) -> Problem:
+    """`problem` with the most bytes in flight that any plan of the same W can have within the user's limits."""
+    if limits.m_peak is not None:
+        return replace(problem, m_peak=max(limits.m_peak, plan.m_peak))
+    return roomiest(problem, plan, None if limits.budget is None else limits.budget - fixed_bytes(program))
 
-    It holds no more at once than `plan` does, and `measure` of it is at most `limit`.
+
+def _searched(
+    problem: Problem, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure
+) -> tuple[OverlapPlan, float]:
+    """`plan` for the first answer as CP-SAT makes it better, if that is installed and what is not proven is worth a search; and
+    the bound that CP-SAT proves for this W within the user's limits (0: none).
+
+    It holds no more at once than `plan` does, and `measure` of it is within the limits.
     """
+    roomy = _roomiest(problem, plan, program, limits)
+    if limits.resolved_lambda:
+        roomy = replace(problem, m_peak=roomy.m_peak if plan.bound_within is None else plan.bound_within)
+    plan = judged(roomy, plan)
     unproven = plan.objective - plan.bound
     large = len(plan.weights) > _SEARCHED_BY_CP_SAT
     if plan.objective_kind != "first" or large or unproven <= max(_WORTH_SECONDS, _WORTH_SHARE * plan.objective):
-        return plan
+        return plan, 0.0
     try:
         from flashmem.planning.cp_first import improve
     except ModuleNotFoundError:
-        return plan
+        return plan, 0.0
     preload = frozenset(w.name for w in plan.weights if w.preload)
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
     gates = {w.name: w.read_layer for w in plan.weights}
     held = int(held_bytes(problem, gates, moves).max(initial=0))
-    found = improve(problem, gates, moves, held, seconds=_SEARCH_SECONDS, enough=plan.bound * (1 + 1e-9))
+    enough = plan.bound * (1 + 1e-9)
+    found = improve(problem, gates, moves, held, roomy.m_peak, seconds=_SEARCH_SECONDS, enough=enough)
     better, clock = settled(Timing(problem, moves), preload, found.gates)
     note = f"searched by CP-SAT for {_SEARCH_SECONDS:.0f} s at the most"
     if found.bound > plan.bound:
-        note += f", which proved the bound for plans that hold no more than {held} bytes at once"
-        plan = replace(plan, bound=min(found.bound, plan.objective))
+        note += ", which proved the bound"
     if clock.seconds < plan.objective:
         trial = replace(plan, weights=tuple(replace(w, read_layer=better[w.name]) for w in plan.weights))
+        limit = limits.m_peak if limits.budget is None else limits.budget
         if limit is None or measure(trial) <= limit:
             note += f"; first answer {plan.objective:.6g} s before"
-            plan = replace(trial, objective=clock.seconds, bound=min(plan.bound, clock.seconds))
-    if plan.objective - plan.bound <= 1e-6 * plan.objective:
-        plan = replace(plan, bound=plan.objective)
-    return replace(plan, notes=(*plan.notes, note), status="OPTIMAL" if plan.bound >= plan.objective else "FEASIBLE")
+            plan = replace(trial, objective=clock.seconds)
+    return judged(roomy, replace(plan, notes=(*plan.notes, note)), found.bound), found.bound
 
 
 _SEARCH_SECONDS = 4.0
@@ -123,8 +137,14 @@ _WORTH_SECONDS, _WORTH_SHARE = 1e-3, 2e-3
 """What must be unproven of a first answer to be searched: seconds, and a share."""
 
 
-def _sealed(problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits) -> OverlapPlan:
-    """`plan`, checked, with the M_peak that it keeps: the one that was asked for, or what its layout takes."""
+def _sealed(
+    problem: Problem, plan: OverlapPlan, program: Program, mode: TransferMode, limits: Limits, proven: float = 0.0
+) -> OverlapPlan:
+    """`plan`, checked, with the M_peak that it keeps (the one that was asked for, or what its layout takes), and with a bound
+    within the limits that were given, however little of them it was made in. `proven`: as `judged` has it.
+    """
+    if plan.objective_kind == "first" and not limits.resolved_lambda:  # else the bound is for what lambda leaves
+        plan = judged(_roomiest(problem, plan, program, limits), plan, proven)
     in_flight = _in_flight(program, mode)(plan)
     plan = replace(plan, m_peak=max(in_flight, limits.m_peak or plan.m_peak))
     plan.check(replace(problem, m_peak=plan.m_peak))
@@ -201,11 +221,7 @@ def _first_plan(
         if streamed is not None and plan.objective >= streamed.objective * (1 - _WORTH_W):
             return streamed
         note = f"slices of more than M_peak / {part} are in W: streaming them takes more than M_peak, or much longer"
-        bound = min(plan.bound, unlimited_seconds(problem, forced_preload(problem, preload)))  # of every W
-        return replace(
-            plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note), bound=bound,
-            status="OPTIMAL" if bound >= plan.objective else "FEASIBLE",
-        )  # fmt: skip
+        return replace(plan, asked=tuple(sorted(preload)), tier="incremental-preload", notes=(*plan.notes, note))
     if streamed is not None:
         return streamed
     assert refused is not None
@@ -219,10 +235,9 @@ _TOO_LARGE = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 """Of M_peak, the parts above which slices are put into W, should it be too small to stream everything."""
 
 
-def _for_later_runs(
-    problem: Problem, plan: OverlapPlan, objective: Objective, preload: frozenset[str], limit: int | None, measure: Measure
-) -> OverlapPlan:
+def _for_later_runs(problem: Problem, plan: OverlapPlan, program: Program, limits: Limits, measure: Measure) -> OverlapPlan:
     """`plan` with weights kept for later runs; for "steady", the plan whose later runs are the fastest."""
+    objective, limit = limits.resolved_objective, limits.m_peak if limits.budget is None else limits.budget
     if limit is None:
         plan = with_kept(problem, plan, None, measure)
     else:
@@ -244,15 +259,26 @@ def _for_later_runs(
         return plan
     seconds = later_seconds(problem, plan)
     note = f"a later run is predicted to take {seconds:.4g} s, the first answer {plan.objective:.4g} s"
-    streamed = sum(w.nbytes for w in problem.weights if w.first_use > 1)
-    read = max(0, streamed - (plan.m_peak if limit is None else limit)) / min(problem.host_bandwidth, 1e30)
-    bound = min(seconds, max(sum(layer.seconds for layer in problem.layers), read))
+    bound, scope = _steady_bound(problem, plan, limits, fixed_bytes(program))
     if seconds - bound <= 1e-9 * seconds:
         bound = seconds
-    return replace(
-        plan, objective_kind="steady", objective=seconds, bound=bound, notes=(*plan.notes, note),
-        status="OPTIMAL" if bound >= seconds else "FEASIBLE",
-    )  # fmt: skip
+    return replace(plan, objective_kind="steady", objective=seconds, bound=bound, bound_scope=scope, notes=(*plan.notes, note))
+
+
+def _steady_bound(problem: Problem, plan: OverlapPlan, limits: Limits, fixed: int) -> tuple[float, BoundScope]:
+    """What no later run beats, in seconds: all layers one after the other, and reading what memory cannot keep.
+
+    A budget limits all that stays, so it holds for every W; M_peak does not limit W, so it holds for this one.
+    """
+    compute = sum(layer.seconds for layer in problem.layers)
+    if limits.budget is not None:
+        read = sum(w.nbytes for w in problem.weights) - (limits.budget - fixed)
+    elif limits.m_peak is not None:
+        read = sum(w.nbytes for w in plan.weights if not w.preload) - limits.m_peak
+    else:
+        read = 0
+    bound = max(compute, read / problem.host_bandwidth)
+    return bound, "problem" if limits.m_peak is None or bound == compute else "resident-set"
 
 
 _SEARCHED = 20_000

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.device import DeviceDescriptor, Rates, TransferMode
 from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.program import Launch, OperatorClass, Program
 
@@ -120,7 +120,7 @@ def build_problem(
         key = (launch.kernel, launch.operator_class, launch.macs, launch.bytes, launch.global_size, launch.local_size, read)
         if key not in known:
             capacity = load_capacity(model, launch, read, mode)
-            known[key] = capacity, model.seconds(launch, read), slowdown_curve(model, launch, read, mode)
+            known[key] = capacity, model.seconds(launch, read), slowdown_curve(model, launch, read, mode, descriptor.rates)
         priced.append((launch, *known[key]))
     if chunk_bytes is None:
         chunk_bytes = chosen_chunk([nbytes for launch, nbytes, _, _ in priced if launch.operator_class == "reusable"])
@@ -210,15 +210,24 @@ _LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
 
 
 def slowdown_curve(
-    model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode
+    model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode, rates: Rates
 ) -> tuple[tuple[float, float], ...]:
-    """s_l of `launch` as `LayerSpec.beside` has it, at a few amounts of bytes up to three times what it reads and writes."""
+    """s_l of `launch` as `LayerSpec.beside` has it, at a few amounts of bytes up to three times what it reads and writes.
+
+    A model's `loaded_seconds` end when the launch and the loads beside it are done. Where loader threads move bytes, the clock
+    has their time as a resource of its own, and here is only what they take from the launch: the mode's contention, for as long
+    as they are at work beside it.
+    """
     alone = model.seconds(launch, weight_bytes)
     own = max(1, launch.bytes + weight_bytes)
     points = [(0.0, 1.0)]
     for ratio in _RATIOS:
-        factor = max(points[-1][1], model.loaded_seconds(launch, weight_bytes, ratio * own, mode) / alone)
-        points.append((ratio * own, factor))
+        loaded = model.loaded_seconds(launch, weight_bytes, ratio * own, mode)
+        if mode != "interleave":
+            taken = rates.contention_of(mode)
+            always = alone / (1 - taken) if taken < 1 else math.inf
+            loaded = min(loaded, alone + taken * ratio * own / rates.transfer_bandwidth(mode), always)
+        points.append((ratio * own, max(points[-1][1], loaded / alone)))
     return tuple(points)
 
 

@@ -28,7 +28,7 @@ from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.residence import Strategy
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
 from flashmem.runtime.schedule import planned_loads, read_while_opening
-from flashmem.runtime.target import playable
+from flashmem.runtime.target import laid_out, playable
 from flashmem.shapes import which_fits
 
 Array = NDArray[Any]
@@ -99,6 +99,7 @@ class Session:
             path=opened.program.memory_path,
             planned=opened.meta.get("mode"),
             strategy=self.strategy,
+            layouts=laid_out(opened),
         )
         self._variants = [
             fit(opened.variant(index), self.device, self.mode, self.strategy) for index in range(len(opened.variants))

@@ -46,6 +46,12 @@ def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     return replace(descriptor, modes={**descriptor.modes, path: left})
 
 
+def laid_out(bundle: Bundle) -> list[str]:
+    """The transfer modes that all plans of `bundle` have layouts for."""
+    first, *others = (variant.plan.layouts for variant in bundle.variants)
+    return [mode for mode in first if all(mode in layouts for layouts in others)]
+
+
 def _misfit(program: Program, device: Device) -> str:
     """What of the program is larger than the device allows; "" if nothing is."""
     most = device.max_alloc_bytes

@@ -25,7 +25,7 @@ from flashmem.runtime.residence import streamed_layout
 from flashmem.runtime.run import Run
 from flashmem.runtime.schedule import Load, kept_within, pages
 from flashmem.runtime.sharing import Need, Turn
-from flashmem.runtime.target import playable
+from flashmem.runtime.target import laid_out, playable
 from flashmem.units import format_size
 
 _PLANS = 16
@@ -58,7 +58,8 @@ class Tenant:
             RunError: the driver refuses the kernels.
         """
         planned = bundle.meta.get("mode")
-        chosen = choose_mode(playable(bundle, device.device, mode), mode, path=bundle.program.memory_path, planned=planned)
+        descriptor, path = playable(bundle, device.device, mode), bundle.program.memory_path
+        chosen = choose_mode(descriptor, mode, path=path, planned=planned, layouts=laid_out(bundle))
         self.device = device
         self.opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         self.placement: Placement | None = None

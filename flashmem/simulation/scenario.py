@@ -6,6 +6,7 @@ freed when, and every allocation come from the runtime's own functions, so that 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -42,16 +43,15 @@ Piece = tuple[Literal["read", "copy"], int]
 class Machine:
     """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
 
-    `contention` is the share of its speed that compute loses while a loader thread is at work. A call that announces reads
-    (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit a disk's queue, Linux makes
-    the caller wait for. `copy_engine`: the device has memory of its own, and copies to it are made one after the other.
+    A call that announces reads (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit
+    a disk's queue, Linux makes the caller wait for. `copy_engine`: the device has memory of its own, and copies to it are
+    made one after the other.
     """
 
     read_bandwidth: float
     copy_bandwidth: float
     disk_bandwidth: float | None = None
     load_seconds: float = 0.0
-    contention: float = 0.0
     disk_queue_bytes: int = 16 << 20
     copy_engine: bool = False
     threads: int = LOADER_THREADS
@@ -83,7 +83,7 @@ class SimulatedLoad:
 
 @dataclass(frozen=True)
 class SimulatedLayer:
-    """`seconds` on the device with nothing beside it; starts when all of `needs` are loaded."""
+    """`seconds` on the device with what is moved beside it; starts when all of `needs` are loaded."""
 
     name: str
     seconds: float
@@ -182,9 +182,10 @@ def describe(
 
     def layers(played: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
         needs = needed_slices(played, moves)
-        delays = {layer: _lane_seconds(moving, descriptor) for layer, moving in moves.items()}
+        beside = _riding_bytes(moves) if mode == "interleave" else _moved_beside(played)
+        own = {layer: _own_launches(moving, descriptor) for layer, moving in moves.items()}
         return tuple(
-            SimulatedLayer(spec.name, spec.seconds + delays.get(layer, 0.0), needs.get(layer, ()))
+            SimulatedLayer(spec.name, spec.loaded_seconds(beside.get(layer, 0)) + own.get(layer, 0.0), needs.get(layer, ()))
             for layer, spec in enumerate(problem.layers, start=1)
         )
 
@@ -196,8 +197,6 @@ def describe(
             copy_bandwidth=rates.copy_bandwidth,
             disk_bandwidth=rates.disk_bandwidth if disk == "cold" else None,
             load_seconds=rates.load_seconds,
-            # In `interleave` it is the kernels' own lanes that disturb compute, not the threads.
-            contention=0.0 if mode == "interleave" else rates.contention_of(mode),
             copy_engine=not descriptor.shares_memory,
             threads=layout.threads,
         ),
@@ -227,7 +226,9 @@ def describe(
         output_bytes=_port_bytes(program, copied_outputs(program)),
         resident_first=strategy == "preload",
         later_layers=(
-            layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program), lanes=lanes)) if kept and moves else ()
+            layers(plan.later(), layer_moves(plan.later(), slices, lane_kind(program), lanes=lanes) if moves else {})
+            if kept
+            else ()
         ),
     )
 
@@ -277,13 +278,24 @@ class _Travel:
         return -(-band.nbytes // self.page) * self.page if self.mode == "map" else 0
 
 
-def _lane_seconds(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
-    """By how much the moves of a layer delay it: riding ones by their contention, the others are launches of their own."""
-    rates = descriptor.rates
-    riding = _moved_bytes(moving.riding) if moving.riding else 0
-    delay = rates.contention_of("interleave") * riding / rates.copy_bandwidth
-    own = (*moving.leading, *moving.separate)
-    return delay + sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in own)
+def _moved_beside(plan: OverlapPlan) -> Counter[int]:
+    """Bytes that the plan moves beside each layer, in whole chunks, as the planner's clock counts them."""
+    beside = Counter[int]()
+    for w in plan.weights:
+        for layer, chunks in w.moves:
+            beside[layer] += chunks * plan.chunk_bytes * (layer < w.first_use)
+    return beside
+
+
+def _riding_bytes(moves: Mapping[int, LayerMoves]) -> dict[int, int]:
+    """Bytes that the lanes of each layer's own kernel move."""
+    return {layer: _moved_bytes(moving.riding) for layer, moving in moves.items() if moving.riding is not None}
+
+
+def _own_launches(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
+    """Seconds of the moves before a layer that are launches of their own."""
+    rates, own = descriptor.rates, (*moving.leading, *moving.separate)
+    return sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in own)
 
 
 def _moved_bytes(ride: Ride) -> int:

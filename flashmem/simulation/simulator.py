@@ -7,8 +7,9 @@ What runs at the same time, and what waits for what, is as in runtime/{session,r
 - loader threads free what may be freed, then take the next load whose gate is open; where loads pass through staging of a
   thread's own, they read it there before that, and copy it then. They share one read rate, and one copy rate or a copy engine,
   which does one copy after the other. What slices cost beside their bytes is the interpreter's time, one thread's at a time;
-- the device runs layers in order, each once its slices are there, slower by `contention` while a loader thread is at work. The
-  host costs nothing and is never late: it always waits for the oldest layer in flight, so gates open when a layer is done.
+- the device runs layers in order, each once its slices are there, for as long as the planner's clock says that it takes with
+  what the plan moves beside it. The host costs nothing and is never late: it always waits for the oldest layer in flight, so
+  gates open when a layer is done.
 """
 
 from __future__ import annotations
@@ -65,13 +66,12 @@ def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
 
 def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
     """Units per second of each work: bytes (disk, read, copy), or seconds (compute, slices, time that nothing changes)."""
-    transferring = any(busy.get(resource) for resource in ("slice", "read", "copy"))
     return {
         "disk": machine.disk_bandwidth or 0.0,
         "slice": 1.0,
         "read": machine.read_bandwidth / max(1, busy.get("read", 0)),
         "copy": machine.copy_bandwidth / max(1, busy.get("copy", 0)),
-        "compute": max(0.0, 1.0 - machine.contention) if transferring else 1.0,
+        "compute": 1.0,
         "time": 1.0,
     }
 

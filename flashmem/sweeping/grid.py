@@ -43,10 +43,11 @@ KEY = tuple(name.rstrip("_") for name in _FIELDS)
 """Columns that identify a point."""
 
 RESULTS = (
-    "status", "tier", "objective_kind", "objective", "bound", "gap", "preload_ratio",
+    "status", "tier", "objective_kind", "objective", "bound", "bound_scope", "gap", "preload_ratio",
     "integrated_ms", "init_ms", "exec_ms", "warm_ms", "average_bytes", "peak_bytes", "smallest_bytes", "solve_seconds",
 )  # fmt: skip
-"""Columns that say what came out. An infeasible point has `status` INFEASIBLE and the smallest limit that works.
+"""Columns that say what came out. `status` is about `objective_kind`; an infeasible point has `status` infeasible and the
+smallest limit that works.
 
 `objective` and `bound` are seconds for the kinds "first" and "steady", and the paper's weighted sum for "paper". `exec_ms`
 is the first run

@@ -132,7 +132,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
     try:
         planned = _plan(subject, options)
     except BudgetError as error:
-        return row | {"status": "INFEASIBLE", "smallest_bytes": error.smallest_bytes, "solve_seconds": _since(begun)}, None
+        return row | {"status": "infeasible", "smallest_bytes": error.smallest_bytes, "solve_seconds": _since(begun)}, None
     plan = planned.plan
     return row | {
         "status": plan.status,
@@ -140,6 +140,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
         "objective_kind": plan.objective_kind,
         "objective": plan.objective,
         "bound": plan.bound,
+        "bound_scope": plan.bound_scope,
         "gap": plan.gap,
         "preload_ratio": plan.preload_ratio,
         "solve_seconds": _since(begun),
