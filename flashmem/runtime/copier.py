@@ -35,7 +35,11 @@ class CopyEvent:
         self._library = binding.library()  # not looked up when the interpreter ends
 
     def wait(self) -> None:
-        """Return when the copy is done; other threads run meanwhile. Raises RunError if it failed."""
+        """Flush the queue, as clWaitForEvents does, and return when the copy is done; other threads run meanwhile.
+
+        Raises:
+            RunError: the copy failed.
+        """
         checked("copy weights", self._library.clWaitForEvents(ctypes.c_uint(1), (_POINTER * 1)(self.int_ptr)))
 
     def __del__(self) -> None:
@@ -43,7 +47,9 @@ class CopyEvent:
 
 
 class Copier:
-    """A queue for copies. Any thread may enqueue one, and then waits for its event before it writes to the source again."""
+    """A queue for copies. Any thread may enqueue one. It waits for it before it writes to the source again, and before another
+    queue is made to wait for it.
+    """
 
     def __init__(self, context: Context) -> None:
         self.queue = context.queue()
@@ -75,14 +81,11 @@ class Copier:
         )  # fmt: skip
 
     def _begun(self, what: str, enqueue: Callable[[Any], int]) -> CopyEvent:
-        """Enqueue and flush: a queue that waits for the event must not wait for a command that nobody submits."""
         event = _POINTER()
         if enqueue(ctypes.byref(event)):
             gc.collect()  # memory objects that nobody holds any more
             checked(what, enqueue(ctypes.byref(event)))
-        begun = CopyEvent(event.value or 0)
-        checked(what, binding.library().clFlush(self._handle))
-        return begun
+        return CopyEvent(event.value or 0)
 
 
 def _address(data: Bytes) -> ctypes.c_void_p:

@@ -51,8 +51,8 @@ class _Homes:
         return copier.write(memory, data, offset=first_byte)
 
 
-def _write_at(copier: Copier, buffer: Memory, data: Bytes, first_byte: int) -> CopyEvent:
-    return copier.write(buffer, data, offset=first_byte)
+def _write_from(copier: Copier, buffer: Memory, start: int, data: Bytes, first_byte: int) -> CopyEvent:
+    return copier.write(buffer, data, offset=start + first_byte)
 
 
 class _Ring:
@@ -170,14 +170,15 @@ class InterleaveTransfer(_MovingTransfer):
         for part in slices:
             start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
             if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
-                self.staged[part.name] = self._context.sub_buffer(self._staging, start, nbytes), 0
+                shared = self._shared is not None
+                place = self._context.sub_buffer(self._staging, start, nbytes) if shared else self._staging
+                self.staged[part.name] = place, 0 if shared else start
 
     def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
         """Read into staging."""
-        here = self.staged[part.name][0]
+        here, start = self.staged[part.name]
         if self._shared is None:
-            begin = partial(_write_at, self._copier, here)
-            self._copy(part, band, self._ring.part(thread), turn, begin)
+            self._copy(part, band, self._ring.part(thread), turn, partial(_write_from, self._copier, here, start))
             return
         with self._shared.mapped(here, band.nbytes, offset=band.first, unmapped=partial(self._arrives, part)) as place:
             self._read(part, band, place, turn)
