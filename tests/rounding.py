@@ -122,26 +122,27 @@ def evaluated(model: onnx.ModelProto, feeds: Mapping[str, Array], seed: int = 0)
     known |= {name: _given(array) for name, array in feeds.items()}
     for node in model.graph.node:
         operands = [known[name] if name else None for name in node.input]
-        known.update(zip(node.output, computed(node, operands, opset, random), strict=True))
+        known.update(computed(node, operands, opset, random))
     return [known[output.name] for output in model.graph.output]
 
 
 def computed(
     node: onnx.NodeProto, operands: Sequence[Answer | None], opset: int, random: np.random.Generator, eps: float = EPS
-) -> list[Answer]:
-    """The outputs of one node, whose steps are rounded by up to `eps` of what they add up."""
+) -> dict[str, Answer]:
+    """The outputs of one node that have names, whose steps are rounded by up to `eps` of what they add up."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         steps = _definition(node, operands, opset)
         if steps is None:
-            return _step(node, operands, opset, random, eps)
+            made = _step(node, operands, opset, random, eps)
+            return {name: answer for name, answer in zip(node.output, made, strict=True) if name}
         names = dict(zip(steps.input, operands, strict=False))
         versions = {entry.domain: entry.version for entry in steps.opset_import}
         for inner in _with_attributes(steps, node, opset):
-            made = computed(inner, [names.get(n) if n else None for n in inner.input], versions.get("", opset), random, eps)
-            names.update(zip(inner.output, made, strict=True))
-        found = [names[name] for name in list(steps.output)[: len(node.output)]]
-        return [answer for answer in found if answer is not None]
+            given = [names.get(n) if n else None for n in inner.input]
+            names.update(computed(inner, given, versions.get("", opset), random, eps))
+        found = {name: names[inside] for name, inside in zip(node.output, steps.output, strict=False) if name}
+        return {name: answer for name, answer in found.items() if answer is not None}
 
 
 def _given(array: Array) -> Answer:

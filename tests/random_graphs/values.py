@@ -201,7 +201,7 @@ def _rounded_steps(
     """The outputs in float64, and samples of them in which each step of the node is rounded at random."""
     answers = [None if value is None else Answer(value.exact, value.noisy) for value in operands]
     try:
-        made = computed(node, answers, opset, np.random.default_rng(seed))
+        made = list(computed(node, answers, opset, np.random.default_rng(seed)).values())
     except Exception as error:  # of what the evaluator lacks
         raise RejectedNodeError(f"the reference evaluator: {error}") from error
     return [answer.exact for answer in made], [[answer.noisy[i] for answer in made] for i in range(_SAMPLES)]
