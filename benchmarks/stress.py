@@ -40,7 +40,7 @@ import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, RunError
+from flashmem.errors import BudgetError, RunError, UserError
 from flashmem.program import MemoryPath, Program
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime import loader
@@ -152,9 +152,20 @@ def same(a: Sequence[Array], b: Sequence[Array]) -> bool:
     return all(np.array_equal(x.view(np.uint8), y.view(np.uint8)) for x, y in zip(a, b, strict=True))
 
 
-def compile_all(model: str, path: MemoryPath, device: str, folder: Path) -> dict[str, Path]:
+def source_of(model: str, folder: Path) -> Path:
+    """The ONNX file of a model; one of the zoo is made in `folder`."""
+    if model.endswith(".onnx"):
+        return Path(model)
+    source = folder / f"{model}.onnx"
+    if not source.exists():
+        write_random(model, source)
+    return source
+
+
+def compile_all(source: Path, path: MemoryPath, device: str, folder: Path) -> dict[str, Path]:
     """The bundles of a model on one memory path, by budget."""
-    source, made = folder / f"{model}.onnx", {name: folder / f"{model}.{path}.{name}.flashmem" for name in BUDGETS}
+    stem = f"{source.stem}.{device_here(device).descriptor_name}.{path}"
+    made = {name: folder / f"{stem}.{name}.flashmem" for name in BUDGETS}
 
     def compiled(name: str, budget: int | None) -> Bundle:
         return flashmem.compile(source, made[name], device=device, memory_path=path, budget=budget)
@@ -176,20 +187,20 @@ def compile_all(model: str, path: MemoryPath, device: str, folder: Path) -> dict
 def cases(args: argparse.Namespace, folder: Path) -> list[Case]:
     """Everything that is played, compiled."""
     device, paths = device_here(args.device), find_descriptor(args.device).memory_paths
-    for model in args.models:
-        if not (folder / f"{model}.onnx").exists():
-            write_random(model, folder / f"{model}.onnx")
-    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        making = {
-            (model, path): pool.submit(compile_all, model, path, args.device, folder) for model in args.models for path in paths
-        }
-        found = []
-        for (model, path), future in making.items():
-            for budget, bundle in future.result().items():
-                opened = Bundle.open(bundle)
-                layouts = opened.plan.layouts
-                modes = [mode for mode in playable(opened, device, "auto").modes[path] if mode in layouts]
-                found += [Case(model, path, budget, mode, bundle) for mode in modes]
+    wanted = [(source_of(model, folder), path) for model in args.models for path in paths if path in (args.paths or [path])]
+    if args.jobs > 1:
+        with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+            making = [pool.submit(compile_all, *each, args.device, folder) for each in wanted]
+            made = [future.result() for future in making]
+    else:
+        made = [compile_all(*each, args.device, folder) for each in wanted]
+    found = []
+    for (source, path), bundles in zip(wanted, made, strict=True):
+        for budget, bundle in bundles.items():
+            opened = Bundle.open(bundle)
+            modes = [mode for mode in playable(opened, device, "auto").modes[path] if mode in opened.plan.layouts]
+            modes = [mode for mode in modes if mode in (args.modes or [mode])]
+            found += [Case(source.stem, path, budget, mode, bundle) for mode in modes]
     return found
 
 
@@ -203,11 +214,11 @@ def play(case: Case, reference: Reference, args: argparse.Namespace, first: int)
     return counts
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Compile, play, count."""
     parser = Arguments(__doc__)
     parser.add_device()
-    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="names of the zoo's graphs, or ONNX files")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--runs", type=int, default=5000)
     parser.add_argument("--each", type=int, default=6, help="runs of each session")
@@ -218,7 +229,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     parser.add_argument("--patience", type=float, default=300, help="seconds until a session that does not end stops it all")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     parser.check_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(stress(args, args.bundles or Path(folder)))
@@ -229,8 +240,9 @@ def stress(args: argparse.Namespace, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     device, rng, begun = device_here(args.device), random.Random(args.seed), time.monotonic()
     print(f"{device.name} ({device.platform}, driver {device.driver_version}), on {platform.machine()}", flush=True)
-    played = [each for each in cases(args, folder) if each.mode in (args.modes or [each.mode])]
-    played = [each for each in played if each.path in (args.paths or [each.path])]
+    played = cases(args, folder)
+    if not played:
+        raise UserError("nothing is left to play; the device has no such memory path or transfer mode (flashmem devices)")
     print(f"{len(played)} cases, compiled in {time.monotonic() - begun:.0f} s", flush=True)
     begun = time.monotonic()
     references = {bundle: Reference(bundle, args.device) for bundle in sorted({each.bundle for each in played})}
@@ -243,7 +255,7 @@ def stress(args: argparse.Namespace, folder: Path) -> int:
                 rng.shuffle(played)
             case = played[turn % len(played)]
             turn += 1
-            faulthandler.dump_traceback_later(args.patience, exit=True)
+            faulthandler.dump_traceback_later(args.patience, exit=True, file=sys.__stderr__)
             try:
                 counts[case].update(play(case, references[case.bundle], args, turn))
             except RunError as error:
@@ -251,6 +263,8 @@ def stress(args: argparse.Namespace, folder: Path) -> int:
                 print(f"{case}: {error}", flush=True)
             faulthandler.cancel_dump_traceback_later()
             total = sum(sum(each.values()) for each in counts.values())
+            if turn % len(played) == 0:
+                print(f"{total} runs in {time.monotonic() - begun:.0f} s", flush=True)
     for case in sorted(counts, key=str):
         if counts[case]["wrong"] or counts[case]["failed"]:
             print(f"{case}: {dict(counts[case])}")
