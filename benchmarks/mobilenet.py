@@ -5,12 +5,13 @@ python -m benchmarks.mobilenet mobilenetv3.onnx [--size 224] [--seed 0]
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+from benchmarks.command import Arguments, run_command
 
 BLOCKS = (
     # kernel, expanded, out, squeeze and excite, activation, stride
@@ -98,7 +99,7 @@ def mobilenet(size: int = 224, seed: int = 0) -> onnx.ModelProto:
 
 def main() -> None:
     """Write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--seed", type=int, default=0)
@@ -107,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

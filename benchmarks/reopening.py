@@ -9,12 +9,12 @@ where that is more than `GROWTH` bytes, or descriptors or threads are left.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import Arguments, run_command
 from benchmarks.requests import State
 from flashmem import Bundle, Runtime
 from flashmem.inputs import complete_inputs
@@ -25,13 +25,14 @@ GROWTH = 2 << 10
 
 def main() -> None:
     """Open, run, close, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--device", default="pocl")
+    parser.add_device("pocl")
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--times", type=int, default=1000)
     parser.add_argument("--prepare", action="store_true", help="run twice each time, with steady kernels made ready between")
     args = parser.parse_args()
+    parser.check_device(args.device)
     inputs = complete_inputs(Bundle.open(args.bundle).program, {}, 0)
     states: list[State] = []
     with Runtime(device=args.device, prepare=args.prepare) as runtime:
@@ -58,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,6 +18,10 @@ class UserError(ValueError):
 class MissingFileError(UserError, FileNotFoundError):
     """A file that was named does not exist."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: libraries that pickle tracebacks too would make one of two bases by the other's `__new__`."""
+        return type(self), self.args, self.__dict__
+
 
 class BudgetError(UserError):
     """No plan fits the budget.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import importlib
 import inspect
 import multiprocessing
@@ -113,6 +114,16 @@ def test_each_survives_pickle_and_copy(kind: type, way: str, made: tuple[Bundle,
         }
     else:
         assert again == value
+
+
+@pytest.mark.parametrize("kind", [MissingFileError, BudgetError, UnsupportedModelError])
+def test_errors_survive_a_library_that_pickles_tracebacks(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask's workers have it: it makes errors of two bases in a way of its own, where they do not say how."""
+    support = pytest.importorskip("tblib.pickling_support")
+    monkeypatch.setitem(copyreg.dispatch_table, kind, support.pickle_exception)
+    value: Any = EXAMPLES[kind](None, None)  # type: ignore[arg-type]
+    again = pickle.loads(pickle.dumps(value))
+    assert type(again) is kind and str(again) == str(value) and vars(again) == vars(value)
 
 
 def test_errors_are_what_their_words_are() -> None:

@@ -166,7 +166,7 @@ def _seconds(plan: OverlapPlan, problem: Problem, *, later: bool) -> float:
         piece = min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth
         host = loaded[w.name] = max(host + w.nbytes / problem.host_bandwidth, disk + piece)
     run(len(problem.layers))
-    return done[-1]
+    return done[-1] if problem.layers else 0.0  # when the last layer is done
 
 
 def _check_moves(w: PlannedWeight, latest: int) -> None:

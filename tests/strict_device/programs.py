@@ -29,7 +29,8 @@ _OPTIONAL = {  # what a kernel may name, and the extension that brings it
 _built: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 """Real programs by device, source and options, for all strict devices."""
 
-_parameters: dict[tuple[int, str], tuple[Parameter, ...]] = {}
+_parameters: dict[tuple[str, str], tuple[Parameter, ...]] = {}
+"""Those of kernels, by source and name."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class StrictKernel:
         self.real = cl.Kernel(program.real, name)
         self.int_ptr = self.real.int_ptr
         self.num_args = self.real.num_args
-        key = program.real.int_ptr, name
+        key = program.source, name
         if key not in _parameters:
             _parameters[key] = declared(program.source, name)
         self.parameters = _parameters[key]
