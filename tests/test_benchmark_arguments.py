@@ -16,6 +16,7 @@ OF_DEVICE = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "
 MORE = {
     "moving_budget": ["absent.flashmem"],
     "planner": ["quality", "--models", "sd15-unet", "--devices", "nvidia", "--objectives", "first"],
+    "reopening": ["absent.flashmem"],
     "requests": ["absent.flashmem"],
 }
 """Arguments that a benchmark needs beside those under test."""
