@@ -225,7 +225,8 @@ class Executor:
                 loader.layer_done(layer)
 
         loaded = loader.loaded if loader is not None else {}
-        self._follow([name for name in self._arrived() if name not in loaded])
+        arrived = list(self._transfer.arrived) if self._transfer is not None else []
+        self._follow([name for name in arrived if name not in loaded])
         again = [name for step in self._steps[:done] for name in step.needs if name in loaded]  # used before, and after
         while layer < last:
             if halted() and (layer == 0 or self._launches[layer - 1]):  # what is enqueued is the work of all of these layers
@@ -276,10 +277,6 @@ class Executor:
         if trace is not None:
             trace.extend(self._spans(traced))
         return last
-
-    def _arrived(self) -> list[str]:
-        """Slices that were brought in and that the queue does not wait for yet."""
-        return list(self._transfer.arrived) if self._transfer is not None else []
 
     def _follow(self, names: Iterable[str]) -> None:
         """Have the queue wait for the commands on other queues that brought slices in."""

@@ -160,17 +160,15 @@ class InterleaveTransfer(_MovingTransfer):
             if not layout.ring_bytes:
                 self._shared = context.queue()
             self._stage(ledger, slices)
-        self._ring = _Ring(
-            self._copier.queue, ledger, layout.ring_bytes, layout.threads
-        )  # mapped, so that nothing fails behind
+        # The last thing to be made: it is mapped, and memory that is mapped must not be released by a failure behind it.
+        self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
     def _stage(self, ledger: Ledger, slices: Sequence[Slice]) -> None:
-        layout = self._layout
-        self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=self._shared is not None)
+        layout, shared = self._layout, self._shared is not None
+        self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=shared)
         for part in slices:
             start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
             if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
-                shared = self._shared is not None
                 place = self._context.sub_buffer(self._staging, start, nbytes) if shared else self._staging
                 self.staged[part.name] = place, 0 if shared else start
 
