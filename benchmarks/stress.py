@@ -196,7 +196,8 @@ def cases(args: argparse.Namespace, folder: Path) -> list[Case]:
         made = [compile_all(*each, args.device, folder) for each in wanted]
     found = []
     for (source, path), bundles in zip(wanted, made, strict=True):
-        for budget, bundle in bundles.items():
+        for budget in args.budgets:
+            bundle = bundles[budget]
             opened = Bundle.open(bundle)
             modes = [mode for mode in playable(opened, device, "auto").modes[path] if mode in opened.plan.layouts]
             modes = [mode for mode in modes if mode in (args.modes or [mode])]
@@ -225,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--delay", type=float, default=0.5, help="milliseconds that a loader thread sleeps, on average")
     parser.add_argument("--modes", nargs="+", help="transfer modes; default: all that the device has")
     parser.add_argument("--paths", nargs="+", help="memory paths; default: all that the device has")
+    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS, help="default: all; the smallest is the slowest")
     parser.add_argument("--bundles", type=Path, help="a folder to keep models and bundles in")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     parser.add_argument("--patience", type=float, default=300, help="seconds until a session that does not end stops it all")
