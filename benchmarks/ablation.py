@@ -38,9 +38,9 @@ import flashmem
 from benchmarks.command import Arguments, run_command
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
 from benchmarks.zoo import MODELS, planned_again, within
+from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode, load_descriptor
-from flashmem.errors import BudgetError
 from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan

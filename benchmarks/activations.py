@@ -39,9 +39,9 @@ from benchmarks.activations_page import draw, page
 from benchmarks.budgets import TABLE_8, Precision, Row, compiled_at_smallest, keep, read_rows, why
 from benchmarks.command import Arguments, run_command
 from benchmarks.processes import run_bundle, run_worker, take_turns, weights_of
+from flashmem.base.files import written_whole
 from flashmem.bundle import Bundle
 from flashmem.commands.verify import compare
-from flashmem.files import written_whole
 from flashmem.program import Program, first_and_last
 from flashmem.request import device_here
 from flashmem.zoo.export import INPUTS

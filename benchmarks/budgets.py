@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import flashmem
+from flashmem.base.errors import BudgetError
+from flashmem.base.files import written_whole
 from flashmem.bundle import Bundle
 from flashmem.compile import read_graph
-from flashmem.errors import BudgetError
-from flashmem.files import written_whole
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
 from flashmem.smallest import smallest_budget as found

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from flashmem.base.errors import UserError
 from flashmem.console import EXIT_USER_ERROR, exit_codes, prepare_streams, say
-from flashmem.errors import UserError
 from flashmem.request import device_here
 
 

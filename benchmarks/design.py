@@ -29,13 +29,13 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.design_plots import draw_pressure, draw_ratios, written
 from benchmarks.design_pressure import MadeUp, pressed
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
+from flashmem.base.units import format_size
 from flashmem.bundle_cache import LIMIT_VARIABLE
 from flashmem.design.application import Measure, read_application
 from flashmem.design.metrics import Candidate, value
 from flashmem.design.profiles import Profiling, candidates, processors_here
 from flashmem.design.written import Solved, described, solved, write
 from flashmem.runtime.designs import Designs, State
-from flashmem.units import format_size
 
 TASKS = ("see=resnet50:0.7613,vit-b16:0.8107", "read=gptneo-125m", "depth=depthanything-s")
 """Accuracy is the top-1 of torchvision's first weights; the other tasks have one model each, and no objective of it. Half

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from flashmem.base.errors import UserError
 from flashmem.design.application import Application, Measure, Task
 from flashmem.design.metrics import Candidate, Decision
 from flashmem.design.written import Solved, solved
-from flashmem.errors import UserError
 
 BETTER_HIGH = ("accuracy", "throughput", "system-throughput", "fairness")
 

@@ -194,8 +194,8 @@ def main() -> None:
     if args.json is not None:
         args.json.write_text(json.dumps({"rows": rows, "hard": hard}))
     if args.plot is not None:
+        from flashmem.base.units import parse_size
         from flashmem.plots.queue import draw_queue
-        from flashmem.units import parse_size
 
         drawn = {"one runtime": rows["runtime"][0]["over_time"], "a session for each request": rows["sessions"][0]["over_time"]}
         draw_queue(args.plot, drawn, parse_size(args.budget))
@@ -203,7 +203,7 @@ def main() -> None:
 
 def limited(command: list[str], args: argparse.Namespace) -> str:
     """How the runtime ends under a hard limit."""
-    from flashmem.units import parse_size
+    from flashmem.base.units import parse_size
 
     why = why_no_limit()
     if why is not None:

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
-from flashmem.errors import RunError
-from flashmem.files import written_whole
+from flashmem.base.errors import RunError
+from flashmem.base.files import written_whole
 from flashmem.graph.ir import Graph
 from flashmem.profiler.shapes import Attention, Convolution, Matmul
 from flashmem.profiler.sketch import Sketch

@@ -27,6 +27,7 @@ import numpy as np
 
 import flashmem
 from benchmarks.command import Arguments, run_command
+from flashmem.base.units import parse_size
 from flashmem.bundle_writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.passes import prepare
@@ -38,7 +39,6 @@ from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context
 from flashmem.runtime.schedule import Span
 from flashmem.runtime.session import RunReport
-from flashmem.units import parse_size
 from flashmem.zoo.graphs import zoo_graph
 
 MODELS = ("gptneo-125m", "vit-b16", "resnet50")

@@ -30,11 +30,11 @@ import numpy as np
 
 from benchmarks.command import Arguments, run_command
 from flashmem import Bundle, Runtime
-from flashmem.errors import BudgetError, RunError
+from flashmem.base.errors import BudgetError, RunError
+from flashmem.base.units import format_size, parse_size
 from flashmem.inputs import complete_inputs
 from flashmem.runtime.accounts import Account
 from flashmem.runtime.tenant import Tenant
-from flashmem.units import format_size, parse_size
 
 _STEADY = 3
 """Runs of a runtime that keeps its budget; the last two count."""

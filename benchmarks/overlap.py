@@ -28,10 +28,10 @@ from typing import Any, get_args
 
 from benchmarks.command import Arguments, run_command
 from benchmarks.zoo import MODELS
+from flashmem.base.errors import BudgetError
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.device import DeviceDescriptor, load_descriptor
-from flashmem.errors import BudgetError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits

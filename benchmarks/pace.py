@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
+from flashmem.base.errors import UserError
 from flashmem.device import DeviceDescriptor
-from flashmem.errors import UserError
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.bench import Pace as References
 from flashmem.profiler.dataset import SUFFIX, read_dataset

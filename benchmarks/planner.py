@@ -28,9 +28,9 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
+from flashmem.base.errors import BudgetError, UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.device import load_descriptor
-from flashmem.errors import BudgetError, UserError
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.baselines import Baseline, operators_of

@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.budgets import Precision
 from benchmarks.command import Arguments, run_command
 from flashmem.banding import Bands
+from flashmem.base.errors import BudgetError
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.errors import BudgetError
 from flashmem.graph.band_choice import BandChoice
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import fuse

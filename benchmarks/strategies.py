@@ -23,14 +23,14 @@ import flashmem
 from benchmarks.command import Arguments, run_command
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
 from benchmarks.zoo import MODELS, planned_again, within
+from flashmem.base.errors import BudgetError
+from flashmem.base.units import parse_size
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.errors import BudgetError
 from flashmem.graph.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import Strategy
 from flashmem.request import resolve
-from flashmem.units import parse_size
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BASELINES = STRATEGIES[1:]

@@ -38,9 +38,9 @@ from numpy.typing import NDArray
 
 import flashmem
 from benchmarks.command import Arguments, run_command
+from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, RunError, UserError
 from flashmem.program import MemoryPath, Program
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime import loader
@@ -226,7 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--delay", type=float, default=0.5, help="milliseconds that a loader thread sleeps, on average")
     parser.add_argument("--modes", nargs="+", help="transfer modes; default: all that the device has")
     parser.add_argument("--paths", nargs="+", help="memory paths; default: all that the device has")
-    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS, help="default: all; the smallest is the slowest")
+    parser.add_argument(
+        "--budgets", nargs="+", choices=BUDGETS, default=BUDGETS, help="default: all; the smallest is the slowest"
+    )
     parser.add_argument("--bundles", type=Path, help="a folder to keep models and bundles in")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     parser.add_argument("--patience", type=float, default=300, help="seconds until a session that does not end stops it all")

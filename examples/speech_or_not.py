@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, runner
+from flashmem.base.errors import UserError
 from flashmem.console import exit_codes
-from flashmem.errors import UserError
 
 RATE, FRAME = 16000, 512  # samples in a second; in a frame, of 32 ms
 _BEFORE = 64  # samples of the frame before that the network sees again

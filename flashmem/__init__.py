@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        from flashmem.extras import missing
+        from flashmem.base.extras import missing
 
         said = missing(f"flashmem.{name}", error.name or "")
         if said is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from flashmem import interrupts
+from flashmem.base import interrupts
 
 
 def main() -> None:

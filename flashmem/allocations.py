@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flashmem.base.errors import UserError
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import Program
 

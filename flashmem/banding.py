@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
+from flashmem.base.errors import BudgetError
+from flashmem.base.units import format_size
 from flashmem.codegen.places import least_alive
 from flashmem.codegen.row_gather import host_indices
 from flashmem.codegen.slicing import LEAST_BYTES
 from flashmem.codegen.storage import stored_in_half
 from flashmem.device import DeviceDescriptor
-from flashmem.errors import BudgetError
 from flashmem.graph.band_choice import BandChoice, Memory
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import Layer, fuse
@@ -26,7 +27,6 @@ from flashmem.graph.quantized import QuantizedConstant
 from flashmem.graph.ranges import Ranges
 from flashmem.program import ITEMSIZE, StoredType
 from flashmem.request import Options
-from flashmem.units import format_size
 
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
 """The fixed limits, in the least that is alive."""

@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from flashmem import digests
+from flashmem.base.errors import BundleError, MissingFileError
+from flashmem.base.files import open_regular
 from flashmem.bundle_check import check_bundle, check_types, check_variants
 from flashmem.bundle_files import WEIGHTS, check_weights_size, read_binaries, read_checked, read_manifest, variant_files
 from flashmem.device import DeviceDescriptor
 from flashmem.digests import Digests, Piece, digest
-from flashmem.errors import BundleError, MissingFileError
-from flashmem.files import open_regular
 from flashmem.generations import MANIFEST, named_generation
 from flashmem.kernel_bounds import check_reach
 from flashmem.kernel_source import check_options, check_source

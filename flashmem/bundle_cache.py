@@ -1,4 +1,4 @@
-"""The bundles that flashmem keeps for itself, `bundles/` in the user's cache (flashmem.paths): found again, bounded, repaired.
+"""The bundles that flashmem keeps for itself, `bundles/` in the user's cache (flashmem.base.paths): found again, bounded, repaired.
 
 An entry is a bundle, MODEL-KEY.flashmem; its manifest's time is when it was last asked for. The cache may hold
 FLASHMEM_CACHE_LIMIT bytes; without that variable 10 GB, or a tenth of what would be free on the disk without the cache,
@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashmem.base.errors import FlashmemWarning, UserError
+from flashmem.base.files import read_regular
+from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, make_private, why_unusable
+from flashmem.base.units import parse_size
 from flashmem.bundle import Bundle
-from flashmem.errors import FlashmemWarning, UserError
-from flashmem.files import read_regular
 from flashmem.generations import MANIFEST, MANIFEST_BYTES, held, named_generation, remove_leftovers
-from flashmem.paths import VARIABLE, cache_folder, folder_until_exit, make_private, why_unusable
-from flashmem.units import parse_size
 
 LIMIT_BYTES = 10 * 1000**3
 LIMIT_SHARE = 10

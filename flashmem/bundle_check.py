@@ -18,10 +18,10 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import numpy as np
 
+from flashmem.base.errors import BundleError
+from flashmem.base.pages import is_page_size
 from flashmem.device import MOST_LOADER_THREADS
 from flashmem.digests import table_end
-from flashmem.errors import BundleError
-from flashmem.pages import is_page_size
 from flashmem.planning.check import check_rules
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program import (

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flashmem.errors import BundleError, UserError
-from flashmem.files import open_regular, read_regular
+from flashmem.base.errors import BundleError, UserError
+from flashmem.base.files import open_regular, read_regular
 from flashmem.generations import MANIFEST, MANIFEST_BYTES, is_generation
 
 FORMAT_VERSION = 10

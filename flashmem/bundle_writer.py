@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem import __version__, digests
+from flashmem.base.errors import BundleError, UserError
 from flashmem.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, common_part, digest_of_file, own_part
 from flashmem.bundle_check import check_bundle, check_variants
 from flashmem.bundle_files import (
@@ -31,7 +32,6 @@ from flashmem.bundle_files import (
 )
 from flashmem.device import DeviceDescriptor
 from flashmem.digests import Piece, digest, identity
-from flashmem.errors import BundleError, UserError
 from flashmem.generations import MANIFEST, Draft
 from flashmem.kernel_bounds import check_reach
 from flashmem.kernel_source import check_source

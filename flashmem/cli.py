@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from flashmem import __version__
+from flashmem.base.interrupts import unwinding
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.options import (
     Build,
@@ -29,7 +30,6 @@ from flashmem.commands.options import (
     with_bundle_options,
 )
 from flashmem.console import exit_codes, prepare_streams
-from flashmem.interrupts import unwinding
 
 
 class _Commands(TyperGroup):
@@ -232,8 +232,8 @@ def profile(
     ] = None,
 ) -> None:
     """Measure a device, train its capacity model, and print the path of the descriptor written."""
+    from flashmem.base.errors import UserError
     from flashmem.commands.profile import measure_device, profile_device, report_on, retrain_model, write_kit
-    from flashmem.errors import UserError
 
     if (report and dataset is None) or (not report and (figures or again)):
         raise UserError("--report needs --dataset; --figures and --again need --report; name the dataset that a profile wrote")

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashmem import __version__
+from flashmem.base.interrupts import unwinding
 from flashmem.commands.compiling import CompileOptions
 from flashmem.console import exit_codes, prepare_streams
-from flashmem.interrupts import unwinding
 
 Command = Callable[[argparse.Namespace], int | None]
 

@@ -13,6 +13,7 @@ from typing import Literal
 import flashmem
 from flashmem.allocations import within_allocations
 from flashmem.banding import fitting_bands
+from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.bundle import Bundle, ShapeVariant
 from flashmem.bundle_cache import find_or_make
 from flashmem.bundle_writer import BundleWriter
@@ -24,7 +25,6 @@ from flashmem.codegen.steady import with_steady
 from flashmem.codegen.stored_weights import NOTHING_STORED, StoredWeights
 from flashmem.codegen.tuned import digest
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, MissingFileError, UserError
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from flashmem import interrupts
-from flashmem.errors import FlashmemWarning, RunError, UserError
-from flashmem.extras import missing
+from flashmem.base import interrupts
+from flashmem.base.errors import FlashmemWarning, RunError, UserError
+from flashmem.base.extras import missing
 
 EXIT_RUN_FAILED = 1
 EXIT_USER_ERROR = 2

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flashmem.errors import MissingFileError, UserError
-from flashmem.pages import LARGEST_PAGE, is_page_size
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.pages import LARGEST_PAGE, is_page_size
+from flashmem.base.resources import names, read_text
 from flashmem.program import DEFAULT_PAGE, MemoryPath
-from flashmem.resources import names, read_text
 
 TransferMode = Literal["map", "alias", "dma", "interleave"]
 TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")

@@ -17,7 +17,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from flashmem.errors import BundleError
+from flashmem.base.errors import BundleError
 from flashmem.program import Program, RowGather, panel_bytes
 
 Digest = int

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flashmem.files import read_regular
+from flashmem.base.files import read_regular
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from flashmem.base.errors import BudgetError
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
-from flashmem.errors import BudgetError
 from flashmem.planning.limits import Limits
 from flashmem.program import Program
 from flashmem.unfusion import Attempt, Pipeline

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.lib.format import MAGIC_PREFIX
 from numpy.typing import NDArray
 
-from flashmem.errors import MissingFileError, UserError
-from flashmem.files import written_whole
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.files import written_whole
 from flashmem.program import Port, Program, port_dtype
 from flashmem.runtime.ports import check_inputs, numpy_dtype
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import cast
 
-from flashmem.errors import BundleError
+from flashmem.base.errors import BundleError
 from flashmem.program import ITEMSIZE, Launch, Program, Tensor
 
 _ITEMSIZE = {"char": 1, "uchar": 1, "half": 2, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}

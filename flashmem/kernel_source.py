@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flashmem.errors import BundleError
+from flashmem.base.errors import BundleError
 from flashmem.program import KERNEL_MARK
 
 _ANYWHERE = re.compile(r"[\0\r]|\\(?!\n)|\?\?[=/'()!<>-]")

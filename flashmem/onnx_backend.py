@@ -25,9 +25,9 @@ import onnx.backend.base
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.compile import compile as compile_model
 from flashmem.device import TransferMode
-from flashmem.errors import NoDeviceError, UserError
 from flashmem.graph.onnx_import import OPSETS
 from flashmem.program import MemoryPath
 from flashmem.runtime.devices import Device

@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from flashmem.base.errors import BudgetError, NoDeviceError, UserError
+from flashmem.base.units import format_size, parse_size
 from flashmem.device import TRANSFER_MODES, DeviceDescriptor, TransferMode, descriptor_names, load_descriptor
-from flashmem.errors import BudgetError, NoDeviceError, UserError
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.plan import Strategy as PlannedStrategy
@@ -20,7 +21,6 @@ from flashmem.program import Optimize as Optimize
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.residence import Strategy
-from flashmem.units import format_size, parse_size
 
 Precision = Literal["fp32", "fp16"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
+from flashmem.base.units import parse_shape
 from flashmem.program import Port, Program
-from flashmem.units import parse_shape
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

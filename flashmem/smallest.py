@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph
-from flashmem.errors import BudgetError
 from flashmem.graph.ir import Graph
 from flashmem.request import Options
 

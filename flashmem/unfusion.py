@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flashmem.base.errors import BudgetError
 from flashmem.codegen.program import Generated
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.planning.limits import Limits

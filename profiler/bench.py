@@ -21,8 +21,8 @@ from time import perf_counter
 
 import numpy as np
 
+from flashmem.base.errors import RunError
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import RunError
 from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Slice
 from flashmem.program import Program as BundleProgram
 from flashmem.runtime.devices import Device

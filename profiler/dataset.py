@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_type_hints
 
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.files import written_whole
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import LaunchFeatures
-from flashmem.errors import MissingFileError, UserError
-from flashmem.files import written_whole
 
 SUFFIX = ".profile.csv.gz"
 SAMPLE = "sample"

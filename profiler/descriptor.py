@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from flashmem.base.files import written_whole
+from flashmem.base.resources import read_bytes
 from flashmem.capacity.model import SECONDS, SLOWDOWN
 from flashmem.codegen.tuned import SUFFIX
 from flashmem.device import DeviceDescriptor, Rates
-from flashmem.files import written_whole
-from flashmem.resources import read_bytes
 
 _TABLES = ("modes", "tile", "rates", "sources")
 _OF_VARIANTS = "variants"

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.files import written_whole
 from flashmem.bundle_files import FORMAT_VERSION
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import MissingFileError, UserError
-from flashmem.files import written_whole
 from flashmem.program import MemoryPath, Program, Source
 
 from .target import Openings, Supply, Target

@@ -13,8 +13,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.pages import page_size
 from flashmem.device import TransferMode
-from flashmem.pages import page_size
 from flashmem.planning.plan import PoolLayout, TextureSlot
 from flashmem.program import MemoryPath, Slice
 from flashmem.runtime.common import Places

@@ -15,11 +15,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from flashmem.base.errors import RunError
+from flashmem.base.files import written_whole
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import MAX_RATIO, launch_features
 from flashmem.device import DeviceDescriptor, Rates, TransferMode
-from flashmem.errors import RunError
-from flashmem.files import written_whole
 from flashmem.program import MemoryPath
 from flashmem.runtime.devices import Device
 from flashmem.runtime.processor import processor_of

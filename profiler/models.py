@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from flashmem.base.errors import UnsupportedModelError, UserError
 from flashmem.device import DeviceDescriptor
-from flashmem.errors import UnsupportedModelError, UserError
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_shapes import OpenShapeError
 from flashmem.graph.operators import why_unsupported

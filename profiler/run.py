@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flashmem.base.errors import UserError
 from flashmem.capacity.basis import Basis
 from flashmem.device import DeviceDescriptor
-from flashmem.errors import UserError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
 

@@ -8,9 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashmem.children import module_environment, python_module
+from flashmem.base.child_processes import module_environment, python_module
+from flashmem.base.errors import RunError
 from flashmem.device import TransferMode
-from flashmem.errors import RunError
 
 from .target import Supply
 

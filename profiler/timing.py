@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.errors import RunError
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
 from flashmem.device import DeviceDescriptor
-from flashmem.errors import RunError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare

@@ -10,12 +10,12 @@ import numpy as np
 import xgboost
 from numpy.typing import NDArray
 
+from flashmem.base.errors import UserError
+from flashmem.base.files import written_whole
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import GROWING, KERNEL_FEATURES, LOAD_FEATURES, LaunchFeatures, kernel_features, load_features
 from flashmem.capacity.model import SECONDS, SLOWDOWN
 from flashmem.capacity.predictor import Predictor, describe
-from flashmem.errors import UserError
-from flashmem.files import written_whole
 
 from .dataset import Row
 from .measure import LEAST_LAUNCHES

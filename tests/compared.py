@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from rounding import EPS, Answer, evaluated, spread_of
 
 import flashmem
-from flashmem.errors import UnsupportedModelError
+from flashmem.base.errors import UnsupportedModelError
 from flashmem.runtime.opencl import list_devices
 
 Array = NDArray[Any]

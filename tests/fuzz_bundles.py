@@ -220,7 +220,7 @@ def _another(value: Any, data: Any, places: list[tuple[Any, ...]], rng: random.R
 
 def work() -> None:
     """The worker: a job a line comes in, an outcome a line goes out."""
-    from flashmem.errors import RunError, UserError
+    from flashmem.base.errors import RunError, UserError
     from flashmem.runtime.session import Session
 
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.inputs import read_inputs
 from flashmem.program import Port
 

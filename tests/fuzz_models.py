@@ -107,8 +107,8 @@ def compile_apart(path: Path, output: Path) -> Outcome:
 
 
 def _compile(path: Path, output: Path) -> Outcome:
+    from flashmem.base.errors import UserError
     from flashmem.compile import compile
-    from flashmem.errors import UserError
 
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of computing; other processes may keep it waiting
     signal.alarm(12 * SECONDS)

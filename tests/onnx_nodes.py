@@ -118,7 +118,7 @@ def outcome(case: Any, device: str, path: str) -> str:
         AssertionError: it runs and gives something else than it should.
     """
     import flashmem.onnx_backend as backend
-    from flashmem.errors import UnsupportedModelError, UserError
+    from flashmem.base.errors import UnsupportedModelError, UserError
 
     try:
         with backend.prepare(case.model, device, memory_path=path) as prepared:

@@ -27,8 +27,8 @@ from itertools import combinations, pairwise, product
 from typing import TypeVar
 from unittest import mock
 
+from flashmem.base.errors import BudgetError
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError
 from flashmem.planning import preload_dp
 from flashmem.planning.cp_first import improve
 from flashmem.planning.latency import first_plan

@@ -26,8 +26,8 @@ from random_graphs.listed import listed
 
 import flashmem
 from flashmem import banding
+from flashmem.base.errors import BudgetError
 from flashmem.device import load_descriptor
-from flashmem.errors import BudgetError
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Node, Value

@@ -21,10 +21,10 @@ from mini_bundle import MiniModel, write_mini_bundle
 
 import flashmem.bundle
 import flashmem.generations
+from flashmem.base.errors import BundleError, MissingFileError, UserError
 from flashmem.bundle import Bundle
 from flashmem.bundle_files import FORMAT_VERSION
 from flashmem.bundle_writer import BundleWriter
-from flashmem.errors import BundleError, MissingFileError, UserError
 
 Json = dict[str, Any]
 

@@ -14,10 +14,10 @@ from mini_bundle import write_mini_bundle
 
 import flashmem
 from flashmem import bundle_cache
+from flashmem.base.errors import RunError, UserError
+from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
-from flashmem.errors import RunError, UserError
 from flashmem.runtime.session import Session
-from flashmem.units import format_size
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_plan
-from flashmem.errors import BundleError, MissingFileError
+from flashmem.base.errors import BundleError, MissingFileError
 from mini_bundle import write_mini_bundle
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "shutil.rmtree"}

@@ -18,9 +18,9 @@ import pytest
 from mini_bundle import MiniModel, write_mini_bundle
 
 from flashmem import Session
+from flashmem.base.errors import RunError, UserError
 from flashmem.commands import compiling
 from flashmem.doctor import selftest, surroundings
-from flashmem.errors import RunError, UserError
 from flashmem.profiler import sessions
 from flashmem.runtime import kernel_processes
 from flashmem.runtime.kernel_list import Wanted

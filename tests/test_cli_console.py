@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import pytest
 
+from flashmem.base.errors import BudgetError, MissingFileError, NoDeviceError, RunError, UserError
 from flashmem.commands.compiling import CompileOptions
 from flashmem.console import emit_json, exit_codes, print_table, progress
-from flashmem.errors import BudgetError, MissingFileError, NoDeviceError, RunError, UserError
 
 
 @pytest.mark.parametrize(

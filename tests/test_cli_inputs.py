@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.files import check_target
 from flashmem.commands.verify import compare, reference
-from flashmem.errors import MissingFileError, UserError
-from flashmem.files import check_target
 from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
 from flashmem.program import Port, Program, RowGather
 from flashmem.runtime.ports import numpy_dtype

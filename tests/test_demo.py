@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
+from flashmem.base.errors import MissingFileError, UserError
 from flashmem.commands.verify import compare
 from flashmem.demo import ocr
 from flashmem.demo.run import PAGE, draw_page, open_image
-from flashmem.errors import MissingFileError, UserError
 from flashmem.runtime.opencl import list_devices
 
 DEVICES = [device.descriptor_name for device in list_devices()]

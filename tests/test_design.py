@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from flashmem.base.errors import UserError
 from flashmem.design import metrics
 from flashmem.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant, read_application
 from flashmem.design.metrics import Candidate, Profile
 from flashmem.design.rass import optimality, solve
 from flashmem.design.written import described, solved
-from flashmem.errors import UserError
 from flashmem.runtime.designs import Design, Designs, Part, State, SwitchingRule
 from flashmem.runtime.manager import Manager
 from flashmem.runtime.opencl import list_devices

@@ -15,10 +15,10 @@ import pytest
 from benchmarks import design
 from benchmarks import design_exhaustive as plain
 from benchmarks.design_pressure import _HOLD, LEFT, MadeUp, states
+from flashmem.base.errors import UserError
 from flashmem.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant
 from flashmem.design.metrics import Candidate, Profile, allowed
 from flashmem.design.written import Solved, described, solved
-from flashmem.errors import UserError
 from flashmem.runtime.designs import State
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.pressure import sample

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mini_bundle import write_mini_bundle
 
-from flashmem.errors import BundleError, MissingFileError, RunError, UserError
+from flashmem.base.errors import BundleError, MissingFileError, RunError, UserError
 from flashmem.runtime.designs import Design, Designs, Part, State, SwitchingRule
 from flashmem.runtime.manager import Manager
 from flashmem.runtime.opencl import list_devices

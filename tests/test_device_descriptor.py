@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flashmem.base.errors import MissingFileError, UserError
 from flashmem.device import TRANSFER_MODES, DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
-from flashmem.errors import MissingFileError, UserError
 
 FOLDER = Path(__file__).parent.parent / "devices"
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
-from flashmem.errors import UnsupportedModelError
+from flashmem.base.errors import UnsupportedModelError
 from flashmem.runtime.opencl import list_devices
 
 DEVICES = [(device.descriptor_name, path) for device in list_devices() for path in ("buffer", "texture")]
@@ -215,7 +215,7 @@ INVALID = {
 @pytest.mark.parametrize("what", INVALID)
 def test_a_node_that_contradicts_itself_is_refused(what: str, tmp_path: Path) -> None:
     onnx.save(INVALID[what], tmp_path / "m.onnx")
-    with pytest.raises(flashmem.errors.UserError) as refused:
+    with pytest.raises(flashmem.base.errors.UserError) as refused:
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "b.flashmem", device="pocl")
     assert "\n" not in str(refused.value)
 

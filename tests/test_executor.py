@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmem.errors import RunError
+from flashmem.base.errors import RunError
 from flashmem.runtime import executor as module
 from flashmem.runtime.executor import LAYERS_APART, Command, Executor, Step
 from flashmem.runtime.moving import InterleaveTransfer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.extras import EXTRAS
+from flashmem.base.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 MODEL = str(ROOT / "tests/data/resnet-tiny.onnx")

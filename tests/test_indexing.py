@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from test_exact_types import DEVICES, Model
 
 import flashmem
-from flashmem.errors import UnsupportedModelError
+from flashmem.base.errors import UnsupportedModelError
 
 Array = NDArray[Any]
 
@@ -281,7 +281,7 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_cannot_run_is_refused_in_one_sentence(why: str, tmp_path: Path) -> None:
     onnx.save(REFUSED[why], tmp_path / "m.onnx")
-    with pytest.raises(flashmem.errors.UserError, match=why) as refused:
+    with pytest.raises(flashmem.base.errors.UserError, match=why) as refused:
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "b.flashmem", device="pocl")
     assert "\n" not in str(refused.value)
     assert isinstance(refused.value, UnsupportedModelError) or why.startswith("CumSum")

@@ -13,8 +13,8 @@ import pytest
 from bundle_changes import files_of, rewrite
 
 import flashmem
+from flashmem.base.errors import BundleError
 from flashmem.bundle import Bundle
-from flashmem.errors import BundleError
 from flashmem.kernel_bounds import check_reach
 from flashmem.program import Arg, Launch, Program, Tensor
 

@@ -24,9 +24,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem import Bundle, Session
+from flashmem.base.errors import BundleError, RunError, UserError
 from flashmem.bundle_files import BINARIES
 from flashmem.commands.bundles import check_bundle
-from flashmem.errors import BundleError, RunError, UserError
 from flashmem.program import kernel_texts
 from flashmem.request import find_device
 from flashmem.runtime import kernel_builder, kernel_processes

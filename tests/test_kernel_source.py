@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 
+from flashmem.base.errors import BundleError
 from flashmem.bundle import Bundle
-from flashmem.errors import BundleError
 from flashmem.kernel_source import check_options, check_source
 from flashmem.program import KERNEL_MARK
 

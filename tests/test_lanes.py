@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from flashmem.base.errors import BundleError
 from flashmem.codegen.program import Generated
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.compile import plan_graph, read_graph
 from flashmem.device import Variant, load_descriptor
-from flashmem.errors import BundleError
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.limits import Limits
 from flashmem.program import LANE_UNIT, LaneKind, Slice, lane_kind, lane_places

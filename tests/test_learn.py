@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from planning_problems import layers_of
 
 import flashmem
+from flashmem.base.errors import UserError
 from flashmem.bundle_writer import replace_plan
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.run import RunOptions, run_model
-from flashmem.errors import UserError
 from flashmem.learn import KEY, Learned, learn, observed
 from flashmem.planning.problem import Problem
 from flashmem.runtime.report import Latency, MemoryUse, RunReport

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from mini_bundle import write_mini_bundle
 
+from flashmem.base.errors import RunError, UserError
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import RunError, UserError
 from flashmem.planning.plan import PoolLayout
 from flashmem.program import Slice
 from flashmem.runtime.copier import Copier

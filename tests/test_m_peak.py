@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import flashmem
-from flashmem import resources
+from flashmem.base import resources
+from flashmem.base.errors import BudgetError
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError
 from flashmem.program import fixed_bytes
 from flashmem.runtime.opencl import find_device
 

@@ -28,7 +28,7 @@ def test_what_is_alive_fits_the_arena_and_is_what_the_compiler_counted(model: st
     assert len(held) == len(program.launches) + 1
     assert max(held) <= program.arena_bytes < budget
     assert max(held) <= program.live_bytes + 512 * len(program.tensors)
-    with pytest.raises(flashmem.errors.BudgetError):
+    with pytest.raises(flashmem.base.errors.BudgetError):
         flashmem.compile(DATA / f"{model}.onnx", tmp_path / "less.flashmem", device="generic-cpu", budget=budget - 1)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from zoo_data import DATA, EXPORTS, examples
 
 import flashmem
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 

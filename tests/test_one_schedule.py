@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.device import DeviceDescriptor, Rates, TransferMode
-from flashmem.errors import BudgetError
 from flashmem.planning.clock import needed_at, play
 from flashmem.planning.keep import later_seconds
 from flashmem.planning.latency import first_plan

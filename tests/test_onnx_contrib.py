@@ -26,7 +26,7 @@ from test_onnx_import import OPEN_SHAPES, assert_same_function
 from zoo_data import DATA, examples
 
 import flashmem
-from flashmem.errors import UnsupportedModelError, UserError
+from flashmem.base.errors import UnsupportedModelError, UserError
 from flashmem.graph import contrib
 from flashmem.graph.ir import FileConstant, Graph
 from flashmem.graph.onnx_cleanup import clean_up

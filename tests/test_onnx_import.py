@@ -17,7 +17,7 @@ from graph_to_onnx import draw, run
 from onnx import TensorProto, helper, numpy_helper
 from zoo_data import DATA, EXPORTS, examples
 
-from flashmem.errors import MissingFileError, UnsupportedModelError, UserError
+from flashmem.base.errors import MissingFileError, UnsupportedModelError, UserError
 from flashmem.graph.ir import ArrayConstant, FileConstant, Graph
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.quantized import QuantizedConstant

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from test_onnx_import import assert_same_function, make
 
 import flashmem
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph import onnx_folding
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.onnx_limits import CONSTANTS, DEPTH, ELEMENTS, FOLDED, NODES, RANK, TABLE

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.onnx_external import resolve_external_data, tensors
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.onnx_mapped import LARGE, load_mapped

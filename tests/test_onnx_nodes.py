@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from onnx_nodes import PASSES, PATHS, cases, check, operator, outcome, read_list
 
 import flashmem.onnx_backend as backend
-from flashmem.errors import NoDeviceError, UnsupportedModelError, UserError
+from flashmem.base.errors import NoDeviceError, UnsupportedModelError, UserError
 from flashmem.runtime.opencl import list_devices
 
 DEVICES = sorted(list_devices(), key=lambda device: device.descriptor_name == "pocl")

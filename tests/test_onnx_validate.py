@@ -12,7 +12,7 @@ from graph_to_onnx import run
 from onnx import TensorProto, helper, numpy_helper
 from test_onnx_import import assert_same_function, make
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.ir import Value
 from flashmem.graph.onnx_import import import_model
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
 import flashmem
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.onnx_import import OPSETS, import_model
 from flashmem.runtime.opencl import list_devices
 

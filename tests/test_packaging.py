@@ -89,7 +89,7 @@ def test_a_checkout_is_the_package_without_what_lies_beside_it(tmp_path: Path) -
     (folder,) = editable.read(links).decode().split()
     program = """
 import importlib, importlib.util, json
-from flashmem.resources import read_text
+from flashmem.base.resources import read_text
 importlib.import_module("flashmem.profiler.dataset")
 beside = ("flashmem", "benchmarks", "examples", "tests", "docs")
 there = [name for name in beside if importlib.util.find_spec(f"flashmem.{name}")]
@@ -110,7 +110,7 @@ def test_the_installed_package_finds_its_resources(installed: Path, tmp_path: Pa
     program = """
 import json, flashmem
 from flashmem.device import descriptor_names, load_descriptor
-from flashmem.resources import read_text
+from flashmem.base.resources import read_text
 names = [load_descriptor(name).name for name in descriptor_names()]
 print(json.dumps([flashmem.__file__, names, read_text("kernels", "templates/mac.cl.j2")]))
 """

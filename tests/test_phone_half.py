@@ -19,10 +19,10 @@ import typer
 from test_packaging import ROOT, build
 
 import flashmem
+from flashmem.base.errors import MissingFileError, UserError
 from flashmem.cli import app
 from flashmem.cli_plain import _parser
 from flashmem.device import load_descriptor
-from flashmem.errors import MissingFileError, UserError
 from flashmem.profiler import kit as kits
 from flashmem.profiler import openings, packing
 from flashmem.profiler.dataset import read_dataset

@@ -21,8 +21,8 @@ from refused_budget import refused
 
 import flashmem
 from flashmem import Bundle, RunReport, Session
+from flashmem.base.errors import BudgetError, MissingFileError, UnsupportedModelError
 from flashmem.commands.plan_zoo import ZooPlan
-from flashmem.errors import BudgetError, MissingFileError, UnsupportedModelError
 from flashmem.planning.plan import OverlapPlan, PlanViolation
 from flashmem.planning.srpt import SrptPlan
 from flashmem.runtime.failures import RequestError

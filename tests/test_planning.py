@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 from planning_problems import in_flight, keeps_the_rules, layers_of, least_distance, least_objective, problems, slices_for
 
-from flashmem.errors import BudgetError, UserError
+from flashmem.base.errors import BudgetError, UserError
 from flashmem.planning.budget import plan_within
 from flashmem.planning.greedy import greedy
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak

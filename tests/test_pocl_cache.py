@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from mini_bundle import write_mini_bundle
 
-from flashmem import paths
-from flashmem.errors import RunError
+from flashmem.base import paths
+from flashmem.base.errors import RunError
 from flashmem.runtime import pocl
 from flashmem.runtime.opencl import Context, list_devices
 

@@ -19,8 +19,8 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 
 import flashmem
 from flashmem import Bundle, Runtime
+from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.device import load_descriptor
-from flashmem.errors import FlashmemWarning, UserError
 from flashmem.runtime import cores, kernel_processes, preparation
 from flashmem.runtime.kernel_list import Wanted
 from flashmem.runtime.placement import Placement

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import flashmem
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.inputs import write_outputs
 from flashmem.runtime.opencl import list_devices
 

@@ -14,6 +14,7 @@ import pytest
 from made_profile import BASIS, features, law
 from typer.testing import CliRunner
 
+from flashmem.base.errors import UserError
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
 from flashmem.capacity.model import Roofline, default_model, load_capacity
@@ -21,7 +22,6 @@ from flashmem.capacity.predictor import Predictor, ratio_within
 from flashmem.capacity.response import learn_classes
 from flashmem.cli import app
 from flashmem.device import DeviceDescriptor, descriptor_names, load_descriptor
-from flashmem.errors import UserError
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family

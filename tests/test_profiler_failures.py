@@ -17,10 +17,10 @@ from made_profile import BASIS, law
 from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
+from flashmem.base.errors import RunError, UserError
 from flashmem.capacity.features import launch_features
 from flashmem.cli import app
 from flashmem.device import load_descriptor
-from flashmem.errors import RunError, UserError
 from flashmem.profiler import measure, run, sessions
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import Made, elementwise_target

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 
 from flashmem import Session
-from flashmem.errors import RunError
+from flashmem.base.errors import RunError
 from flashmem.runtime import opencl
 from flashmem.runtime.kernel_list import Use, Wanted
 from flashmem.runtime.opencl import Context, list_devices

@@ -22,7 +22,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from test_exact_types import Model
 
 import flashmem
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 

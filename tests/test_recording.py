@@ -18,9 +18,9 @@ from mini_bundle import write_mini_bundle
 from test_executor import FakeLoader, FakeQueue, sessions
 
 from flashmem import Session
+from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.bundle import Bundle
 from flashmem.device import descriptor_names, load_descriptor
-from flashmem.errors import FlashmemWarning, RunError
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
 from flashmem.runtime import executor as module

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
-from flashmem.errors import UnsupportedModelError
+from flashmem.base.errors import UnsupportedModelError
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.runtime.opencl import list_devices

@@ -14,9 +14,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from flashmem import banding
+from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
 from flashmem.device import load_descriptor
-from flashmem.errors import BudgetError
 from flashmem.graph.band_choice import BandChoice
 from flashmem.planning import bounds, budget, latency
 from flashmem.planning.limits import Limits

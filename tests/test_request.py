@@ -11,11 +11,11 @@ import pytest
 from mini_bundle import write_mini_bundle
 
 import flashmem
+from flashmem.base.errors import BudgetError, NoDeviceError, UserError
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.commands.simulate import SimulateOptions, simulate_model
 from flashmem.device import load_descriptor
-from flashmem.errors import BudgetError, NoDeviceError, UserError
 from flashmem.request import choose_budget, choose_mode, find_descriptor
 from flashmem.sweeping.grid import Grid
 from flashmem.sweeping.subjects import target_of

@@ -16,7 +16,7 @@ from mini_bundle import MiniModel, write_mini_bundle
 from numpy.typing import NDArray
 
 from flashmem import Runtime, Session
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.runtime.accounts import Account
 from flashmem.runtime.common import Place
 from flashmem.runtime.loader import LoaderRun

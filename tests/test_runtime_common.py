@@ -16,9 +16,9 @@ from mini_bundle import MiniModel, write_mini_bundle
 from numpy.typing import NDArray
 
 from flashmem import Bundle, Runtime
+from flashmem.base.errors import RunError
+from flashmem.base.pages import whole_pages
 from flashmem.device import MemoryPath
-from flashmem.errors import RunError
-from flashmem.pages import whole_pages
 from flashmem.program import Slice, fixed_bytes
 from flashmem.runtime.accounts import Account, Budget
 from flashmem.runtime.common import Place, Places

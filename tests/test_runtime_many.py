@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 import flashmem
 from flashmem import Bundle, Runtime, Session
-from flashmem.errors import BudgetError, RunError, UserError
+from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.planning import again
 from flashmem.program import fixed_bytes
 from flashmem.runtime.opencl import list_devices

@@ -11,7 +11,7 @@ import pytest
 from mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
 
 from flashmem import Session
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.program import fixed_bytes, lane_kind
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.lanes import layer_moves, needed_slices

@@ -20,8 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem import Bundle, Runtime, Session
+from flashmem.base.errors import BundleError, UserError
 from flashmem.bundle_check import check_variants
-from flashmem.errors import BundleError, UserError
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 from flashmem.shapes import checked_variants, fitting, list_text, read_variants, stored_again

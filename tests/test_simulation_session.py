@@ -9,8 +9,8 @@ import pytest
 from mini_bundle import write_mini_bundle
 
 from flashmem import Session
+from flashmem.base.errors import UserError
 from flashmem.device import DeviceDescriptor, Rates, TransferMode
-from flashmem.errors import UserError
 from flashmem.program import fixed_bytes
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices

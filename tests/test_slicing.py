@@ -21,16 +21,16 @@ from test_runtime_modes import CASES
 
 import flashmem
 from flashmem import Session
+from flashmem.base.errors import BudgetError, RunError
+from flashmem.base.pages import page_size
 from flashmem.codegen.packing import Packing
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
 from flashmem.commands.plan import several_launches
 from flashmem.compile import plan_graph
 from flashmem.device import DeviceDescriptor, TransferMode, load_descriptor
-from flashmem.errors import BudgetError, RunError
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
-from flashmem.pages import page_size
 from flashmem.planning.clock import Timing
 from flashmem.planning.latency import first_plan
 from flashmem.planning.limits import Limits

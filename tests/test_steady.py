@@ -19,9 +19,9 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 
 import flashmem
 from flashmem import Bundle, Session
+from flashmem.base.errors import BundleError, FlashmemWarning, RunError
 from flashmem.bundle_check import check_bundle
 from flashmem.device import load_descriptor
-from flashmem.errors import BundleError, FlashmemWarning, RunError
 from flashmem.kernel_bounds import check_reach
 from flashmem.program import SteadyLaunch, fixed_bytes
 from flashmem.runtime import preparation

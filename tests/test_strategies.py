@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
+from flashmem.base.errors import BudgetError, UserError
 from flashmem.bundle_writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, UserError
 from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan, PlanViolation, Strategy

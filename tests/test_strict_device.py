@@ -19,9 +19,9 @@ from strict_device.door import STAGING_IS_ONE, strict
 from zoo_data import DATA, examples
 
 import flashmem
+from flashmem.base.errors import RunError
 from flashmem.bundle import Bundle
 from flashmem.doctor import selftest
-from flashmem.errors import RunError
 from flashmem.planning.plan import passing_bytes
 from flashmem.program import Arg, MemoryPath, Tensor, fixed_bytes
 from flashmem.runtime import schedule

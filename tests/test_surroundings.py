@@ -19,8 +19,9 @@ import pytest
 from mini_bundle import MiniModel, write_mini_bundle
 from numpy.typing import NDArray
 
-from flashmem import Session, paths
-from flashmem.errors import RunError, UserError
+from flashmem import Session
+from flashmem.base import paths
+from flashmem.base.errors import RunError, UserError
 from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.runtime import icd, pocl
 from flashmem.runtime.opencl import list_devices

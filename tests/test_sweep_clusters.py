@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from command_line import Command, command_line
 
-from flashmem.errors import RunError, UserError
+from flashmem.base.errors import RunError, UserError
 from flashmem.runtime.opencl import list_devices
 from flashmem.sweeping.executors import executor
 from flashmem.sweeping.grid import split_list

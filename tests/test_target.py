@@ -14,10 +14,10 @@ from test_runtime_devices import phone
 
 import flashmem
 from flashmem.allocations import within_allocations
+from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle import Bundle
 from flashmem.capacity.model import Roofline, default_model
 from flashmem.device import load_descriptor
-from flashmem.errors import FlashmemWarning, UserError
 from flashmem.runtime.devices import Device
 from flashmem.runtime.many import Runtime
 from flashmem.runtime.opencl import list_devices

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 
+from flashmem.base.errors import RunError, UserError
 from flashmem.commands.queue import Request, read_trace
-from flashmem.errors import RunError, UserError
 from flashmem.runtime.accounts import Account, Budget
 from flashmem.runtime.sharing import Need, Turn, latest_needed, may_keep, spare
 from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput

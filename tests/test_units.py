@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmem.errors import UserError
-from flashmem.units import format_size, parse_shape, parse_size
+from flashmem.base.errors import UserError
+from flashmem.base.units import format_size, parse_shape, parse_size
 
 POWERS = {
     "": 1, "B": 1,

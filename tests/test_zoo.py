@@ -17,7 +17,7 @@ import onnxruntime
 import pytest
 from zoo_data import DATA, EXPORTS
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.zoo.export import INPUTS, NOTES, Exporter, export
 from flashmem.zoo.models import find, names, tiny_names
 from flashmem.zoo.recipe import ZooModel

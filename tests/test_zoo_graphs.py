@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from flashmem.base.errors import UserError
 from flashmem.codegen.program import generate
 from flashmem.device import load_descriptor
-from flashmem.errors import UserError
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import collect_unsupported, import_model

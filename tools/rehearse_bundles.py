@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import flashmem
+from flashmem.base.errors import RunError, UserError
 from flashmem.device import TRANSFER_MODES, TransferMode
-from flashmem.errors import RunError, UserError
 
 
 def play(bundle: Path, mode: TransferMode, answers: Path) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def main() -> None:
     """Plays every bundle in every mode."""
     bundles, answers = map(Path, sys.argv[1:])
     answers.mkdir(parents=True, exist_ok=True)
-    warnings.simplefilter("ignore", flashmem.errors.FlashmemWarning)  # that a bundle was compiled for another device
+    warnings.simplefilter("ignore", flashmem.base.errors.FlashmemWarning)  # that a bundle was compiled for another device
     for bundle in sorted(bundles.glob("*.flashmem")):
         for mode in TRANSFER_MODES:
             said = {"bundle": bundle.stem, "mode": mode, "page": mmap.PAGESIZE, **play(bundle, mode, answers)}

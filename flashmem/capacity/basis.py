@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashmem.base.errors import UserError
 from flashmem.capacity.features import LaunchFeatures, roofline_seconds
 from flashmem.device import TransferMode
-from flashmem.errors import UserError
 from flashmem.program import MemoryPath
 
 

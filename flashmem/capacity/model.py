@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from flashmem.base.resources import names
 from flashmem.capacity.classes import THRESHOLDS, predict_seconds
 from flashmem.device import DeviceDescriptor, TransferMode
 from flashmem.program import Launch, MemoryPath
-from flashmem.resources import names
 
 SECONDS, SLOWDOWN = ".seconds.ubj", ".slowdown.ubj"
 """How the two files of a trained model end."""

@@ -17,6 +17,8 @@ import numpy as np
 import xgboost
 from numpy.typing import NDArray
 
+from flashmem.base.errors import UserError
+from flashmem.base.resources import read_bytes
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import (
     KERNEL_FEATURES,
@@ -29,9 +31,7 @@ from flashmem.capacity.features import (
 )
 from flashmem.capacity.model import SECONDS, SLOWDOWN
 from flashmem.device import TransferMode
-from flashmem.errors import UserError
 from flashmem.program import Launch, MemoryPath
-from flashmem.resources import read_bytes
 
 FORMAT_VERSION = 1
 _ATTRIBUTE = "flashmem"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.errors import UserError
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
@@ -20,7 +21,6 @@ from flashmem.codegen.stored_weights import NOTHING_STORED, PackedWeight, Placem
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.codegen.variants import Product
 from flashmem.device import DeviceDescriptor, Variant
-from flashmem.errors import UserError
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.onnx_limits import ELEMENTS

@@ -15,8 +15,8 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from flashmem.base.resources import read_text
 from flashmem.program import Channel, LaneKind, Source, kernel_source, lane_places
-from flashmem.resources import read_text
 
 _PLACEHOLDER = "KERNEL_NAME"
 

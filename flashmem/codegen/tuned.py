@@ -19,10 +19,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+from flashmem.base.errors import UserError
+from flashmem.base.resources import read_text
 from flashmem.device import DeviceDescriptor, Variant
-from flashmem.errors import UserError
 from flashmem.program import MemoryPath
-from flashmem.resources import read_text
 
 SUFFIX = ".tuned.csv"
 VERSION = 1

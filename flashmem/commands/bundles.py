@@ -7,13 +7,13 @@ from datetime import datetime
 from pathlib import Path
 
 from flashmem import bundle_cache
+from flashmem.base.errors import BundleError
+from flashmem.base.units import format_size, parse_size
 from flashmem.bundle import Bundle
 from flashmem.bundle_cache import Entry
 from flashmem.console import emit_json, print_table, say
-from flashmem.errors import BundleError
 from flashmem.runtime.program_files import ProgramCache
 from flashmem.shapes import port_shapes
-from flashmem.units import format_size, parse_size
 
 
 def check_bundle(path: Path, *, as_json: bool) -> None:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashmem import bundle_cache
-from flashmem.children import module_environment, python_module
+from flashmem.base.child_processes import module_environment, python_module
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.extras import offline_half
+from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
+from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import progress
-from flashmem.errors import MissingFileError, UserError
-from flashmem.extras import offline_half
-from flashmem.interrupts import EXIT_CODE, blocked, child_environment
-from flashmem.paths import VARIABLE, why_unusable
 from flashmem.shapes import asked_for, list_text, read_variants, shapes_text
 
 if TYPE_CHECKING:

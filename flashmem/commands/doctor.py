@@ -8,14 +8,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flashmem import __version__
+from flashmem.base.errors import UserError
+from flashmem.base.pages import page_size
+from flashmem.base.paths import cache_folder
+from flashmem.base.units import format_size
 from flashmem.console import emit_json
 from flashmem.doctor.advice import Step, next_lines, steps
 from flashmem.doctor.selftest import Result, disk, run_apart
 from flashmem.doctor.surroundings import Surroundings, look
-from flashmem.errors import UserError
-from flashmem.pages import page_size
-from flashmem.paths import cache_folder
-from flashmem.units import format_size
 
 if TYPE_CHECKING:
     from flashmem.runtime.devices import Device

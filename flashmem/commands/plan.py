@@ -10,18 +10,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashmem.base.extras import offline_half
+from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import CompileOptions, open_bundle
 from flashmem.commands.plan_steady import steady_rows, steady_text
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
-from flashmem.extras import offline_half
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program import Program, raw_bytes
 from flashmem.shapes import list_text, port_shapes, read_variants, stored_again
-from flashmem.units import format_size
 from flashmem.zoo.names import architecture
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from flashmem.base.errors import UserError
+from flashmem.base.extras import offline_half
 from flashmem.commands.compiling import CompileOptions
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import UserError
-from flashmem.extras import offline_half
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import Program
 

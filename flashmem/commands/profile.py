@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.extras import need
 from flashmem.console import progress, say
-from flashmem.errors import MissingFileError, UserError
-from flashmem.extras import need
 
 
 def profile_device(
@@ -76,7 +76,7 @@ def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> P
         UserError: no such device or descriptor, or a model cannot be run.
     """
     _need_extra()
-    from flashmem.files import check_target
+    from flashmem.base.files import check_target
     from flashmem.profiler.packing import write_kit as write
     from flashmem.request import find_descriptor
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.files import check_target
+from flashmem.base.units import format_size, parse_size
 from flashmem.bundle import Bundle
 from flashmem.console import emit_json, print_facts, print_table
-from flashmem.errors import MissingFileError, UserError
-from flashmem.files import check_target
 from flashmem.inputs import complete_inputs
 from flashmem.runtime.many import Runtime
 from flashmem.runtime.requests import Answer
 from flashmem.runtime.session import Session
 from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
-from flashmem.units import format_size, parse_size
 
 _ALONE = 3
 """Runs of each model alone, at most."""

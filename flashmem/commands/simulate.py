@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+from flashmem.base.files import check_target
+from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.files import check_target
 from flashmem.planning.plan import OverlapPlan
 from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program import Program, fixed_bytes
@@ -22,7 +23,6 @@ from flashmem.runtime.residence import Strategy
 from flashmem.shapes import port_shapes
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
-from flashmem.units import format_size
 from flashmem.zoo.names import architecture
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, why_unusable
 from flashmem.console import say
-from flashmem.paths import VARIABLE, cache_folder, folder_until_exit, why_unusable
 
 
 def have_cache() -> None:

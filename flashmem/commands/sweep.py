@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from flashmem.base.errors import MissingFileError, RunError, UserError
+from flashmem.base.extras import offline_half
+from flashmem.base.files import check_target
+from flashmem.base.units import parse_shape, parse_size
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import ProgressCallback, progress, say
-from flashmem.errors import MissingFileError, RunError, UserError
-from flashmem.extras import offline_half
-from flashmem.files import check_target
 from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
 from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.sweeping.results import ResultFile, read_rows
-from flashmem.units import parse_shape, parse_size
 from flashmem.zoo.names import architecture
 
 

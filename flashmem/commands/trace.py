@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem.files import written_whole
+from flashmem.base.files import written_whole
 
 if TYPE_CHECKING:
     from flashmem.runtime.report import RunReport

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flashmem.base.errors import UserError
+from flashmem.base.extras import offline_half
 from flashmem.console import progress, say
-from flashmem.errors import UserError
-from flashmem.extras import offline_half
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention", "reduce_rows")
 

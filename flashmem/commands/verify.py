@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.errors import MissingFileError, UserError
+from flashmem.base.errors import MissingFileError, UserError
 
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
 """Largest error that passes, as a fraction of the range of the reference output."""

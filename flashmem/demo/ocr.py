@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 
 Network = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 Image = NDArray[np.uint8]  # height x width x 3, RGB

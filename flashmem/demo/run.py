@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.errors import MissingFileError, RunError, UserError
+from flashmem.base.extras import need
+from flashmem.base.paths import cache_folder, make_private
+from flashmem.base.units import format_size, parse_size
 from flashmem.commands.compiling import CompileOptions, compile_apart
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import out, print_table, say, waiting
 from flashmem.demo import ocr
-from flashmem.errors import MissingFileError, RunError, UserError
-from flashmem.extras import need
-from flashmem.paths import cache_folder, make_private
 from flashmem.runtime.session import Session
-from flashmem.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.units import parse_size
 from flashmem.device import descriptor_names, load_descriptor
-from flashmem.errors import MissingFileError, UserError
 from flashmem.request import Precision
-from flashmem.units import parse_size
 
 Metric = Literal[
     "accuracy", "latency", "first", "throughput", "memory", "size", "workload", "turnaround", "system-throughput", "fairness"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.errors import UserError
 from flashmem.design.application import Application, Measure, Processor, Statistic, Variant
-from flashmem.errors import UserError
 from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 
 MOST_DECISIONS = 1_000_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from flashmem.base.errors import BudgetError, UserError
 from flashmem.bundle import Bundle
 from flashmem.compile import compile as compile_model
 from flashmem.design.application import Application, Processor, Task, Variant
 from flashmem.design.metrics import Candidate, Profile
-from flashmem.errors import BudgetError, UserError
 from flashmem.inputs import complete_inputs
 from flashmem.program import raw_bytes
 from flashmem.request import choose_mode, device_here

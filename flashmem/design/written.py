@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.errors import UserError
+from flashmem.base.files import written_whole
 from flashmem.bundle_writer import replace_plan
 from flashmem.design import metrics
 from flashmem.design.application import Application
 from flashmem.design.metrics import Candidate, Decision
 from flashmem.design.profiles import compiled
 from flashmem.design.rass import Solution, solve
-from flashmem.errors import UserError
-from flashmem.files import written_whole
 from flashmem.runtime.designs import FILE, Design, Designs, Part
 
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashmem.children import module_environment, python_module
-from flashmem.errors import RunError
-from flashmem.paths import make_private
+from flashmem.base.child_processes import module_environment, python_module
+from flashmem.base.errors import RunError
+from flashmem.base.paths import make_private
 
 if TYPE_CHECKING:
     from flashmem.runtime.opencl import Queue

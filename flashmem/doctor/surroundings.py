@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from flashmem.pages import SYSTEM_PAGE
+from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.runtime.devices import is_android
 from flashmem.runtime.icd import pip_runtimes
 

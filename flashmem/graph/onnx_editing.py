@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.onnx_limits import UNROLLED
 from flashmem.graph.onnx_validate import printable
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx
 import onnx_ir
 
-from flashmem.errors import MissingFileError, UserError
+from flashmem.base.errors import MissingFileError, UserError
 
 _ELEMENTS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 

@@ -24,7 +24,7 @@ from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph import contrib
 from flashmem.graph.onnx_definitions import write_out
 from flashmem.graph.onnx_editing import fit, graph_of

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from flashmem.errors import UnsupportedModelError, UserError
+from flashmem.base.errors import UnsupportedModelError, UserError
 from flashmem.graph import contrib
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up

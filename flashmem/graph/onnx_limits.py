@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 
 NODES = 50_000
 """Nodes of a model, those of its functions counted wherever they are called."""

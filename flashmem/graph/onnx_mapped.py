@@ -29,7 +29,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
-from flashmem.errors import MissingFileError, UserError
+from flashmem.base.errors import MissingFileError, UserError
 
 LARGE = 4096
 """Tensors of at least this many bytes stay in the file."""

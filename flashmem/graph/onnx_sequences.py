@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.onnx_editing import EditingPass, at, fit, sizes
 from flashmem.graph.onnx_validate import printable
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.onnx_limits import nodes_of, subgraphs
 
 

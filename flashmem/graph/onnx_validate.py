@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx import checker
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.onnx_external import tensors
 from flashmem.graph.onnx_limits import nodes_of
 

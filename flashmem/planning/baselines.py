@@ -25,7 +25,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.planning.assemble import assemble
 from flashmem.planning.budget import Measure, largest_within, plan_within
 from flashmem.planning.clock import Moves, play, unlimited_seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem, with_less_staging

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flashmem.base.errors import BundleError
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import BundleError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import LayerSpec, Problem, posed
 from flashmem.program import Program

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.planning.assemble import assemble
 from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.clock import Clock, Moves, Timing, play

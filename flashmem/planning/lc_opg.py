@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.planning.assemble import assemble, slowdown
 from flashmem.planning.clock import Timing, unlimited_seconds
 from flashmem.planning.gates import gates_ahead, settled

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
+from flashmem.base.units import parse_size
 from flashmem.planning.plan import Objective, Strategy, Units
-from flashmem.units import parse_size
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.planning.clock import Moves
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.greedy import greedy, incremental_preload, soft_ceiling

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.planning.baselines import fastest_within, operators_of
 from flashmem.planning.budget import Measure
 from flashmem.planning.latency import smallest_m_peak

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from flashmem.base.errors import BudgetError, UserError
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import BudgetError, UserError
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure, roomiest, with_staging_that_fits
 from flashmem.planning.clock import Timing

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem.extras import need
-from flashmem.files import written_whole
+from flashmem.base.extras import need
+from flashmem.base.files import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, model_name, plain_axes
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
-from flashmem.errors import RunError
-from flashmem.units import format_size
+from flashmem.base.errors import RunError
+from flashmem.base.units import format_size
 
 Category = Literal["constants", "arena", "outputs", "staging", "weights"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.pages import page_size, whole_pages
+from flashmem.base.pages import page_size, whole_pages
 
 Bytes = NDArray[np.uint8]
 Place = tuple[int, int]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flashmem.errors import NoDeviceError, RunError
+from flashmem.base.errors import NoDeviceError, RunError
 
 # Of pytools, where the package that it would like, which is compiled, is not installed: two lines on stderr in each process.
 warnings.filterwarnings("ignore", "Unable to import recommended hash")

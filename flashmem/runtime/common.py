@@ -12,8 +12,8 @@ import threading
 from collections.abc import Hashable
 from contextlib import suppress
 
-from flashmem.errors import RunError
-from flashmem.pages import whole_pages
+from flashmem.base.errors import RunError
+from flashmem.base.pages import whole_pages
 from flashmem.program import Slice
 from flashmem.runtime.accounts import Account
 from flashmem.runtime.schedule import Band

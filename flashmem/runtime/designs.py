@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashmem.errors import BundleError, MissingFileError
+from flashmem.base.errors import BundleError, MissingFileError
 
 FILE = "design.json"
 VERSION = 1

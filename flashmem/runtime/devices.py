@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from flashmem.base.errors import NoDeviceError
+from flashmem.base.pages import page_size
 from flashmem.device import SHUFFLES, TRANSFER_MODES, DeviceDescriptor, TransferMode, Variant, descriptor_names, load_descriptor
-from flashmem.errors import NoDeviceError
-from flashmem.pages import page_size
 from flashmem.program import MemoryPath
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"

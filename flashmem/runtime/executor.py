@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashmem.errors import FlashmemWarning, RunError
+from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.program import Arg
 from flashmem.program import Launch as Launched
 from flashmem.program import Program as BundleProgram

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flashmem.errors import RunError
+from flashmem.base.errors import RunError
 
 
 class RequestError(Exception):

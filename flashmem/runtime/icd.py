@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flashmem.paths import no_temporary_folder, temporary_parent
+from flashmem.base.paths import no_temporary_folder, temporary_parent
 
 VARIABLE = "OCL_ICD_VENDORS"
 _ROOM_BYTES = 1 << 16

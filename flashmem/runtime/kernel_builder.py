@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from flashmem.base.errors import FlashmemWarning, UserError
+from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_binaries
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import FlashmemWarning, UserError
-from flashmem.paths import VARIABLE, why_unusable
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.program import Program, Source, lane_kind
 from flashmem.request import choose_mode, device_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashmem.errors import RunError
+from flashmem.base.errors import RunError
 from flashmem.program import Arg, Program, Source, kernel_texts
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 

@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flashmem.children import module_environment, python_module
-from flashmem.errors import RunError
+from flashmem.base.child_processes import module_environment, python_module
+from flashmem.base.errors import RunError
+from flashmem.base.paths import no_temporary_folder, temporary_parent
 from flashmem.generations import held
-from flashmem.paths import no_temporary_folder, temporary_parent
 from flashmem.program import Program
 from flashmem.runtime.compile_target import driver_variables
 from flashmem.runtime.devices import Device

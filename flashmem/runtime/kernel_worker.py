@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flashmem.children import end_with
+from flashmem.base.child_processes import end_with
 
 _POCL_FOLDER = "POCL_CACHE_DIR"
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _answer(key: str, folder: Path, pocl: Path, answers: Any) -> None:
-    from flashmem.errors import RunError
+    from flashmem.base.errors import RunError
     from flashmem.runtime.opencl import Context, list_devices
 
     device = next((device for device in list_devices() if device.key == key), None)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from flashmem.errors import RunError
+from flashmem.base.errors import RunError
 from flashmem.runtime import binding
 from flashmem.runtime.binding import checked
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from flashmem.errors import RunError
+from flashmem.base.errors import RunError
 from flashmem.program import Slice
 from flashmem.runtime.schedule import LOOKED_AT, Load, Span, Step
 from flashmem.runtime.transfer import Transfer

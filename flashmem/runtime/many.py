@@ -21,9 +21,10 @@ from typing import Any, Literal, Self, get_args
 
 from numpy.typing import NDArray
 
+from flashmem.base.errors import BudgetError, RunError, UserError
+from flashmem.base.units import parse_size
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, RunError, UserError
 from flashmem.request import device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import RequestError, forget_locals, why_closed
@@ -35,7 +36,6 @@ from flashmem.runtime.pressure import Follower
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.tenant import Tenant
 from flashmem.shapes import which_fits
-from flashmem.units import parse_size
 
 Array = NDArray[Any]
 OnPressure = Literal["finish", "fail"]

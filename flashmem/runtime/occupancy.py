@@ -8,8 +8,9 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 
-from flashmem.errors import BudgetError, RunError, UserError
-from flashmem.pages import whole_pages
+from flashmem.base.errors import BudgetError, RunError, UserError
+from flashmem.base.pages import whole_pages
+from flashmem.base.units import format_size
 from flashmem.planning.plan import OverlapPlan
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.placement import Placement
@@ -17,7 +18,6 @@ from flashmem.runtime.run import Run
 from flashmem.runtime.schedule import Load
 from flashmem.runtime.sharing import Need, latest_needed, may_keep, spare
 from flashmem.runtime.tenant import Tenant
-from flashmem.units import format_size
 
 _TURNS_AHEAD = 16
 """Turns among which one is looked for that can load."""

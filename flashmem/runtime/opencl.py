@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.errors import FlashmemWarning, RunError
+from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.program import Channel
 from flashmem.runtime import binding
 from flashmem.runtime.binding import QUIET as _QUIET

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.errors import RunError
 from flashmem.digests import digest
-from flashmem.errors import RunError
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import Launch, Port, SteadyLaunch, array_bytes, output_bytes, scratch_bytes
 from flashmem.runtime.arena import Bytes, move_out, new_pages

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from typing import ClassVar
 
-from flashmem.errors import BudgetError
+from flashmem.base.errors import BudgetError
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.occupancy import Occupancy
 

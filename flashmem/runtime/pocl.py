@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flashmem.errors import RunError
-from flashmem.paths import folder_until_exit, has_room, why_unusable
+from flashmem.base.errors import RunError
+from flashmem.base.paths import folder_until_exit, has_room, why_unusable
 
 VARIABLE = "POCL_CACHE_DIR"
 ROOM_BYTES = 64 << 20

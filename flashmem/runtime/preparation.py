@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from flashmem.errors import FlashmemWarning, RunError
+from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program import SteadyLaunch
 from flashmem.runtime.cores import prefer_little

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from contextlib import suppress
 from typing import Any
 
-from flashmem.errors import RunError, UserError
+from flashmem.base.errors import RunError, UserError
 from flashmem.program import kernel_texts
 from flashmem.runtime.devices import HALF_ARITHMETIC, Device
 from flashmem.runtime.kernel_list import Wanted, variant

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flashmem.errors import FlashmemWarning
-from flashmem.files import read_regular
-from flashmem.paths import VARIABLE, cache_folder, is_foreign, make_private
+from flashmem.base.errors import FlashmemWarning
+from flashmem.base.files import read_regular
+from flashmem.base.paths import VARIABLE, cache_folder, is_foreign, make_private
 
 LIMIT_BYTES = 1_000_000_000
 LIMIT_SHARE = 10

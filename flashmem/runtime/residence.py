@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from flashmem.base.errors import UserError
 from flashmem.device import TransferMode
-from flashmem.errors import UserError
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Program, Slice

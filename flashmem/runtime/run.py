@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.errors import RunError
+from flashmem.base.errors import RunError
 from flashmem.program import Port, copied_outputs
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Event, wait

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
 from typing import Literal
 
+from flashmem.base.pages import page_size, whole_pages
 from flashmem.device import Rates, TransferMode
-from flashmem.pages import page_size, whole_pages
 from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.program import Program, Slice
 from flashmem.runtime.residence import free_from

@@ -9,10 +9,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+from flashmem.base.errors import FlashmemWarning, UserError
+from flashmem.base.pages import page_size
 from flashmem.bundle import Bundle
 from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
-from flashmem.errors import FlashmemWarning, UserError
-from flashmem.pages import page_size
 from flashmem.program import TEXEL_BYTES, Program
 from flashmem.runtime.devices import Device, descriptor_for
 

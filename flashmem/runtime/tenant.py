@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
+from flashmem.base.errors import BudgetError, RunError
+from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
 from flashmem.device import TransferMode
-from flashmem.errors import BudgetError, RunError
 from flashmem.planning.carried import carried_problem
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program import fixed_bytes
@@ -26,7 +27,6 @@ from flashmem.runtime.run import Run
 from flashmem.runtime.schedule import Load, kept_within, pages
 from flashmem.runtime.sharing import Need, Turn
 from flashmem.runtime.target import laid_out, playable
-from flashmem.units import format_size
 
 _PLANS = 16
 """Plans that are remembered, by budget."""

@@ -28,12 +28,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.errors import BundleError, RunError
+from flashmem.base.files import open_regular
+from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.bundle_cache import forget
 from flashmem.digests import Digest, Piece, digest
-from flashmem.errors import BundleError, RunError
-from flashmem.files import open_regular
 from flashmem.generations import hold_shared
-from flashmem.pages import SYSTEM_PAGE
 
 Bytes = NDArray[np.uint8]
 

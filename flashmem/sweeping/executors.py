@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
-from flashmem.errors import RunError, UserError
+from flashmem.base.errors import RunError, UserError
 
 EXECUTORS = ("local", "dask", "ray")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Literal, TypeVar
 
-from flashmem.errors import UserError
-from flashmem.units import parse_size
+from flashmem.base.errors import UserError
+from flashmem.base.units import parse_size
 
 Cell = str | int | float | None
 Row = Mapping[str, Cell]

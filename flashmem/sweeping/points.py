@@ -13,12 +13,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
+from flashmem.base.child_processes import module_environment, python_module
+from flashmem.base.errors import BudgetError, RunError
 from flashmem.bundle_writer import BundleWriter
-from flashmem.children import module_environment, python_module
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.errors import BudgetError, RunError
 from flashmem.graph.ir import Graph
 from flashmem.graph.portable import PortableGraph
 from flashmem.planning.limits import Limits

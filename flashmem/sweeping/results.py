@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.sweeping.grid import COLUMNS, KEY, Cell, Point, Row
 
 

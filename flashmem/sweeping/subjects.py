@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.bundle import Bundle
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
 from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
-from flashmem.errors import NoDeviceError, UserError
 from flashmem.graph.passes import prepare
 from flashmem.graph.portable import portable
 from flashmem.planning.limits import Limits

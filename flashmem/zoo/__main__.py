@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.zoo.export import OPSET, export
 from flashmem.zoo.models import names, tiny_names
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.zoo.models import find
 from flashmem.zoo.recipe import ZooModel, zoo_module
 from flashmem.zoo.weights import initialise

@@ -10,7 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from flashmem.files import written_whole
+from flashmem.base.files import written_whole
 from flashmem.graph.ir import ArrayConstant, Graph, GraphPort, Node, Placeholder, Value
 from flashmem.zoo.graphs import zoo_graph
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.graph.ir import Graph
 from flashmem.zoo.net import Net
 

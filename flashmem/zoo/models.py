@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 from flashmem.zoo.recipe import ZooModel
 from flashmem.zoo.recipes import classifiers, depth, diffusion, language, segmentation, speech
 

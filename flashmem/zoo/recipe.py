@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 
 Tensors = Mapping[str, Any]
 """PyTorch's tensors, by the name of the input."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 import flashmem
-from flashmem.errors import UnsupportedModelError, UserError
+from flashmem.base.errors import UnsupportedModelError, UserError
 
 from .graph import Drawn
 from .values import FLOATS, Value

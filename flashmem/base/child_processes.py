@@ -22,7 +22,7 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 def module_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`environment` for `python_module`: the child finds modules where this process does, this package among them."""
-    here = str(Path(__file__).resolve().parents[1])
+    here = str(Path(__file__).resolve().parents[2])
     folders = [folder for folder in sys.path if folder]  # an empty one is the current folder
     return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*folders, here]))}
 

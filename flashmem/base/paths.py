@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 
 VARIABLE = "FLASHMEM_CACHE_DIR"
 _PRIVATE = 0o700

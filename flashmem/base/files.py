@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from flashmem.errors import MissingFileError, UserError
-from flashmem.paths import can_be_written
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.paths import can_be_written
 
 
 def check_target(path: Path, flag: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 
 SYSTEM_PAGE = mmap.PAGESIZE
 """Bytes of the pages that this system has."""

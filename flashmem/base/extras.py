@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flashmem.errors import UserError
+from flashmem.base.errors import UserError
 
 _FACTORS = {
     "": 1, "B": 1,
