@@ -39,12 +39,13 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
 from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.base.errors import BudgetError
+from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.device import DeviceDescriptor, TransferMode, load_descriptor
+from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate

@@ -27,11 +27,13 @@ from typing import Any
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import RunError
 from flashmem.base.files import written_whole
+from flashmem.base.types import MemoryPath
 from flashmem.graph.ir import Graph
 from flashmem.profiler.shapes import Attention, Convolution, Matmul
 from flashmem.profiler.sketch import Sketch
 from flashmem.profiler.timing import Stand, generated
-from flashmem.program import LANE_UNIT, LaneKind, MemoryPath, Slice, lane_kind, lane_places
+from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
+from flashmem.program.tensors import Slice
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime.executor import Resources, Step, make_steps
 from flashmem.runtime.lanes import LayerMoves, Move, Ride

@@ -32,7 +32,7 @@ from flashmem.bundle_writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
-from flashmem.program import Program
+from flashmem.program.program import Program
 from flashmem.request import device_here, resolve
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger

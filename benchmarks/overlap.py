@@ -37,7 +37,7 @@ from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.planner import planning_problem
-from flashmem.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate

@@ -40,7 +40,7 @@ from flashmem.planning.lc_opg import solve
 from flashmem.planning.limits import read_limits
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import completed, plan_problem, planning_problem
-from flashmem.program import Program
+from flashmem.program.program import Program
 from flashmem.request import Options, resolve
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate

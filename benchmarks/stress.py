@@ -39,9 +39,9 @@ from numpy.typing import NDArray
 import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, RunError, UserError
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle import Bundle
-from flashmem.device import TransferMode
-from flashmem.program import MemoryPath, Program
+from flashmem.program.program import Program
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime import loader
 from flashmem.runtime.fitted import fit

@@ -35,7 +35,7 @@ from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program
+from flashmem.program.program import Program
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import Prediction, simulate

@@ -99,7 +99,7 @@ def measured(args: argparse.Namespace, bundles: dict[str, Path], inputs: Path) -
 def model_rows(args: argparse.Namespace, model: Path, scratch: Path) -> dict[str, list[dict[str, Any]]]:
     """Compile a model in all ways, and measure them."""
     from flashmem import Bundle
-    from flashmem.program import fixed_bytes
+    from flashmem.program.program import fixed_bytes
 
     cold = compiled(model, scratch / "cold.flashmem", args.device)
     bundles = {"resident": compiled(model, scratch / "steady.flashmem", args.device, "--optimize", "steady")}

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import UserError
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.base.types import TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan, PoolLayout
-from flashmem.program import Program
+from flashmem.program.program import Program
 
 
 def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, mode: TransferMode) -> OverlapPlan:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.types import ITEMSIZE, StoredType
 from flashmem.base.units import format_size
 from flashmem.codegen.places import least_alive
 from flashmem.codegen.row_gather import host_indices
@@ -25,7 +26,6 @@ from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Value
 from flashmem.graph.quantized import QuantizedConstant
 from flashmem.graph.ranges import Ranges
-from flashmem.program import ITEMSIZE, StoredType
 from flashmem.request import Options
 
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)

@@ -6,7 +6,7 @@ A bundle is a folder, NAME.flashmem, with a manifest and the folder that it name
     3f2a90c1d5e7b846/
         program.json     what the device executes (flashmem.program)
         plan.json        when weights are loaded (flashmem.planning.plan)
-        kernels.cl       OpenCL C of the program: one part for each kernel (flashmem.program.kernel_texts)
+        kernels.cl       OpenCL C of the program: one part for each kernel (flashmem.program.kernel_text.kernel_texts)
         kernels_lane.cl  the same kernels, each with a stream lane
         digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.digests)
         weights.bin      weights, packed as the kernels read them, and constants
@@ -35,6 +35,7 @@ from typing import Any
 from flashmem import digests
 from flashmem.base.errors import BundleError, MissingFileError
 from flashmem.base.files import open_regular
+from flashmem.base.json import parsed
 from flashmem.bundle_check import check_bundle, check_types, check_variants
 from flashmem.bundle_files import WEIGHTS, check_weights_size, read_binaries, read_checked, read_manifest, variant_files
 from flashmem.device import DeviceDescriptor
@@ -44,7 +45,8 @@ from flashmem.kernel_bounds import check_reach
 from flashmem.kernel_source import check_options, check_source
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program, Source, parsed
+from flashmem.program.kernel_text import Source
+from flashmem.program.program import Program
 
 READ_BYTES = 8 << 20
 """Bytes of weights that are read or written at a time."""

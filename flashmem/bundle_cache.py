@@ -1,4 +1,4 @@
-"""The bundles that flashmem keeps for itself, `bundles/` in the user's cache (flashmem.base.paths): found again, bounded, repaired.
+"""The bundle cache: `bundles/` in the user's cache folder (`base.paths`), bounded and repaired.
 
 An entry is a bundle, MODEL-KEY.flashmem; its manifest's time is when it was last asked for. The cache may hold
 FLASHMEM_CACHE_LIMIT bytes; without that variable 10 GB, or a tenth of what would be free on the disk without the cache,

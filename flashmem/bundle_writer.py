@@ -37,7 +37,8 @@ from flashmem.kernel_bounds import check_reach
 from flashmem.kernel_source import check_source
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program, Source
+from flashmem.program.kernel_text import Source
+from flashmem.program.program import Program
 
 
 class BundleWriter:

@@ -14,6 +14,7 @@ import flashmem
 from flashmem.allocations import within_allocations
 from flashmem.banding import fitting_bands
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle import Bundle, ShapeVariant
 from flashmem.bundle_cache import find_or_make
 from flashmem.bundle_writer import BundleWriter
@@ -24,7 +25,6 @@ from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.steady import with_steady
 from flashmem.codegen.stored_weights import NOTHING_STORED, StoredWeights
 from flashmem.codegen.tuned import digest
-from flashmem.device import TransferMode
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph
@@ -41,7 +41,8 @@ from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.planning.problem import Problem
-from flashmem.program import LaunchOrder, MemoryPath, Program
+from flashmem.program.launches import LaunchOrder
+from flashmem.program.program import Program
 from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying

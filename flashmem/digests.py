@@ -18,7 +18,8 @@ from itertools import chain, islice
 import numpy as np
 
 from flashmem.base.errors import BundleError
-from flashmem.program import Program, RowGather, panel_bytes
+from flashmem.program.program import Program
+from flashmem.program.tensors import RowGather, panel_bytes
 
 Digest = int
 TABLE_BLOCK = 64 << 10

@@ -13,7 +13,7 @@ from dataclasses import replace
 from flashmem.base.errors import BudgetError
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.planning.limits import Limits
-from flashmem.program import Program
+from flashmem.program.program import Program
 from flashmem.unfusion import Attempt, Pipeline
 
 STEP = 4

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import written_whole
-from flashmem.program import Port, Program, port_dtype
+from flashmem.program.program import Program
+from flashmem.program.tensors import Port, port_dtype
 from flashmem.runtime.ports import check_inputs, numpy_dtype
 
 Arrays = dict[str, NDArray[Any]]

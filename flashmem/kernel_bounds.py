@@ -32,7 +32,10 @@ from itertools import takewhile
 from typing import cast
 
 from flashmem.base.errors import BundleError
-from flashmem.program import ITEMSIZE, Launch, Program, Tensor
+from flashmem.base.types import ITEMSIZE
+from flashmem.program.launches import Launch
+from flashmem.program.program import Program
+from flashmem.program.tensors import Tensor
 
 _ITEMSIZE = {"char": 1, "uchar": 1, "half": 2, "short": 2, "ushort": 2, "int": 4, "uint": 4, "float": 4, "long": 8, "ulong": 8}
 _VECTOR = re.compile(r"([a-z]+?)(\d*)")

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from flashmem.base.errors import BundleError
-from flashmem.program import KERNEL_MARK
+from flashmem.program.kernel_text import KERNEL_MARK
 
 _ANYWHERE = re.compile(r"[\0\r]|\\(?!\n)|\?\?[=/'()!<>-]")
 _COMMENT = re.compile(r"/(?:/[^\n]*|\*.*?\*/)", re.DOTALL)

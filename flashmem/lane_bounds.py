@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashmem.kernel_bounds import Kernel, damaged, parsed_kernels
-from flashmem.program import LANE_UNIT, LaneKind, Program, Slice, lane_kind, lane_places
+from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
+from flashmem.program.program import Program
+from flashmem.program.tensors import Slice
 
 _NUMBERS = ("base", "first", "count", "width", "pitch")
 

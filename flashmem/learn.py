@@ -15,9 +15,10 @@ from statistics import median
 from typing import Any
 
 from flashmem.base.errors import UserError
+from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_plan, replace_plans
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan

@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from flashmem.base.errors import NoDeviceError, UserError
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.compile import compile as compile_model
-from flashmem.device import TransferMode
 from flashmem.graph.onnx_import import OPSETS
-from flashmem.program import MemoryPath
 from flashmem.runtime.devices import Device
 from flashmem.runtime.opencl import find_device, list_devices
 from flashmem.runtime.session import Session

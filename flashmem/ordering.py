@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from flashmem.base.types import StoredType
 from flashmem.codegen.places import held_by, read_by
 from flashmem.codegen.row_gather import host_indices
 from flashmem.codegen.storage import stored_in_half
@@ -11,7 +12,7 @@ from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.ranges import Ranges
 from flashmem.planning.order import Held, OrderProblem, lowest_order
-from flashmem.program import LaunchOrder, StoredType
+from flashmem.program.launches import LaunchOrder
 
 
 def in_lowest_order(graph: Graph, layers: Sequence[Layer], *, half: bool = False) -> tuple[list[Layer], LaunchOrder]:

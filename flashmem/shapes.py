@@ -10,7 +10,8 @@ from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.base.units import parse_shape
-from flashmem.program import Port, Program
+from flashmem.program.program import Program
+from flashmem.program.tensors import Port
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

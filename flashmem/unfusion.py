@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.types import TransferMode
 from flashmem.codegen.program import Generated
-from flashmem.device import TransferMode
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import Problem
-from flashmem.program import Program
+from flashmem.program.program import Program
 
 BATCH = 8
 """Layers split at first; twice as many when that improves the objective, half as many when it does not."""

@@ -22,9 +22,11 @@ from time import perf_counter
 import numpy as np
 
 from flashmem.base.errors import RunError
-from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Arg, Launch, Slice
-from flashmem.program import Program as BundleProgram
+from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
+from flashmem.device import DeviceDescriptor
+from flashmem.program.launches import Arg, Launch
+from flashmem.program.program import Program as BundleProgram
+from flashmem.program.tensors import Slice
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.lanes import LayerMoves, Move, Ride

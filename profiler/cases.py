@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flashmem.base.types import TransferMode
 from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import Slicing
-from flashmem.device import DeviceDescriptor, Tile, TransferMode
+from flashmem.device import DeviceDescriptor, Tile
 from flashmem.graph.builder import constant
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Value

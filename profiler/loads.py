@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.pages import page_size
-from flashmem.device import TransferMode
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.planning.plan import PoolLayout, TextureSlot
-from flashmem.program import MemoryPath, Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Places
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun

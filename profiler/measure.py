@@ -17,10 +17,10 @@ from typing import Any
 
 from flashmem.base.errors import RunError
 from flashmem.base.files import written_whole
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import MAX_RATIO, launch_features
-from flashmem.device import DeviceDescriptor, Rates, TransferMode
-from flashmem.program import MemoryPath
+from flashmem.device import DeviceDescriptor, Rates
 from flashmem.runtime.devices import Device
 from flashmem.runtime.processor import processor_of
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from flashmem.base.types import TransferMode
 from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_program
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort
 from flashmem.graph.passes import prepare

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from flashmem.device import Rates, TransferMode
+from flashmem.base.types import TransferMode
+from flashmem.device import Rates
 
 from .bench import LANE_BYTES, Bench
 from .dataset import Row

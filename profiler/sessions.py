@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError
-from flashmem.device import TransferMode
+from flashmem.base.types import TransferMode
 
 from .target import Supply
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flashmem.base.types import MemoryPath
 from flashmem.codegen.tuned import Product
 from flashmem.graph.ir import Graph, Node
-from flashmem.program import MemoryPath
 from flashmem.zoo.graphs import zoo_graph
 
 from .sketch import Sketch

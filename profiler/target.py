@@ -12,8 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
-from flashmem.device import TransferMode
-from flashmem.program import Launch, Program, Source
+from flashmem.base.types import TransferMode
+from flashmem.program.kernel_text import Source
+from flashmem.program.launches import Launch
+from flashmem.program.program import Program
 
 T = TypeVar("T")
 

@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
+from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
 from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
-from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Command, Resources, make_steps
 from flashmem.runtime.ledger import Ledger

@@ -13,24 +13,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import DEFAULT_PAGE
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import BundleWriter
 from flashmem.device import DeviceDescriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
-from flashmem.program import (
-    DEFAULT_PAGE,
-    Arg,
-    LaneKind,
-    Launch,
-    Port,
-    Program,
-    RowGather,
-    Slice,
-    Source,
-    Tensor,
-    lane_places,
-)
+from flashmem.program.kernel_text import Source
+from flashmem.program.lanes import LaneKind, lane_places
+from flashmem.program.launches import Arg, Launch
+from flashmem.program.program import Program
+from flashmem.program.tensors import Port, RowGather, Slice, Tensor
 
 WIDTH = 200  # elements of the vector: 50 texels a row
 LAYERS = 12

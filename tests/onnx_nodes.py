@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from flashmem.program import DType
+from flashmem.base.types import DType
 
 try:
     from tests.isolated import call_isolated

@@ -28,7 +28,7 @@ from typing import TypeVar
 from unittest import mock
 
 from flashmem.base.errors import BudgetError
-from flashmem.device import TransferMode
+from flashmem.base.types import TransferMode
 from flashmem.planning import preload_dp
 from flashmem.planning.cp_first import improve
 from flashmem.planning.latency import first_plan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import LayerSpec, Problem, WeightSpec
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 
 CLASSES = ("elemental", "reusable", "hierarchical")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.codegen import arena
 from flashmem.codegen.arena import Rectangle, alive, place_blocks
-from flashmem.program import TENSOR_ALIGNMENT
 
 LAYERS = 12
 

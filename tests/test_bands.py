@@ -33,7 +33,7 @@ from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.spans import Span, outermost
-from flashmem.program import fixed_bytes
+from flashmem.program.program import fixed_bytes
 
 compiling = importlib.import_module("flashmem.compile")
 read_graph = compiling.read_graph

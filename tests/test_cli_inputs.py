@@ -20,7 +20,8 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.commands.verify import compare, reference
 from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
-from flashmem.program import Port, Program, RowGather
+from flashmem.program.program import Program
+from flashmem.program.tensors import Port, RowGather
 from flashmem.runtime.ports import numpy_dtype
 
 

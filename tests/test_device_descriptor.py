@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.device import TRANSFER_MODES, DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
+from flashmem.base.types import TRANSFER_MODES
+from flashmem.device import DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
 
 FOLDER = Path(__file__).parent.parent / "devices"
 

@@ -23,6 +23,7 @@ from test_variants import VARIANTS
 from zoo_data import DATA, examples
 
 import flashmem
+from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import generate
 from flashmem.codegen.storage import SMALL
@@ -32,7 +33,6 @@ from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node
 from flashmem.graph.operators import is_elementwise
 from flashmem.planning.limits import read_limits
-from flashmem.program import TENSOR_ALIGNMENT
 from flashmem.request import resolve
 
 Array = NDArray[Any]

@@ -16,7 +16,9 @@ import flashmem
 from flashmem.base.errors import BundleError
 from flashmem.bundle import Bundle
 from flashmem.kernel_bounds import check_reach
-from flashmem.program import Arg, Launch, Program, Tensor
+from flashmem.program.launches import Arg, Launch
+from flashmem.program.program import Program
+from flashmem.program.tensors import Tensor
 
 MODELS = ("gptneo-tiny", "mobilenet-tiny", "resnet-tiny")
 KERNEL = """

@@ -27,7 +27,7 @@ from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, RunError, UserError
 from flashmem.bundle_files import BINARIES
 from flashmem.commands.bundles import check_bundle
-from flashmem.program import kernel_texts
+from flashmem.program.kernel_text import kernel_texts
 from flashmem.request import find_device
 from flashmem.runtime import kernel_builder, kernel_processes
 from flashmem.runtime.kernel_list import SMALL_GRID

@@ -15,7 +15,7 @@ from mini_bundle import write_mini_bundle
 from flashmem.base.errors import BundleError
 from flashmem.bundle import Bundle
 from flashmem.kernel_source import check_options, check_source
-from flashmem.program import KERNEL_MARK
+from flashmem.program.kernel_text import KERNEL_MARK
 
 REFUSED = {
     "plain": '#include "/etc/passwd"',

@@ -26,7 +26,8 @@ from flashmem.compile import plan_graph, read_graph
 from flashmem.device import Variant, load_descriptor
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.limits import Limits
-from flashmem.program import LANE_UNIT, LaneKind, Slice, lane_kind, lane_places
+from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
+from flashmem.program.tensors import Slice
 from flashmem.request import Options
 from flashmem.runtime import lanes
 from flashmem.runtime.devices import Device

@@ -17,9 +17,10 @@ import pytest
 from mini_bundle import write_mini_bundle
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.base.types import TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import PoolLayout
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem.base import resources
 from flashmem.base.errors import BudgetError
-from flashmem.device import TransferMode
-from flashmem.program import fixed_bytes
+from flashmem.base.types import TransferMode
+from flashmem.program.program import fixed_bytes
 from flashmem.runtime.opencl import find_device
 
 MODEL = Path(__file__).parent / "data" / "vit-tiny.onnx"

@@ -17,7 +17,7 @@ import pytest
 from attention_cases import Model, capped, causal, few_masked, plain, standard_masked
 
 import flashmem
-from flashmem.program import kernel_texts
+from flashmem.program.kernel_text import kernel_texts
 
 LIBRARIES = sorted(Path("/usr/lib").glob("**/oclgrind/liboclgrind-rt-icd.so"))
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.device import DeviceDescriptor, Rates, TransferMode
+from flashmem.device import DeviceDescriptor, Rates
 from flashmem.planning.clock import needed_at, play
 from flashmem.planning.keep import later_seconds
 from flashmem.planning.latency import first_plan
@@ -24,7 +25,8 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import make_plan, planning_problem
 from flashmem.planning.problem import Problem, build_problem
-from flashmem.program import Launch, Program
+from flashmem.program.launches import Launch
+from flashmem.program.program import Program
 from flashmem.request import Options
 from flashmem.simulation.scenario import Scenario, describe
 from flashmem.simulation.simulator import simulate

@@ -6,10 +6,10 @@ import onnx
 import pytest
 from operators_page import PAGE, page
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.emitters import EMITTERS
 from flashmem.graph.operators import FAMILIES, REGISTRY
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector
-from flashmem.program import ITEMSIZE
 
 
 def test_the_page_is_what_the_declarations_say() -> None:

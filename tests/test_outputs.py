@@ -20,7 +20,7 @@ from flashmem import Bundle, Session
 from flashmem.base.errors import BudgetError, BundleError, RunError
 from flashmem.bundle_check import check_bundle
 from flashmem.device import load_descriptor
-from flashmem.program import copied_outputs, fixed_bytes, output_bytes
+from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
 from flashmem.runtime import arena
 from flashmem.runtime.opencl import Queue, list_devices
 

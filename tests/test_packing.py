@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from test_quantised import run_ort
 
 import flashmem
+from flashmem.base.types import TEXEL_BYTES, MemoryPath
 from flashmem.bundle import Bundle
 from flashmem.codegen.packing import WASTED, PackedSlice, Packing
 from flashmem.codegen.program import generate
@@ -26,7 +27,7 @@ from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.passes import prepare
-from flashmem.program import TEXEL_BYTES, MemoryPath, raw_bytes
+from flashmem.program.program import raw_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 from flashmem.zoo.graphs import zoo_graph

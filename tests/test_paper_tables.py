@@ -22,7 +22,8 @@ from flashmem.device import DeviceDescriptor, Rates, load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
-from flashmem.program import KernelShape, Launch, fixed_bytes
+from flashmem.program.launches import KernelShape, Launch
+from flashmem.program.program import fixed_bytes
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 import flashmem
+from flashmem.base.types import ITEMSIZE
 from flashmem.codegen import places
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.program import Generated, generate
@@ -29,7 +30,7 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.graph.ranges import unreshaped
 from flashmem.kernel_bounds import check_reach
-from flashmem.program import ITEMSIZE, Program
+from flashmem.program.program import Program
 
 Array = NDArray[Any]
 

@@ -16,7 +16,7 @@ from flashmem.planning.again import plan_again, smallest_budget
 from flashmem.planning.carried import KEY, carried_problem
 from flashmem.planning.planner import planning_problem
 from flashmem.planning.problem import Problem
-from flashmem.program import fixed_bytes
+from flashmem.program.program import fixed_bytes
 
 MODES = ("map", "alias", "dma", "interleave")
 

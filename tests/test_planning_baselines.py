@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from planning_problems import layers_of, problems, slices_for
 
 from flashmem.base.errors import BudgetError
-from flashmem.device import TransferMode
+from flashmem.base.types import TransferMode
 from flashmem.planning.baselines import Baseline, Operator, fastest_within
 from flashmem.planning.latency import first_plan
 from flashmem.planning.memory_layout import lay_out_pools

@@ -20,7 +20,7 @@ from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout, TextureSlot
 from flashmem.planning.problem import Problem, WeightSpec
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 
 WEIGHTS = (WeightSpec("head", 100, 1, 1), WeightSpec("a", 25, 3, 3), WeightSpec("b", 40, 4, 5), WeightSpec("c", 10, 5, 5))
 PROBLEM = Problem(layers_of([2, 3, 4, 3, 0]), WEIGHTS, 10, 80, 1.0)

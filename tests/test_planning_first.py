@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_problems import layers_of, problems
 
-from flashmem.device import TransferMode
+from flashmem.base.types import TransferMode
 from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.clock import Moves, Timing, play
 from flashmem.planning.cp_first import improve

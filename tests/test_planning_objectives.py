@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_problems import layers_of, problems
 
-from flashmem.device import TransferMode
+from flashmem.base.types import TransferMode
 from flashmem.planning.bounds import cheapest_pieces, cost_of, fastest_seconds
 from flashmem.planning.clock import play
 from flashmem.planning.gates import held_bytes

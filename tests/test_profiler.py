@@ -31,7 +31,7 @@ from flashmem.profiler.measure import _measure_launch
 from flashmem.profiler.rates import lane_contention
 from flashmem.profiler.report import agreement, held_out, repeats
 from flashmem.profiler.train import save, train
-from flashmem.program import KernelShape, Launch
+from flashmem.program.launches import KernelShape, Launch
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
 

@@ -19,7 +19,8 @@ from flashmem import Bundle, Runtime
 from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
 from flashmem.device import MemoryPath
-from flashmem.program import Slice, fixed_bytes
+from flashmem.program.program import fixed_bytes
+from flashmem.program.tensors import Slice
 from flashmem.runtime.accounts import Account, Budget
 from flashmem.runtime.common import Place, Places
 from flashmem.runtime.devices import Device, descriptor_for

@@ -13,7 +13,7 @@ from mini_bundle import MiniModel, write_mini_bundle
 
 from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError, BundleError, FlashmemWarning, NoDeviceError, RunError, UserError
-from flashmem.program import fixed_bytes
+from flashmem.program.program import fixed_bytes
 from flashmem.runtime import preparation
 from flashmem.runtime.devices import choose, descriptor_for
 from flashmem.runtime.executor import Executor

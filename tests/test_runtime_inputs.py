@@ -16,7 +16,8 @@ from mini_bundle import TOKENS, VOCABULARY, WIDTH, MiniModel, write_mini_bundle
 
 import flashmem
 from flashmem import Bundle, Runtime, Session
-from flashmem.program import Port, RowGather, StoredType, Tensor, port_dtype
+from flashmem.base.types import StoredType
+from flashmem.program.tensors import Port, RowGather, Tensor, port_dtype
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.weight_file import WeightFile

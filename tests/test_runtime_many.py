@@ -24,7 +24,7 @@ import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.planning import again
-from flashmem.program import fixed_bytes
+from flashmem.program.program import fixed_bytes
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.planner import ShortTurns
 from flashmem.runtime.program_cache import CachedKernels

@@ -12,7 +12,8 @@ from mini_bundle import LAYERS, SLICES, WIDTH, MiniModel, write_mini_bundle
 
 from flashmem import Session
 from flashmem.base.errors import BudgetError
-from flashmem.program import fixed_bytes, lane_kind
+from flashmem.program.lanes import lane_kind
+from flashmem.program.program import fixed_bytes
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.lanes import layer_moves, needed_slices
 from flashmem.runtime.opencl import Queue, list_devices

@@ -23,11 +23,12 @@ import flashmem
 from flashmem import Session
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.pages import page_size
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.codegen.packing import Packing
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
 from flashmem.commands.plan import several_launches
 from flashmem.compile import plan_graph
-from flashmem.device import DeviceDescriptor, TransferMode, load_descriptor
+from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
@@ -38,7 +39,8 @@ from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import PASSING_BYTES, OverlapPlan, passing_bytes
 from flashmem.planning.planner import planning_problem
 from flashmem.planning.problem import Problem, WeightSpec
-from flashmem.program import MemoryPath, Program, Slice, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes
+from flashmem.program.tensors import Slice
 from flashmem.request import Options
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices

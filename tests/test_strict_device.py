@@ -20,10 +20,13 @@ from zoo_data import DATA, examples
 
 import flashmem
 from flashmem.base.errors import RunError
+from flashmem.base.types import MemoryPath
 from flashmem.bundle import Bundle
 from flashmem.doctor import selftest
 from flashmem.planning.plan import passing_bytes
-from flashmem.program import Arg, MemoryPath, Tensor, fixed_bytes
+from flashmem.program.launches import Arg
+from flashmem.program.program import fixed_bytes
+from flashmem.program.tensors import Tensor
 from flashmem.runtime import schedule
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.executor import Resources, _Binder

@@ -19,9 +19,8 @@ from strict_device.door import STAGING_IS_ONE, strict
 from zoo_data import DATA, EXPORTS, examples
 
 import flashmem
-from flashmem.device import TransferMode
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.planning.plan import passing_bytes
-from flashmem.program import MemoryPath
 from flashmem.runtime import schedule
 from flashmem.runtime.opencl import list_devices
 

@@ -12,13 +12,14 @@ import pytest
 from compared import PLACES, Nodes
 
 import flashmem
+from flashmem.base.types import MemoryPath
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.variants import Product, choose
 from flashmem.device import SHUFFLES, Variant, load_descriptor
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import Rows
 from flashmem.profiler.tuning import Case, Request, tune
-from flashmem.program import MemoryPath, kernel_texts
+from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import Context, find_device, list_devices
 

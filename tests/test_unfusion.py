@@ -29,7 +29,7 @@ from flashmem.graph.operators import is_elementwise, why_unsupported
 from flashmem.planning.penalty import Penalties
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.planning.problem import Problem, WeightSpec
-from flashmem.program import Program
+from flashmem.program.program import Program
 from flashmem.runtime.opencl import list_devices
 from flashmem.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 

@@ -15,7 +15,7 @@ from mini_bundle import MiniModel, write_mini_bundle
 
 from flashmem import Runtime, digests
 from flashmem.base.errors import RunError
-from flashmem.device import TransferMode
+from flashmem.base.types import TransferMode
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.session import Session

@@ -19,7 +19,7 @@ import numpy as np
 
 import flashmem
 from flashmem.base.errors import RunError, UserError
-from flashmem.device import TRANSFER_MODES, TransferMode
+from flashmem.base.types import TRANSFER_MODES, TransferMode
 
 
 def play(bundle: Path, mode: TransferMode, answers: Path) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashmem.base.errors import UserError
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.capacity.features import LaunchFeatures, roofline_seconds
-from flashmem.device import TransferMode
-from flashmem.program import MemoryPath
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from flashmem.base.types import OperatorClass
 from flashmem.device import DeviceDescriptor
-from flashmem.program import Launch, OperatorClass
+from flashmem.program.launches import Launch
 
 THRESHOLDS: Final[dict[OperatorClass, float]] = {"hierarchical": 0.0, "reusable": 0.20, "elemental": 3.0}
 """Slowdown a class of operators may take from streaming, as a share of its own latency."""

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.device import TRANSFER_MODES, TransferMode
-from flashmem.program import Launch, MemoryPath, OperatorClass
+from flashmem.base.types import TRANSFER_MODES, MemoryPath, OperatorClass, TransferMode
+from flashmem.program.launches import Launch
 
 Matrix = NDArray[np.float32]
 

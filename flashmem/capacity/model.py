@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from flashmem.base.resources import names
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.capacity.classes import THRESHOLDS, predict_seconds
-from flashmem.device import DeviceDescriptor, TransferMode
-from flashmem.program import Launch, MemoryPath
+from flashmem.device import DeviceDescriptor
+from flashmem.program.launches import Launch
 
 SECONDS, SLOWDOWN = ".seconds.ubj", ".slowdown.ubj"
 """How the two files of a trained model end."""

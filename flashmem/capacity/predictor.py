@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_bytes
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import (
     KERNEL_FEATURES,
@@ -30,8 +31,7 @@ from flashmem.capacity.features import (
     load_features,
 )
 from flashmem.capacity.model import SECONDS, SLOWDOWN
-from flashmem.device import TransferMode
-from flashmem.program import Launch, MemoryPath
+from flashmem.program.launches import Launch
 
 FORMAT_VERSION = 1
 _ATTRIBUTE = "flashmem"

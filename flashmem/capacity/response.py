@@ -15,8 +15,8 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Final
 
+from flashmem.base.types import OperatorClass
 from flashmem.capacity.classes import classify
-from flashmem.program import OperatorClass
 
 MARKER: Final = 0.20
 """The slowdown at which tolerance is read."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashmem.device import JOINED, Variant
 from flashmem.graph.operators.vector import Vector
-from flashmem.program import KernelShape
+from flashmem.program.launches import KernelShape
 
 PRIVATE_BYTES = 24 << 10
 """Of queries and sums that a work-item of several vectors keeps: more of them share a load, but the nearest cache has to hold

@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flashmem.base.types import Optimize
 from flashmem.codegen.variants import Product, cut, panel, seconds, transformed
 from flashmem.device import DeviceDescriptor, Variant
-from flashmem.program import Optimize
 
 BUILD_SECONDS = 0.1
 """Compiling one kernel, which happens when a bundle is compiled: assumed of every device."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
+from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, StoredType
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.packing import PackedSlice, Packing
@@ -27,7 +28,8 @@ from flashmem.graph.onnx_limits import ELEMENTS
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.ranges import unreshaped
-from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, Arg, KernelShape, Launch, MemoryPath, Slice, StoredType
+from flashmem.program.launches import Arg, KernelShape, Launch
+from flashmem.program.tensors import Slice
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""

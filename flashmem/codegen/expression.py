@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from flashmem.base.types import StoredType
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.placement import Operand, place
-from flashmem.program import StoredType
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flashmem.codegen.emitter import Held
-from flashmem.program import Port, RowGather
+from flashmem.program.tensors import Port, RowGather
 
 
 def read_early(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from flashmem.program import DEFAULT_PAGE
+from flashmem.base.types import DEFAULT_PAGE
 
 Pieces = Callable[[], Iterable[NDArray[Any]]]
 """Makes the arrays of one weight, one after the other; none need be kept while the next is made."""

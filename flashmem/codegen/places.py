@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.codegen.arena import Use, alive, shapes
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.ranges import Ranges
-from flashmem.program import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 
 _WIDEST = 16
 """Elements of the widest vector."""

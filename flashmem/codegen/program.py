@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.codegen.arena import Use, place_blocks, shapes
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Cuts, Emitter
@@ -25,18 +26,11 @@ from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
 from flashmem.graph.ranges import Ranges
-from flashmem.program import (
-    SLACK,
-    TENSOR_ALIGNMENT,
-    Port,
-    Program,
-    RowGather,
-    Source,
-    StoredType,
-    Tensor,
-    first_and_last,
-    lane_kind,
-)
+from flashmem.program.kernel_text import Source
+from flashmem.program.lanes import lane_kind
+from flashmem.program.launches import first_and_last
+from flashmem.program.program import Program
+from flashmem.program.tensors import Port, RowGather, Tensor
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import TableType
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
 from flashmem.graph.ir import Graph, NibbleConstant, Node, Value, pack_nibbles
 from flashmem.graph.ranges import unreshaped
-from flashmem.program import RowGather, TableType
+from flashmem.program.tensors import RowGather
 
 ROWS_AT_ONCE = 4096
 """Rows copied at a time while the table is written, to bound the compiler's memory; whole pages, so that no gap is left."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import DType
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.packing import Storage, weight_columns
 from flashmem.graph.builder import constant
@@ -17,7 +18,7 @@ from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import STORED
 from flashmem.graph.placement import place
 from flashmem.graph.quantized import QuantizedConstant
-from flashmem.program import Arg, DType
+from flashmem.program.launches import Arg
 
 LEAST_BLOCK = 2
 """Steps of depth that share a column's scale, at least, for weights to stay quantised: below, floats take fewer bytes."""

@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashmem.codegen.program import Generated
-from flashmem.program import Arg, Joined, Launch, Program, Slice, SteadyLaunch, Tensor, kernel_source, kernel_texts
+from flashmem.program.kernel_text import kernel_source, kernel_texts
+from flashmem.program.launches import Arg, Joined, Launch, SteadyLaunch
+from flashmem.program.program import Program
+from flashmem.program.tensors import Slice, Tensor
 
 _PART = re.compile(r"\[\d+\]$")
 

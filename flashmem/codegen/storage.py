@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.registry import INTEGERS
 from flashmem.graph.ranges import Ranges
-from flashmem.program import SLACK, TENSOR_ALIGNMENT
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Elements of float32 that fit where a tensor starts, whatever they are stored in."""

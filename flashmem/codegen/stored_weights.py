@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import TableType
 from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.graph.ir import Constant, FileConstant, NibbleConstant, Node, Value
 from flashmem.graph.quantized import QuantizedConstant
-from flashmem.program import Arg, Slice, TableType
+from flashmem.program.launches import Arg
+from flashmem.program.tensors import Slice
 
 _ROWS_AT_ONCE = 1 << 20
 """Elements, about, that are brought into order at a time to be hashed."""

@@ -16,7 +16,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from flashmem.base.resources import read_text
-from flashmem.program import Channel, LaneKind, Source, kernel_source, lane_places
+from flashmem.base.types import Channel
+from flashmem.program.kernel_text import Source, kernel_source
+from flashmem.program.lanes import LaneKind, lane_places
 
 _PLACEHOLDER = "KERNEL_NAME"
 

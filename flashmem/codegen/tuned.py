@@ -21,8 +21,8 @@ from typing import Any, cast
 
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_text
+from flashmem.base.types import MemoryPath
 from flashmem.device import DeviceDescriptor, Variant
-from flashmem.program import MemoryPath
 
 SUFFIX = ".tuned.csv"
 VERSION = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Launch, Program
+from flashmem.program.launches import Launch
+from flashmem.program.program import Program
 
 
 @dataclass(frozen=True)

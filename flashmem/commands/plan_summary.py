@@ -6,7 +6,7 @@ from typing import Any
 
 from flashmem.bundle_check import plan_holds
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program
+from flashmem.program.program import Program
 
 
 def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
+from flashmem.base.types import TransferMode
 from flashmem.commands.compiling import CompileOptions
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program
+from flashmem.program.program import Program
 
 
 @dataclass

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from flashmem.base.errors import MissingFileError, RunError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
+from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.trace import write_trace
 from flashmem.console import emit_json, print_facts, say, waiting
-from flashmem.device import TransferMode
 from flashmem.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy

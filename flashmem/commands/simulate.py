@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from flashmem.base.files import check_target
+from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan
 from flashmem.plots.figure import model_name, require_matplotlib
-from flashmem.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.runtime.processor import rates_said
 from flashmem.runtime.residence import Strategy

@@ -11,7 +11,7 @@ from flashmem.compile import compile as compile_model
 from flashmem.design.application import Application, Processor, Task, Variant
 from flashmem.design.metrics import Candidate, Profile
 from flashmem.inputs import complete_inputs
-from flashmem.program import raw_bytes
+from flashmem.program.program import raw_bytes
 from flashmem.request import choose_mode, device_here
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.session import Session

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.graph.bands import Band, Chain, alike, units
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators.spans import Span, outermost
 from flashmem.graph.ranges import Ranges
-from flashmem.program import TENSOR_ALIGNMENT
 
 WINDOW = 40
 """Layers that a chain has at most before, and behind, the one it is made for."""

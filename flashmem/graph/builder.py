@@ -9,9 +9,9 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import DType
 from flashmem.graph.ir import ArrayConstant, Constant, Graph, Node, Value
 from flashmem.graph.quantized import QuantizedConstant
-from flashmem.program import DType
 
 Found = TypeVar("Found")
 

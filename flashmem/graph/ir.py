@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.program import DType
+from flashmem.base.types import DType
 
 
 class Constant(Protocol):

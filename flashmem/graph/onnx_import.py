@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from flashmem.base.errors import UnsupportedModelError, UserError
+from flashmem.base.types import DType
 from flashmem.graph import contrib
 from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
@@ -26,7 +27,6 @@ from flashmem.graph.operators import is_native
 from flashmem.graph.operators.quantization import linear_constant
 from flashmem.graph.operators.registry import NEWEST_OPSET
 from flashmem.graph.operators.selection import SHAPED_BY_DATA
-from flashmem.program import DType
 
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
 """Versions of the ONNX operator set that are understood; none that the installed onnx does not know."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from flashmem.base.types import ITEMSIZE, DType
 from flashmem.graph.ir import ArrayConstant, Constant, Graph, GraphPort, Node, Placeholder, Value
 from flashmem.graph.quantized import QuantizedConstant
-from flashmem.program import ITEMSIZE, DType
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flashmem.base.types import ITEMSIZE, TENSOR_ALIGNMENT
 from flashmem.graph.ir import Graph, Node, Value
-from flashmem.program import ITEMSIZE, TENSOR_ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from flashmem.planning.gates import held_bytes
 from flashmem.planning.latency import first_plan, forced_preload, late_moves, smallest_m_peak
 from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.problem import Problem, WeightSpec
-from flashmem.program import Program
+from flashmem.program.program import Program
 
 
 @dataclass(frozen=True)

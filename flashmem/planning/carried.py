@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashmem.base.errors import BundleError
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.base.types import TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import LayerSpec, Problem, posed
-from flashmem.program import Program
+from flashmem.program.program import Program
 
 KEY = "layers"
 """Where a bundle's `meta` holds it."""

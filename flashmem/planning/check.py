@@ -19,7 +19,7 @@ from flashmem.planning.plan import (
     PoolLayout,
     passing_bytes,
 )
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 
 if TYPE_CHECKING:
     from flashmem.planning.problem import Problem

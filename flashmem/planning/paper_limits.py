@@ -16,7 +16,7 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, Units
 from flashmem.planning.problem import Problem
-from flashmem.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes
 
 
 def paper_plan_inside(

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmem.program import Channel, Slice
+from flashmem.base.types import Channel
+from flashmem.program.tensors import Slice
 
 if TYPE_CHECKING:
     from flashmem.planning.problem import Problem
@@ -31,7 +32,7 @@ Units = Literal["share", "printed"]
 printed."""
 
 Mode = Literal["map", "alias", "dma", "interleave"]
-"""How weights travel; `flashmem.device.TransferMode` by another name, so that this module needs no other."""
+"""How weights travel; `flashmem.base.types.TransferMode` by another name, so that this module needs no other."""
 
 Status = Literal["optimal", "optimal-for-resident-set", "bounded", "heuristic"]
 """What is proven of a plan: no plan of its problem has a better objective; none with its resident set W has; none is better

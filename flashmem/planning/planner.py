@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.base.types import TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure, roomiest, with_staging_that_fits
 from flashmem.planning.clock import Timing
@@ -22,7 +23,7 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import BoundScope, OverlapPlan
 from flashmem.planning.problem import Problem, build_problem, staged_within
-from flashmem.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes
 
 
 def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Problem:

@@ -10,9 +10,11 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from flashmem.device import DeviceDescriptor, Rates, TransferMode
+from flashmem.base.types import OperatorClass, TransferMode
+from flashmem.device import DeviceDescriptor, Rates
 from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES
-from flashmem.program import Launch, OperatorClass, Program
+from flashmem.program.launches import Launch
+from flashmem.program.program import Program
 
 if TYPE_CHECKING:
     from flashmem.capacity.model import CapacityModel

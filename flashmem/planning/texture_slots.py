@@ -7,8 +7,9 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
+from flashmem.base.types import TEXEL_BYTES
 from flashmem.planning.plan import TextureSlot
-from flashmem.program import TEXEL_BYTES, Slice
+from flashmem.program.tensors import Slice
 
 _NEVER = sys.maxsize
 """The end of a gap that nothing follows."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.accounts import Account
 from flashmem.runtime.schedule import Band
 from flashmem.runtime.weight_file import Bytes, WeightFile

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.program import Arg
-from flashmem.program import Launch as Launched
-from flashmem.program import Program as BundleProgram
+from flashmem.program.launches import Arg
+from flashmem.program.launches import Launch as Launched
+from flashmem.program.program import Program as BundleProgram
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 from flashmem.runtime.launching import Launch, Recorder, Recording, not_recorded
 from flashmem.runtime.loader import LoaderRun

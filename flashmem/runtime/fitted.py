@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
-from flashmem.device import TransferMode
 from flashmem.planning.plan import OverlapPlan, PoolLayout
-from flashmem.program import Program, fixed_bytes
+from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.devices import Device
 from flashmem.runtime.opened import program_on
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout

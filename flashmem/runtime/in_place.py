@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 from flashmem.planning.plan import PoolLayout
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Place, Places
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory, Queue

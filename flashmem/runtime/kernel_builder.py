@@ -9,11 +9,14 @@ from typing import Self
 
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.paths import VARIABLE, why_unusable
+from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_binaries
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan, Strategy
-from flashmem.program import Program, Source, lane_kind
+from flashmem.program.kernel_text import Source
+from flashmem.program.lanes import lane_kind
+from flashmem.program.program import Program
 from flashmem.request import choose_mode, device_for
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.kernel_list import wanted_kernels

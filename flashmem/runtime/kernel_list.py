@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashmem.base.errors import RunError
-from flashmem.program import Arg, Program, Source, kernel_texts
+from flashmem.program.kernel_text import Source, kernel_texts
+from flashmem.program.launches import Arg
+from flashmem.program.program import Program
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 
 SMALL_GRID = 65535

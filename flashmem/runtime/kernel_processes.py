@@ -30,7 +30,7 @@ from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError
 from flashmem.base.paths import no_temporary_folder, temporary_parent
 from flashmem.generations import held
-from flashmem.program import Program
+from flashmem.program.program import Program
 from flashmem.runtime.compile_target import driver_variables
 from flashmem.runtime.devices import Device
 from flashmem.runtime.kernel_list import SMALL_GRID, Size, Use, Wanted, variant

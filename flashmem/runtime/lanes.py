@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from flashmem.base.types import TEXEL_BYTES
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
-from flashmem.program import LANE_UNIT, TEXEL_BYTES, LaneKind, Slice, lane_places
+from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_places
+from flashmem.program.tensors import Slice
 from flashmem.runtime.schedule import WORD, whole_words
 
 COPY_GROUP = 64

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashmem.base.errors import RunError
-from flashmem.program import TEXEL_BYTES, Channel
+from flashmem.base.types import TEXEL_BYTES, Channel
 from flashmem.runtime.accounts import Account, Budget, Category
 from flashmem.runtime.opencl import Bytes, Context, Memory, release
 

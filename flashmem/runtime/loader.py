@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from flashmem.base.errors import RunError
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.schedule import LOOKED_AT, Load, Span, Step
 from flashmem.runtime.transfer import Transfer
 

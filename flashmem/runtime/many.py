@@ -22,9 +22,9 @@ from typing import Any, Literal, Self, get_args
 from numpy.typing import NDArray
 
 from flashmem.base.errors import BudgetError, RunError, UserError
+from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle import Bundle
-from flashmem.device import TransferMode
 from flashmem.request import device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import RequestError, forget_locals, why_closed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from flashmem.planning.plan import PoolLayout
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import Copier, CopyEvent
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue

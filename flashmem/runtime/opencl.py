@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.program import Channel
+from flashmem.base.types import Channel
 from flashmem.runtime import binding
 from flashmem.runtime.binding import QUIET as _QUIET
 from flashmem.runtime.binding import cl as cl

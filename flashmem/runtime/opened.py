@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
-from flashmem.device import TransferMode
 from flashmem.digests import Digest, table_blocks
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import Program, lane_kind
+from flashmem.program.lanes import lane_kind
+from flashmem.program.program import Program
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.devices import Device
 from flashmem.runtime.kernel_list import Wanted, wanted_kernels

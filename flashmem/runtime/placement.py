@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError
 from flashmem.digests import digest
 from flashmem.planning.plan import OverlapPlan, PoolLayout
-from flashmem.program import Launch, Port, SteadyLaunch, array_bytes, output_bytes, scratch_bytes
+from flashmem.program.launches import Launch, SteadyLaunch
+from flashmem.program.program import output_bytes, scratch_bytes
+from flashmem.program.tensors import Port, array_bytes
 from flashmem.runtime.arena import Bytes, move_out, new_pages
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.executor import Executor, Resources, Step, make_steps

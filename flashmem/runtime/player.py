@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
-from flashmem.program import Port
+from flashmem.program.tensors import Port
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import of_the_request
 from flashmem.runtime.occupancy import Occupancy

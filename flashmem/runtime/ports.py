@@ -15,7 +15,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from flashmem.program import Port, RowGather, StoredType, Tensor, panel_bytes
+from flashmem.base.types import StoredType
+from flashmem.program.tensors import Port, RowGather, Tensor, panel_bytes
 from flashmem.runtime.weight_file import Reader
 
 Array = NDArray[Any]

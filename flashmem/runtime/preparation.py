@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.planning.plan import OverlapPlan
-from flashmem.program import SteadyLaunch
+from flashmem.program.launches import SteadyLaunch
 from flashmem.runtime.cores import prefer_little
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import said

@@ -30,7 +30,7 @@ from contextlib import suppress
 from typing import Any
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.program import kernel_texts
+from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.devices import HALF_ARITHMETIC, Device
 from flashmem.runtime.kernel_list import Wanted, variant
 from flashmem.runtime.opencl import Context, Kernel, Program

@@ -9,10 +9,11 @@ from typing import Literal
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.device import TransferMode
+from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
 from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.planning.plan import Strategy as PlannedStrategy
-from flashmem.program import POOL_ALIGNMENT, TEXEL_BYTES, Program, Slice
+from flashmem.program.program import Program
+from flashmem.program.tensors import Slice
 
 Strategy = PlannedStrategy | Literal["preload"]
 

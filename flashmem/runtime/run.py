@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
-from flashmem.program import Port, copied_outputs
+from flashmem.program.program import copied_outputs
+from flashmem.program.tensors import Port
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Event, wait
 from flashmem.runtime.placement import Placement

@@ -12,9 +12,11 @@ from itertools import accumulate, pairwise, takewhile
 from typing import Literal
 
 from flashmem.base.pages import page_size, whole_pages
-from flashmem.device import Rates, TransferMode
+from flashmem.base.types import TransferMode
+from flashmem.device import Rates
 from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
-from flashmem.program import Program, Slice
+from flashmem.program.program import Program
+from flashmem.program.tensors import Slice
 from flashmem.runtime.residence import free_from
 
 WORD = 16

@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
+from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
-from flashmem.device import TransferMode
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import why_closed

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flashmem.program import Program, Source, SteadyLaunch, kernel_texts
+from flashmem.program.kernel_text import Source, kernel_texts
+from flashmem.program.launches import SteadyLaunch
+from flashmem.program.program import Program
 from flashmem.runtime.executor import Executor, Kernels
 from flashmem.runtime.kernel_list import Use, Wanted, variant
 from flashmem.runtime.lanes import LayerMoves

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.pages import page_size
+from flashmem.base.types import TEXEL_BYTES, TransferMode
 from flashmem.bundle import Bundle
-from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
-from flashmem.program import TEXEL_BYTES, Program
+from flashmem.device import DeviceDescriptor, descriptor_names
+from flashmem.program.program import Program
 from flashmem.runtime.devices import Device, descriptor_for
 
 

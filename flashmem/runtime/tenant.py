@@ -10,12 +10,12 @@ from functools import cached_property
 from math import inf
 
 from flashmem.base.errors import BudgetError, RunError
+from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
-from flashmem.device import TransferMode
 from flashmem.planning.carried import carried_problem
 from flashmem.planning.plan import OverlapPlan, PoolLayout
-from flashmem.program import fixed_bytes
+from flashmem.program.program import fixed_bytes
 from flashmem.request import choose_mode
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.opencl import Queue

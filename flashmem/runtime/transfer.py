@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from flashmem.digests import Digest, digest
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import CopyEvent
 from flashmem.runtime.opencl import Bytes, Context, Event, Memory
 from flashmem.runtime.schedule import Band, Step, whole_words

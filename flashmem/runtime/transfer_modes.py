@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
 
-from flashmem.device import TransferMode
+from flashmem.base.types import TransferMode
 from flashmem.digests import Digest
 from flashmem.planning.plan import PoolLayout
-from flashmem.program import Slice
+from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Places
 from flashmem.runtime.in_place import AliasTransfer, MapTransfer
 from flashmem.runtime.ledger import Ledger

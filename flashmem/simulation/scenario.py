@@ -13,22 +13,14 @@ from itertools import pairwise
 from math import prod
 from typing import Literal
 
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
-from flashmem.program import (
-    ITEMSIZE,
-    POOL_ALIGNMENT,
-    Port,
-    Program,
-    Slice,
-    copied_outputs,
-    lane_kind,
-    output_bytes,
-    panel_bytes,
-    scratch_bytes,
-)
+from flashmem.program.lanes import lane_kind
+from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
+from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.accounts import Category
 from flashmem.runtime.lanes import LayerMoves, Ride, layer_moves, needed_slices
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout

@@ -15,16 +15,17 @@ from typing import Any, Literal, cast
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, RunError
+from flashmem.base.types import TransferMode
 from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
-from flashmem.device import DeviceDescriptor, TransferMode
+from flashmem.device import DeviceDescriptor
 from flashmem.graph.ir import Graph
 from flashmem.graph.portable import PortableGraph
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import make_plan
-from flashmem.program import Program
+from flashmem.program.program import Program
 from flashmem.request import Options, device_here
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal, cast
 
 from flashmem.base.errors import NoDeviceError, UserError
+from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
-from flashmem.device import DeviceDescriptor, TransferMode, descriptor_names
+from flashmem.device import DeviceDescriptor, descriptor_names
 from flashmem.graph.passes import prepare
 from flashmem.graph.portable import portable
 from flashmem.planning.limits import Limits

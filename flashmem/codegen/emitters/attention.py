@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.attention_form import Rows, form_of
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
@@ -11,7 +12,7 @@ from flashmem.graph.operators.attention import Access, Scores
 from flashmem.graph.operators.vector import scalar_literal
 from flashmem.graph.placement import affine, place
 from flashmem.graph.views import Dimension
-from flashmem.program import ITEMSIZE, Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 
 def emit_attention(emitter: Emitter, layer: Layer) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
@@ -21,7 +22,7 @@ from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, scalar_literal
 from flashmem.graph.placement import broadcast_strides
-from flashmem.program import ITEMSIZE, Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.contraction import choice, emit_depthwise, emit_packed, placed
 from flashmem.codegen.packing import Packing
@@ -17,7 +18,7 @@ from flashmem.device import Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.quantized import QuantizedConstant
-from flashmem.program import ITEMSIZE, Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 FEW_CHANNELS = 16
 """A CPU copies taps of fewer channels before it multiplies them."""

@@ -7,7 +7,7 @@ from flashmem.codegen.expression import Expression
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.placement import best_split, matrix_of
-from flashmem.program import Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 
 def emit_elementwise(emitter: Emitter, layer: Layer) -> None:

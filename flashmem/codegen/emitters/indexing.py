@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from flashmem.base.types import DType
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.placement import affine
-from flashmem.program import DType, KernelShape
+from flashmem.program.launches import KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}
 """Work-items that keep a device busy, where cutting the work into more makes more of it."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.places import parts_in_place
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.vector import STORED, scalar_literal
 from flashmem.graph.placement import broadcast_strides
-from flashmem.program import ITEMSIZE, Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.recurrent import GATES
 from flashmem.graph.operators.vector import scalar_literal
-from flashmem.program import Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 _ACTIVATIONS = {
     "affine": "A * $ + B",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from flashmem.base.types import DType
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.variants import Product
@@ -13,7 +14,7 @@ from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.reduction import whole_rows
 from flashmem.graph.operators.vector import REGISTER, Vector, scalar_literal
-from flashmem.program import Arg, DType, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceL1": (0, "|v|", "$a + $b", "$"),

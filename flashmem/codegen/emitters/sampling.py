@@ -7,7 +7,7 @@ import math
 from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.vector import STORED, scalar_literal
-from flashmem.program import Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 
 def emit_grid_sample(emitter: Emitter, layer: Layer) -> None:

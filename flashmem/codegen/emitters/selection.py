@@ -8,7 +8,7 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector
-from flashmem.program import Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 _RUN = 32
 """Elements of the runs with which a sort begins; each is compared with all of its run."""

@@ -15,7 +15,7 @@ from flashmem.graph.operators.resize import height_taps
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.placement import affine
 from flashmem.graph.resize_taps import Axis, Rule, resize_taps
-from flashmem.program import Arg, KernelShape
+from flashmem.program.launches import Arg, KernelShape
 
 
 def emit_pool(emitter: Emitter, layer: Layer) -> None:

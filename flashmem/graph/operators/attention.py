@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from flashmem.base.types import DType
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.registry import FLOAT, Operator, register
 from flashmem.graph.operators.spans import Part, Span, aligned, outermost
 from flashmem.graph.views import Dimension, merged
-from flashmem.program import DType
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from flashmem.base.types import ITEMSIZE
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Node
 from flashmem.graph.operators.movement import rewrite_reshape
 from flashmem.graph.operators.registry import ANY, Operator, elementwise, register
 from flashmem.graph.operators.vector import Vector
-from flashmem.program import ITEMSIZE
 
 _ROUNDED: dict[int, str] = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
 

@@ -13,13 +13,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import DType
 from flashmem.graph.builder import DerivedConstant, Rewriter, constant, derived
 from flashmem.graph.ir import ArrayConstant, Constant, Node, Value
 from flashmem.graph.operators.lowering import from_front, reshaped
 from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, Types, all_whole, elementwise, register
 from flashmem.graph.operators.vector import Vector
 from flashmem.graph.quantized import QuantizedConstant
-from flashmem.program import DType
 
 BYTES: Types = frozenset({"int8", "uint8"})
 CODES: Types = frozenset({"int8", "uint8", "int16", "uint16", "int32"})

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.base.types import DType
 from flashmem.graph.builder import Rewriter, derived
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.lowering import reshaped
 from flashmem.graph.operators.registry import FLOAT, Types, all_whole, each, register
-from flashmem.program import DType
 
 INPUTS = ("projected", "recurrence", "candidate", "lengths", "hidden", "cell", "peepholes", "bias")
 """Projected inputs [rows, gates * hidden] with all biases that can be added ahead; weights of the recurrence [gates * hidden,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.program import DType, StoredType
+from flashmem.base.types import DType, StoredType
 
 STORED: dict[StoredType, str] = {
     "bool": "uchar", "float16": "half", "float32": "float", "int8": "char", "int16": "short", "int32": "int", "int64": "long",

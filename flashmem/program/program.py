@@ -1,0 +1,135 @@
+"""The program: what the device executes, as plain data.
+
+`codegen` writes it, the bundle stores it, the runtime plays it; numpy and OpenCL have no part in it. Offsets and sizes are
+bytes unless a name says otherwise. A *layer* is one kernel launch (a fused group of operators makes one,
+or one for each slice of its weight); layers are numbered 1..N in execution order, as in the plan (`flashmem.planning.plan`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath
+from flashmem.program.launches import Arg, Joined, KernelShape, Launch, LaunchOrder, SteadyLaunch, first_and_last
+from flashmem.program.tensors import Port, RowGather, Slice, Tensor, array_bytes, panel_bytes
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything the runtime needs to execute, save the weights and the plan."""
+
+    memory_path: MemoryPath
+    precision: Literal["fp32", "fp16"]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    tensors: tuple[Tensor, ...]
+    slices: tuple[Slice, ...]
+    launches: tuple[Launch, ...]
+    row_gathers: tuple[RowGather, ...]
+    arena_bytes: int
+    constants_offset: int  # in weights.bin, page aligned
+    constants_bytes: int
+    weights_bytes: int  # size of weights.bin
+    hands_over: bool = False  # the arena is host memory, and outputs stored as the user gets them become arrays where they lie
+    status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
+    build_options: tuple[str, ...] = ()
+    order: LaunchOrder | None = None
+    live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
+    page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped on its own
+    steady: tuple[SteadyLaunch, ...] = ()  # ascending, no two of the same layer
+    joined: tuple[Joined, ...] = ()
+
+    def uses(self) -> dict[str, tuple[int, int]]:
+        """First and last layer (1-based) that reads each slice."""
+        return first_and_last(self.launches, "slice")
+
+    def readable(self) -> dict[str, Slice]:
+        """What launches may name as a slice: `slices`, and what is joined of them."""
+        found = {part.name: part for part in self.slices}
+        for joined in self.joined:
+            parts = [found[name] for name in joined.parts]
+            nbytes, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
+            found[joined.name] = Slice(joined.name, parts[0].weight, parts[0].offset, nbytes, raw=raw)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The program as plain data, for the bundle."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Program:
+        """The program that `to_json` wrote. Raises KeyError, TypeError or ValueError on anything else."""
+
+        def each(kind: type, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
+            return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
+
+        made: dict[int, Any] = {}
+
+        def shared(kind: type, row: dict[str, Any]) -> Any:
+            """One object for one row: `parsed` gives equal ones once."""
+            if id(row) not in made:
+                made[id(row)] = kind(**row)
+            return made[id(row)]
+
+        def launch(row: dict[str, Any]) -> dict[str, Any]:
+            args, shape = tuple(shared(Arg, arg) for arg in row["args"]), shared(KernelShape, row.get("shape", {}))
+            return {**row, "args": args, "shape": shape}
+
+        steady = [{**row, "launch": each(Launch, [launch(row["launch"])])[0]} for row in data.get("steady", ())]
+        return cls(
+            **{
+                **data,
+                "inputs": each(Port, data["inputs"]),
+                "outputs": each(Port, data["outputs"]),
+                "tensors": each(Tensor, data["tensors"]),
+                "slices": each(Slice, data["slices"]),
+                "launches": each(Launch, [launch(row) for row in data["launches"]]),
+                "row_gathers": each(RowGather, data["row_gathers"]),
+                "build_options": tuple(data["build_options"]),
+                "order": LaunchOrder(**data["order"]) if data.get("order") else None,
+                "steady": each(SteadyLaunch, steady),
+                "joined": each(Joined, list(data.get("joined", ()))),
+            }
+        )
+
+
+def fixed_bytes(program: Program) -> int:
+    """What a session holds whatever the plan: activations, constants, arrays that outputs are copied to, and host scratch."""
+    return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
+
+
+def raw_bytes(program: Program) -> int:
+    """What of the weight file is elements of the model's weights; the rest pads rows of images, panels, and slices to pages.
+
+    Resident constants count as they lie.
+    """
+    tables = [gather for gather in program.row_gathers if gather.panel == 1]  # the others lie in a weight's panels
+    rows = {(table.offset, table.rows * table.row_stride) for table in tables}
+    return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
+
+
+def copied_outputs(program: Program) -> tuple[Port, ...]:
+    """The outputs that a run copies, each to an array of its own: all that do not become arrays where they lie."""
+    stored = {tensor.name: tensor.dtype for tensor in program.tensors}
+    return tuple(
+        port
+        for port in program.outputs
+        if port.tensor is not None and not (program.hands_over and stored[port.tensor] == port.dtype)
+    )
+
+
+def output_bytes(program: Program) -> int:
+    """The arrays that outputs are copied to."""
+    return sum(array_bytes(port) for port in copied_outputs(program))
+
+
+def scratch_bytes(program: Program) -> int:
+    """The largest host array a run needs beside the user's: an input or output in another dtype, or gathered table rows."""
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    sizes = {tensor.name: ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) for tensor in program.tensors}
+    ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != tensors[port.tensor].dtype]
+    converted = [ITEMSIZE[tensors[str(port.tensor)].dtype] * math.prod(port.shape) for port in ports]
+    gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.row_gathers]
+    return max(converted + gathered, default=0)
