@@ -41,7 +41,6 @@ from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
@@ -49,6 +48,7 @@ from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 
 SEPARATE, REWRITTEN = "kernels copy: + adaptive unfusion", "kernels copy: + kernel rewriting"
 WHOLE_SEPARATE, WHOLE_REWRITTEN = "kernels copy: + OPG", "kernels copy: kernel rewriting without unfusion"

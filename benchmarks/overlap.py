@@ -31,7 +31,6 @@ from benchmarks.zoo import MODELS
 from flashmem.base.errors import BudgetError
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_graph, plan_program, read_graph
-from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
@@ -41,6 +40,7 @@ from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 RATIOS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)

@@ -14,12 +14,12 @@ from statistics import median
 from types import TracebackType
 
 from flashmem.base.errors import UserError
-from flashmem.device import DeviceDescriptor
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.bench import Pace as References
 from flashmem.profiler.dataset import SUFFIX, read_dataset
 from flashmem.runtime.opencl import find_device
 from flashmem.simulation.scenario import Scenario
+from flashmem.target.descriptor import DeviceDescriptor
 
 _DEVICES = Path(__file__).resolve().parents[1] / "devices"
 

@@ -30,7 +30,6 @@ from typing import Any
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.device import load_descriptor
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.baselines import Baseline, operators_of
@@ -44,6 +43,7 @@ from flashmem.program.program import Program
 from flashmem.request import Options, resolve
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate
+from flashmem.target.descriptor import load_descriptor
 from flashmem.zoo.graphs import check_architecture, zoo_graph
 
 TABLE_4 = {

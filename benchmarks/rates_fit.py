@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.device import DeviceDescriptor
+from flashmem.target.descriptor import DeviceDescriptor
 
 RATES = ("gemm_flops", "conv_flops", "memory_bandwidth", "launch_seconds", "disk_bandwidth", "session_seconds")
 """What can be fitted."""

@@ -30,7 +30,6 @@ from benchmarks.tables_verdict import Judged, verdict
 from flashmem.base.errors import UserError
 from flashmem.capacity.classes import predict_seconds
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
@@ -39,6 +38,7 @@ from flashmem.program.program import Program
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import Prediction, simulate
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.zoo.graphs import zoo_graph
 from flashmem.zoo.models import find
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program.program import Program
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, mode: TransferMode) -> OverlapPlan:

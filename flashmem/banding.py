@@ -19,7 +19,6 @@ from flashmem.codegen.places import least_alive
 from flashmem.codegen.row_gather import host_indices
 from flashmem.codegen.slicing import LEAST_BYTES
 from flashmem.codegen.storage import stored_in_half
-from flashmem.device import DeviceDescriptor
 from flashmem.graph.band_choice import BandChoice, Memory
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import Layer, fuse
@@ -27,6 +26,7 @@ from flashmem.graph.ir import Graph, Value
 from flashmem.graph.quantized import QuantizedConstant
 from flashmem.graph.ranges import Ranges
 from flashmem.request import Options
+from flashmem.target.descriptor import DeviceDescriptor
 
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)
 """The fixed limits, in the least that is alive."""

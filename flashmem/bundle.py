@@ -38,7 +38,6 @@ from flashmem.base.files import open_regular
 from flashmem.base.json import parsed
 from flashmem.bundle_check import check_bundle, check_types, check_variants
 from flashmem.bundle_files import WEIGHTS, check_weights_size, read_binaries, read_checked, read_manifest, variant_files
-from flashmem.device import DeviceDescriptor
 from flashmem.digests import Digests, Piece, digest
 from flashmem.generations import MANIFEST, named_generation
 from flashmem.kernel_bounds import check_reach
@@ -47,6 +46,7 @@ from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
+from flashmem.target.descriptor import DeviceDescriptor
 
 READ_BYTES = 8 << 20
 """Bytes of weights that are read or written at a time."""

@@ -21,13 +21,13 @@ import numpy as np
 from flashmem.base.errors import BundleError
 from flashmem.base.pages import is_page_size
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES
-from flashmem.device import MOST_LOADER_THREADS
 from flashmem.digests import table_end
 from flashmem.planning.check import check_rules
 from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program, copied_outputs
 from flashmem.program.tensors import Slice, array_bytes, port_dtype
+from flashmem.target.descriptor import MOST_LOADER_THREADS
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _LARGEST = 2**62  # offsets and sizes stay far from the end of 64 bits

@@ -30,7 +30,6 @@ from flashmem.bundle_files import (
     read_manifest,
     variant_files,
 )
-from flashmem.device import DeviceDescriptor
 from flashmem.digests import Piece, digest, identity
 from flashmem.generations import MANIFEST, Draft
 from flashmem.kernel_bounds import check_reach
@@ -39,6 +38,7 @@ from flashmem.lane_bounds import check_lanes
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 class BundleWriter:

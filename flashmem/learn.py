@@ -18,7 +18,6 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_plan, replace_plans
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan
@@ -26,6 +25,7 @@ from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.planning.problem import Problem
 from flashmem.runtime.report import RunReport
 from flashmem.runtime.schedule import Span
+from flashmem.target.descriptor import DeviceDescriptor
 
 KEY = "learned"
 """Where a bundle's `meta` holds what was learned."""

@@ -14,13 +14,13 @@ from flashmem.base.errors import BudgetError, NoDeviceError, UserError
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.base.types import Optimize as Optimize
 from flashmem.base.units import format_size, parse_size
-from flashmem.device import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.planning.limits import Limits
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.residence import Strategy
+from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 
 Precision = Literal["fp32", "fp16"]
 

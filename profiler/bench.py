@@ -23,7 +23,6 @@ import numpy as np
 
 from flashmem.base.errors import RunError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
-from flashmem.device import DeviceDescriptor
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.program.tensors import Slice
@@ -34,6 +33,7 @@ from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CompiledKernels
 from flashmem.runtime.schedule import WORD
+from flashmem.target.descriptor import DeviceDescriptor
 
 from .loads import CHUNK, PARTS, Loads
 from .target import Supply, Target

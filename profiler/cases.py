@@ -17,11 +17,11 @@ import numpy as np
 from flashmem.base.types import TransferMode
 from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import Slicing
-from flashmem.device import DeviceDescriptor, Tile
 from flashmem.graph.builder import constant
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Value
 from flashmem.graph.passes import prepare
+from flashmem.target.descriptor import DeviceDescriptor, Tile
 
 from .dataset import SAMPLE
 from .shapes import Attention

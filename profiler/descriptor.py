@@ -1,4 +1,4 @@
-"""A device descriptor as TOML, as `flashmem.device.load_descriptor` reads it."""
+"""A device descriptor as TOML, as `flashmem.target.descriptor.load_descriptor` reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmem.base.files import written_whole
 from flashmem.base.resources import read_bytes
 from flashmem.capacity.model import SECONDS, SLOWDOWN
 from flashmem.codegen.tuned import SUFFIX
-from flashmem.device import DeviceDescriptor, Rates
+from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 _TABLES = ("modes", "tile", "rates", "sources")
 _OF_VARIANTS = "variants"
@@ -63,7 +63,7 @@ def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:
 
 
 def _toml(descriptor: DeviceDescriptor, head: str) -> str:
-    """The descriptor as `flashmem.device.load_descriptor` reads it."""
+    """The descriptor as `flashmem.target.descriptor.load_descriptor` reads it."""
     data = descriptor.to_dict()
     apart = (*_TABLES, _OF_VARIANTS, "only")
     lines = [head, *(f"{key} = {_value(value)}" for key, value in data.items() if key not in apart)]

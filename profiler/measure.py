@@ -20,9 +20,9 @@ from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.capacity.basis import Basis
 from flashmem.capacity.features import MAX_RATIO, launch_features
-from flashmem.device import DeviceDescriptor, Rates
 from flashmem.runtime.devices import Device
 from flashmem.runtime.processor import processor_of
+from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 from .bench import Bench, Measured, Pace, Prepared
 from .dataset import SAMPLE, SUFFIX, Growing, Row, write_dataset

@@ -9,12 +9,12 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_program
-from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, GraphPort
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
+from flashmem.target.descriptor import DeviceDescriptor
 
 from .sketch import Sketch
 from .target import Openings

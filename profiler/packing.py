@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashmem.device import DeviceDescriptor
+from flashmem.target.descriptor import DeviceDescriptor
 
 from .bench import REFERENCE_GEMM, REFERENCE_SUM
 from .cases import Made

@@ -1,4 +1,4 @@
-"""The machine's rates: every field of `flashmem.device.Rates`, measured with the runtime's own parts."""
+"""The machine's rates: every field of `flashmem.target.descriptor.Rates`, measured with the runtime's own parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from flashmem.base.types import TransferMode
-from flashmem.device import Rates
+from flashmem.target.descriptor import Rates
 
 from .bench import LANE_BYTES, Bench
 from .dataset import Row

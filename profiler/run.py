@@ -13,9 +13,9 @@ from typing import Any
 
 from flashmem.base.errors import UserError
 from flashmem.capacity.basis import Basis
-from flashmem.device import DeviceDescriptor
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
+from flashmem.target.descriptor import DeviceDescriptor
 
 from .dataset import SAMPLE, SUFFIX, at_usual_pace, read_dataset
 from .descriptor import write_descriptor

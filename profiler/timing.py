@@ -19,7 +19,6 @@ from flashmem.base.errors import RunError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
-from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
@@ -28,6 +27,7 @@ from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Command, Resources, make_steps
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory, Program, event_seconds
+from flashmem.target.descriptor import DeviceDescriptor
 
 _BLOCK = 16 << 20  # bytes written at a time
 _HELD_BYTES = 4 << 30  # of buffers and textures kept for the next operator

@@ -23,10 +23,10 @@ from flashmem.base.types import MemoryPath
 from flashmem.codegen.program import Generated
 from flashmem.codegen.tuned import SUFFIX, VERSION, Product, Table, Timing, read_table
 from flashmem.codegen.variants import candidates, estimate
-from flashmem.device import DeviceDescriptor, Variant, load_descriptor
 from flashmem.request import device_here
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import Program
+from flashmem.target.descriptor import DeviceDescriptor, Variant, load_descriptor
 
 from .descriptor import name_table
 from .shapes import Attention, Batched, Convolution, Matmul, Rows, Shape

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from flashmem.base.types import DEFAULT_PAGE
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import BundleWriter
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.program.kernel_text import Source
@@ -24,6 +23,7 @@ from flashmem.program.lanes import LaneKind, lane_places
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, RowGather, Slice, Tensor
+from flashmem.target.descriptor import DeviceDescriptor
 
 WIDTH = 200  # elements of the vector: 50 texels a row
 LAYERS = 12

@@ -13,7 +13,6 @@ from compared import DEVICES, answers_of, require_right
 
 import flashmem
 from flashmem.codegen.program import generate
-from flashmem.device import Variant, load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import import_model
@@ -21,6 +20,7 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.request import find_device
 from flashmem.runtime.devices import descriptor_for
+from flashmem.target.descriptor import Variant, load_descriptor
 
 DATA = Path(__file__).parent / "data"
 SOME = (

@@ -9,7 +9,7 @@ import pytest
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.types import TRANSFER_MODES
-from flashmem.device import DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
 
 FOLDER = Path(__file__).parent.parent / "devices"
 

@@ -28,12 +28,12 @@ from flashmem.codegen.choices import Choices
 from flashmem.codegen.program import generate
 from flashmem.codegen.storage import SMALL
 from flashmem.compile import read_graph
-from flashmem.device import Variant, load_descriptor
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node
 from flashmem.graph.operators import is_elementwise
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
+from flashmem.target.descriptor import Variant, load_descriptor
 
 Array = NDArray[Any]
 RANDOM = np.random.default_rng(16)

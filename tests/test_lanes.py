@@ -23,7 +23,6 @@ from flashmem.base.errors import BundleError
 from flashmem.codegen.program import Generated
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.compile import plan_graph, read_graph
-from flashmem.device import Variant, load_descriptor
 from flashmem.lane_bounds import check_lanes
 from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
@@ -35,6 +34,7 @@ from flashmem.runtime.executor import Executor, Resources, make_steps
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move, Ride
 from flashmem.runtime.opencl import Context, list_devices
 from flashmem.runtime.program_cache import CompiledKernels
+from flashmem.target.descriptor import Variant, load_descriptor
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]
 KINDS: tuple[LaneKind, ...] = ("buffer", "float", "half", "uint8", "uint16")

@@ -18,7 +18,6 @@ from mini_bundle import write_mini_bundle
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import PoolLayout
 from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import Copier
@@ -30,6 +29,7 @@ from flashmem.runtime.residence import free_from
 from flashmem.runtime.schedule import Band, Load
 from flashmem.runtime.transfer import Transfer, Turn
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 class Noted(Transfer):

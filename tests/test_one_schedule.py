@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.device import DeviceDescriptor, Rates
 from flashmem.planning.clock import needed_at, play
 from flashmem.planning.keep import later_seconds
 from flashmem.planning.latency import first_plan
@@ -30,6 +29,7 @@ from flashmem.program.program import Program
 from flashmem.request import Options
 from flashmem.simulation.scenario import Scenario, describe
 from flashmem.simulation.simulator import simulate
+from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 MODELS = ("gptneo-tiny.onnx", "vit-tiny.onnx", "resnet-tiny.onnx")
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")

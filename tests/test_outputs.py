@@ -19,10 +19,10 @@ import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BudgetError, BundleError, RunError
 from flashmem.bundle_check import check_bundle
-from flashmem.device import load_descriptor
 from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
 from flashmem.runtime import arena
 from flashmem.runtime.opencl import Queue, list_devices
+from flashmem.target.descriptor import load_descriptor
 
 DEVICES = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
 ROWS, COLUMNS = 67, 4099  # large outputs do not end on pages

@@ -109,7 +109,7 @@ def test_nothing_else_is_inside(wheel: Path) -> None:
 def test_the_installed_package_finds_its_resources(installed: Path, tmp_path: Path) -> None:
     program = """
 import json, flashmem
-from flashmem.device import descriptor_names, load_descriptor
+from flashmem.target.descriptor import descriptor_names, load_descriptor
 from flashmem.base.resources import read_text
 names = [load_descriptor(name).name for name in descriptor_names()]
 print(json.dumps([flashmem.__file__, names, read_text("kernels", "templates/mac.cl.j2")]))

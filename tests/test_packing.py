@@ -24,12 +24,12 @@ from flashmem.bundle import Bundle
 from flashmem.codegen.packing import WASTED, PackedSlice, Packing
 from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
-from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.passes import prepare
 from flashmem.program.program import raw_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.zoo.graphs import zoo_graph
 
 Array = NDArray[Any]

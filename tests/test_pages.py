@@ -14,12 +14,12 @@ from flashmem.base import pages
 from flashmem.base.errors import BundleError, UserError
 from flashmem.bundle import Bundle
 from flashmem.bundle_check import check_bundle
-from flashmem.device import descriptor_names, load_descriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.runtime.arena import move_out, new_pages
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.schedule import bands
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 DATA = Path(__file__).parent / "data"
 CPUS = [str(number) for number, device in enumerate(list_devices()) if device.kind == "cpu"]

@@ -18,7 +18,6 @@ from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correl
 from flashmem.capacity.classes import predict_seconds
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.device import DeviceDescriptor, Rates, load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
@@ -26,6 +25,7 @@ from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
 from flashmem.request import Options, choose_mode
 from flashmem.simulation.scenario import describe
+from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
 
 BASE = DeviceDescriptor("made-up", rates=Rates(gemm_flops=100e9, disk_bandwidth=1e9, launch_seconds=10e-6))
 

@@ -22,13 +22,13 @@ import flashmem
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.cli import app
 from flashmem.cli_plain import _parser
-from flashmem.device import load_descriptor
 from flashmem.profiler import kit as kits
 from flashmem.profiler import openings, packing
 from flashmem.profiler.dataset import read_dataset
 from flashmem.profiler.kit import Kit
 from flashmem.profiler.run import retrain
 from flashmem.runtime.opencl import list_devices
+from flashmem.target.descriptor import load_descriptor
 
 MODEL = ROOT / "tests/data/resnet-tiny.onnx"
 DEVICE = next(device for device in list_devices() if device.kind == "cpu" and device.descriptor_name in ("pocl", "intel-cpu"))

@@ -22,7 +22,6 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.codegen import places
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.program import Generated, generate
-from flashmem.device import load_descriptor
 from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Value
 from flashmem.graph.onnx_import import import_model
@@ -31,6 +30,7 @@ from flashmem.graph.passes import prepare
 from flashmem.graph.ranges import unreshaped
 from flashmem.kernel_bounds import check_reach
 from flashmem.program.program import Program
+from flashmem.target.descriptor import load_descriptor
 
 Array = NDArray[Any]
 

@@ -20,12 +20,12 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, UserError
-from flashmem.device import load_descriptor
 from flashmem.runtime import cores, kernel_processes, preparation
 from flashmem.runtime.kernel_list import Wanted
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.program_cache import CachedKernels
 from flashmem.runtime.run import Run
+from flashmem.target.descriptor import load_descriptor
 
 PLACES = [(device, path) for device, path in PLACES if load_descriptor(device).tile.columns == 32]  # as wide as PARTED's panels
 DEVICE = PLACES[0][0] if PLACES else ""

@@ -21,7 +21,6 @@ from flashmem.capacity.model import Roofline, default_model, load_capacity
 from flashmem.capacity.predictor import Predictor, ratio_within
 from flashmem.capacity.response import learn_classes
 from flashmem.cli import app
-from flashmem.device import DeviceDescriptor, descriptor_names, load_descriptor
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family
@@ -34,6 +33,7 @@ from flashmem.profiler.train import save, train
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
+from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 
 POCL = load_descriptor("pocl")
 ROOT = Path(__file__).parent.parent

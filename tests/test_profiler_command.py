@@ -11,12 +11,12 @@ from command_line import Command, command_line
 
 from flashmem.capacity.model import default_model
 from flashmem.capacity.predictor import Predictor
-from flashmem.device import load_descriptor
 from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.report import judged_by_shipped
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.processor import processor_of
+from flashmem.target.descriptor import load_descriptor
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 DEVICE = next(str(number) for number, device in enumerate(list_devices()) if device.kind == "cpu")

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from flashmem.base.errors import RunError, UserError
 from flashmem.capacity.features import launch_features
 from flashmem.cli import app
-from flashmem.device import load_descriptor
 from flashmem.profiler import measure, run, sessions
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import Made, elementwise_target
@@ -29,6 +28,7 @@ from flashmem.profiler.models import read_models
 from flashmem.profiler.rates import MachineRates
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
+from flashmem.target.descriptor import load_descriptor
 
 DATA = Path(__file__).parent / "data"
 POCL = load_descriptor("pocl")

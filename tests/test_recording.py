@@ -20,7 +20,6 @@ from test_executor import FakeLoader, FakeQueue, sessions
 from flashmem import Session
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.bundle import Bundle
-from flashmem.device import descriptor_names, load_descriptor
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
 from flashmem.runtime import executor as module
@@ -28,6 +27,7 @@ from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.executor import FEWEST, Command, Executor, Step
 from flashmem.runtime.launching import COMMAND_BUFFERS, CommandBuffers, RecordableQueues, Recording
 from flashmem.runtime.opencl import Context, list_devices
+from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 DEVICES = [device for device in list_devices() if COMMAND_BUFFERS in device.extensions]
 EACH = pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.descriptor_name)

@@ -16,11 +16,11 @@ from onnx import TensorProto, helper, numpy_helper
 from flashmem import banding
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
-from flashmem.device import load_descriptor
 from flashmem.graph.band_choice import BandChoice
 from flashmem.planning import bounds, budget, latency
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
+from flashmem.target.descriptor import load_descriptor
 from flashmem.unfusion import Pipeline
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
-from flashmem.device import MemoryPath
 from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.accounts import Account, Budget
@@ -30,6 +29,7 @@ from flashmem.runtime.program_cache import kernel_key
 from flashmem.runtime.program_files import packed_entries
 from flashmem.runtime.schedule import pages, whole
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.target.descriptor import MemoryPath
 
 CASES = [
     pytest.param(device, path, id=f"{device.descriptor_name}-{path}")

@@ -11,12 +11,12 @@ from mini_bundle import write_mini_bundle
 from flashmem import Session
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
-from flashmem.device import DeviceDescriptor, Rates
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
 from flashmem.simulation.scenario import Strategy, describe, layout_for
 from flashmem.simulation.simulator import simulate
+from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 CASES = [
     pytest.param(device, path, mode, id=f"{device.descriptor_name}-{path}-{mode}")

@@ -28,7 +28,6 @@ from flashmem.codegen.packing import Packing
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
 from flashmem.commands.plan import several_launches
 from flashmem.compile import plan_graph
-from flashmem.device import DeviceDescriptor, load_descriptor
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
@@ -48,6 +47,7 @@ from flashmem.runtime.schedule import bands
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.zoo.graphs import zoo_graph
 from flashmem.zoo.net import Net
 

@@ -21,12 +21,12 @@ import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, FlashmemWarning, RunError
 from flashmem.bundle_check import check_bundle
-from flashmem.device import load_descriptor
 from flashmem.kernel_bounds import check_reach
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime import preparation
 from flashmem.runtime.cores import little_cores
+from flashmem.target.descriptor import load_descriptor
 
 
 @pytest.fixture(scope="module")

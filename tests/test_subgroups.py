@@ -15,13 +15,13 @@ import flashmem
 from flashmem.base.types import MemoryPath
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.variants import Product, choose
-from flashmem.device import SHUFFLES, Variant, load_descriptor
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import Rows
 from flashmem.profiler.tuning import Case, Request, tune
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import Context, find_device, list_devices
+from flashmem.target.descriptor import SHUFFLES, Variant, load_descriptor
 
 SHARED = Variant("shared", ("reduce_rows",), 1, 4, 4, split=64)
 

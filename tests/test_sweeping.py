@@ -12,7 +12,6 @@ import flashmem
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.device import load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Placeholder
 from flashmem.graph.layout import assign_layouts
@@ -24,6 +23,7 @@ from flashmem.runtime.opencl import list_devices
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject, measured, simulated
 from flashmem.sweeping.subjects import subject_of
+from flashmem.target.descriptor import load_descriptor
 from flashmem.zoo.graphs import zoo_graph
 
 DATA = Path(__file__).parent / "data"

@@ -17,12 +17,12 @@ from flashmem.allocations import within_allocations
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle import Bundle
 from flashmem.capacity.model import Roofline, default_model
-from flashmem.device import load_descriptor
 from flashmem.runtime.devices import Device
 from flashmem.runtime.many import Runtime
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.session import Session
 from flashmem.runtime.target import playable
+from flashmem.target.descriptor import load_descriptor
 
 DATA = Path(__file__).parent / "data"
 MODEL = DATA / "gptneo-tiny.onnx"

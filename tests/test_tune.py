@@ -19,7 +19,6 @@ from flashmem.codegen.choices import Choices, fewest, packed_bytes
 from flashmem.codegen.tuned import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
 from flashmem.codegen.variants import choose, seconds
 from flashmem.compile import _key
-from flashmem.device import DeviceDescriptor, Tile, Variant, load_descriptor
 from flashmem.planning.limits import Limits
 from flashmem.profiler.dataset import SUFFIX as DATASET
 from flashmem.profiler.dataset import read_dataset, write_dataset
@@ -28,6 +27,7 @@ from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Sh
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, Request, Result, cases, summary, tune
 from flashmem.request import Options
+from flashmem.target.descriptor import DeviceDescriptor, Tile, Variant, load_descriptor
 
 VARIANTS = (
     Variant("wide", ("matmul", "conv"), 4, 16, 8),

@@ -19,7 +19,6 @@ from planning_problems import layers_of
 
 import flashmem
 from flashmem.codegen.program import generate
-from flashmem.device import load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph, Node
 from flashmem.graph.layout import assign_layouts
@@ -31,6 +30,7 @@ from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program.program import Program
 from flashmem.runtime.opencl import list_devices
+from flashmem.target.descriptor import load_descriptor
 from flashmem.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 
 DATA = Path(__file__).parent / "data"

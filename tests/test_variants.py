@@ -22,10 +22,10 @@ from flashmem.base.types import MemoryPath, Optimize
 from flashmem.codegen.choices import Choices, packed_bytes
 from flashmem.codegen.packing import Storage
 from flashmem.codegen.variants import Product, candidates, choose, seconds
-from flashmem.device import DeviceDescriptor, Variant, descriptor_names, load_descriptor
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.devices import HALF_ARITHMETIC, descriptor_for
 from flashmem.runtime.opencl import list_devices
+from flashmem.target.descriptor import DeviceDescriptor, Variant, descriptor_names, load_descriptor
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic")
 VARIANTS = [

@@ -17,8 +17,8 @@ from flashmem.codegen.choices import Choices, packed_bytes
 from flashmem.codegen.emitters.convolution import transformed_weights
 from flashmem.codegen.tuned import SUFFIX, Product, Table, Timing
 from flashmem.codegen.variants import choose
-from flashmem.device import DeviceDescriptor, Variant, load_descriptor
 from flashmem.profiler.descriptor import write_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, Variant, load_descriptor
 
 ALONE = Variant("alone", ("conv",), 2, 16, 8, winograd=16)
 SHARED = Variant("shared", ("conv",), 4, 8, 4, (2, 2), stage=4, split=16, winograd=4)

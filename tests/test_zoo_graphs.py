@@ -13,7 +13,6 @@ import pytest
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.program import generate
-from flashmem.device import load_descriptor
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import collect_unsupported, import_model
@@ -21,6 +20,7 @@ from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.planning.problem import build_problem
 from flashmem.program.program import Program
+from flashmem.target.descriptor import load_descriptor
 from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 
 DATA = Path(__file__).parent / "data"

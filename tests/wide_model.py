@@ -11,7 +11,7 @@ import pytest
 from compared import Nodes
 
 from flashmem.codegen.choices import Choices, Use
-from flashmem.device import Variant
+from flashmem.target.descriptor import Variant
 
 Wide = tuple[Path, dict[str, Any], list[Any]]
 """A model, its inputs, and what is right."""

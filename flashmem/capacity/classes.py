@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from flashmem.base.types import OperatorClass
-from flashmem.device import DeviceDescriptor
 from flashmem.program.launches import Launch
+from flashmem.target.descriptor import DeviceDescriptor
 
 THRESHOLDS: Final[dict[OperatorClass, float]] = {"hierarchical": 0.0, "reusable": 0.20, "elemental": 3.0}
 """Slowdown a class of operators may take from streaming, as a share of its own latency."""

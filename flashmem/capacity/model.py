@@ -12,8 +12,8 @@ from typing import Protocol
 from flashmem.base.resources import names
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.capacity.classes import THRESHOLDS, predict_seconds
-from flashmem.device import DeviceDescriptor
 from flashmem.program.launches import Launch
+from flashmem.target.descriptor import DeviceDescriptor
 
 SECONDS, SLOWDOWN = ".seconds.ubj", ".slowdown.ubj"
 """How the two files of a trained model end."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashmem.device import JOINED, Variant
 from flashmem.graph.operators.vector import Vector
 from flashmem.program.launches import KernelShape
+from flashmem.target.descriptor import JOINED, Variant
 
 PRIVATE_BYTES = 24 << 10
 """Of queries and sums that a work-item of several vectors keeps: more of them share a load, but the nearest cache has to hold

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashmem.base.types import Optimize
 from flashmem.codegen.variants import Product, cut, panel, seconds, transformed
-from flashmem.device import DeviceDescriptor, Variant
+from flashmem.target.descriptor import DeviceDescriptor, Variant
 
 BUILD_SECONDS = 0.1
 """Compiling one kernel, which happens when a bundle is compiled: assumed of every device."""

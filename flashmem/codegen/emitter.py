@@ -21,7 +21,6 @@ from flashmem.codegen.slicing import MOST_BYTES, Slicing
 from flashmem.codegen.stored_weights import NOTHING_STORED, PackedWeight, Placements, StoredWeights
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.codegen.variants import Product
-from flashmem.device import DeviceDescriptor, Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.onnx_limits import ELEMENTS
@@ -30,6 +29,7 @@ from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.graph.ranges import unreshaped
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
+from flashmem.target.descriptor import DeviceDescriptor, Variant
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import TEXEL_BYTES, Channel, MemoryPath
 from flashmem.codegen.folding import ImageLimits, Panels, cut
-from flashmem.device import DeviceDescriptor
 from flashmem.graph.ir import Node
+from flashmem.target.descriptor import DeviceDescriptor
 
 Columns = Callable[[int, int], NDArray[Any]]
 """(first, end) -> that range of output columns as [depth, end - first]."""

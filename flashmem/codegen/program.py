@@ -22,7 +22,6 @@ from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.storage import stored_in_half
 from flashmem.codegen.stored_weights import NOTHING_STORED, Placements, StoredWeights
 from flashmem.codegen.templates import KernelLibrary
-from flashmem.device import DeviceDescriptor
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, GraphPort, Node, Value
 from flashmem.graph.ranges import Ranges
@@ -31,6 +30,7 @@ from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, RowGather, Tensor
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, cast
 from flashmem.base.types import DType
 from flashmem.codegen.scaling import Scaling
 from flashmem.codegen.variants import panel
-from flashmem.device import Variant
 from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.program.launches import KernelShape
+from flashmem.target.descriptor import Variant
 
 _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C's names of packed elements that differ from those of tensors; two of 4 bits are one."""

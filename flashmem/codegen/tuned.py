@@ -22,7 +22,7 @@ from typing import Any, cast
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_text
 from flashmem.base.types import MemoryPath
-from flashmem.device import DeviceDescriptor, Variant
+from flashmem.target.descriptor import DeviceDescriptor, Variant
 
 SUFFIX = ".tuned.csv"
 VERSION = 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flashmem.codegen.attention_form import LEAST_BLOCK
 from flashmem.codegen.tuned import Product as Product
 from flashmem.codegen.tuned import tuned_table
-from flashmem.device import DeviceDescriptor, Variant
+from flashmem.target.descriptor import DeviceDescriptor, Variant
 
 
 def choose(descriptor: DeviceDescriptor, product: Product) -> Variant:

@@ -12,9 +12,9 @@ from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.types import TransferMode
 from flashmem.commands.compiling import CompileOptions
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan
 from flashmem.program.program import Program
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 @dataclass

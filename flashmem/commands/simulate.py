@@ -14,7 +14,6 @@ from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan
 from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program.program import Program, fixed_bytes
@@ -24,6 +23,7 @@ from flashmem.runtime.residence import Strategy
 from flashmem.shapes import port_shapes
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
+from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.zoo.names import architecture
 
 

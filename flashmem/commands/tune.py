@@ -19,7 +19,7 @@ def tune_device(device: str, output: Path | None, *, minutes: float, families: t
     """
     with offline_half("tuning"):
         from flashmem.profiler.tuning import Request, summary, tune
-    from flashmem.device import load_descriptor
+    from flashmem.target.descriptor import load_descriptor
 
     unknown = [family for family in families if family not in FAMILIES]
     if unknown:

@@ -15,8 +15,8 @@ from typing import Any, Literal, cast, get_args
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.units import parse_size
-from flashmem.device import descriptor_names, load_descriptor
 from flashmem.request import Precision
+from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 Metric = Literal[
     "accuracy", "latency", "first", "throughput", "memory", "size", "workload", "turnaround", "system-throughput", "fairness"

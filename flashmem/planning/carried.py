@@ -11,10 +11,10 @@ from typing import Any
 
 from flashmem.base.errors import BundleError
 from flashmem.base.types import TransferMode
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.problem import LayerSpec, Problem, posed
 from flashmem.program.program import Program
+from flashmem.target.descriptor import DeviceDescriptor
 
 KEY = "layers"
 """Where a bundle's `meta` holds it."""

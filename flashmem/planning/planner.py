@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure, roomiest, with_staging_that_fits
 from flashmem.planning.clock import Timing
@@ -24,6 +23,7 @@ from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import BoundScope, OverlapPlan
 from flashmem.planning.problem import Problem, build_problem, staged_within
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 def planning_problem(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> Problem:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
-from flashmem.device import SHUFFLES, DeviceDescriptor, Variant, descriptor_names, load_descriptor
+from flashmem.target.descriptor import SHUFFLES, DeviceDescriptor, Variant, descriptor_names, load_descriptor
 
 IMAGE_FROM_BUFFER = "cl_khr_image2d_from_buffer"
 HALF_ARITHMETIC = "cl_khr_fp16"

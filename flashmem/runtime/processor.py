@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashmem.device import DeviceDescriptor
 from flashmem.runtime.devices import Device
+from flashmem.target.descriptor import DeviceDescriptor
 
 _CPUINFO = Path("/proc/cpuinfo")
 

@@ -13,9 +13,9 @@ from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TEXEL_BYTES, TransferMode
 from flashmem.bundle import Bundle
-from flashmem.device import DeviceDescriptor, descriptor_names
 from flashmem.program.program import Program
 from flashmem.runtime.devices import Device, descriptor_for
+from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 
 
 def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:

@@ -14,7 +14,6 @@ from math import prod
 from typing import Literal
 
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
-from flashmem.device import DeviceDescriptor
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.planning.problem import build_problem
@@ -25,6 +24,7 @@ from flashmem.runtime.accounts import Category
 from flashmem.runtime.lanes import LayerMoves, Ride, layer_moves, needed_slices
 from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
 from flashmem.runtime.schedule import Band, Load, planned_frees, planned_loads, read_while_opening
+from flashmem.target.descriptor import DeviceDescriptor
 
 Disk = Literal["cold", "cached"]
 Piece = tuple[Literal["read", "copy"], int]

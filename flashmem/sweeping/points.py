@@ -19,7 +19,6 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle_writer import BundleWriter
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
-from flashmem.device import DeviceDescriptor
 from flashmem.graph.ir import Graph
 from flashmem.graph.portable import PortableGraph
 from flashmem.planning.limits import Limits
@@ -30,6 +29,7 @@ from flashmem.request import Options, device_here
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate
 from flashmem.sweeping.grid import RESULTS, Cell, Point
+from flashmem.target.descriptor import DeviceDescriptor
 
 
 @dataclass(frozen=True)

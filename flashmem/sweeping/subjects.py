@@ -12,7 +12,6 @@ from flashmem.bundle import Bundle
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
-from flashmem.device import DeviceDescriptor, descriptor_names
 from flashmem.graph.passes import prepare
 from flashmem.graph.portable import portable
 from flashmem.planning.limits import Limits
@@ -20,6 +19,7 @@ from flashmem.request import Options, choose_mode, device_here, find_descriptor
 from flashmem.shapes import read_variants
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
+from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 from flashmem.zoo.graphs import check_architecture, zoo_graph
 from flashmem.zoo.names import architecture
 

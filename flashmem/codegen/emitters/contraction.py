@@ -17,12 +17,12 @@ from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weigh
 from flashmem.codegen.scaling import Kept, read_both, read_weights
 from flashmem.codegen.tile import Tile
 from flashmem.codegen.variants import Product, cut
-from flashmem.device import Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, scalar_literal
 from flashmem.graph.placement import broadcast_strides
 from flashmem.program.launches import Arg, KernelShape
+from flashmem.target.descriptor import Variant
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""

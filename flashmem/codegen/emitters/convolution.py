@@ -14,11 +14,11 @@ from flashmem.codegen.emitters.contraction import choice, emit_depthwise, emit_p
 from flashmem.codegen.packing import Packing
 from flashmem.codegen.tile import Tile
 from flashmem.codegen.variants import Product, cut, transformed
-from flashmem.device import Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Node, Value
 from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program.launches import Arg, KernelShape
+from flashmem.target.descriptor import Variant
 
 FEW_CHANNELS = 16
 """A CPU copies taps of fewer channels before it multiplies them."""

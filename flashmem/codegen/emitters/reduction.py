@@ -9,12 +9,12 @@ from flashmem.base.types import DType
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.variants import Product
-from flashmem.device import Variant
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Value
 from flashmem.graph.operators.reduction import whole_rows
 from flashmem.graph.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
+from flashmem.target.descriptor import Variant
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceL1": (0, "|v|", "$a + $b", "$"),
