@@ -43,9 +43,9 @@ from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor

@@ -37,8 +37,8 @@ from flashmem.request import device_here, resolve
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context
-from flashmem.runtime.schedule import Span
 from flashmem.runtime.session import RunReport
+from flashmem.schedule.loads import Span
 from flashmem.zoo.graphs import zoo_graph
 
 MODELS = ("gptneo-125m", "vit-b16", "resnet50")

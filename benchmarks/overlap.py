@@ -11,7 +11,7 @@ weights beside what a session holds whatever the plan; one that some strategy ca
 can. All play the program that our compiler makes for that budget. The models' files are read for their shapes only; no device
 is needed. Needs the `compile` extra, `--plot` matplotlib.
 
-Ours reads as soon as a place is free, the baselines once their gates open (`flashmem/runtime/residence.py`): "held" is our plan
+Ours reads as soon as a place is free, the baselines once their gates open (`flashmem/schedule/residency.py`): "held" is our plan
 held to its gates too, which is what ours gains by that rule alone. In mode `map` both are held.
 """
 
@@ -34,10 +34,10 @@ from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.graph.fusion import fuse
 from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode
+from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor

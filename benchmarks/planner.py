@@ -37,10 +37,10 @@ from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.latency import forced_preload
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.limits import read_limits
-from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import completed, plan_problem, planning_problem
 from flashmem.program.program import Program
 from flashmem.request import Options, resolve
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import load_descriptor

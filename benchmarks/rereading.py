@@ -27,12 +27,12 @@ from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import fuse
 from flashmem.ordering import in_lowest_order
 from flashmem.planning.limits import read_limits
-from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 from flashmem.request import Options, resolve
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.zoo.models import names, tiny_names
 
 MODELS = (

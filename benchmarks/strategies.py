@@ -29,8 +29,8 @@ from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
 from flashmem.graph.fusion import fuse
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import Strategy
 from flashmem.request import resolve
+from flashmem.schedule.plan import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BASELINES = STRATEGIES[1:]

@@ -45,8 +45,8 @@ from flashmem.program.program import Program
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime import loader
 from flashmem.runtime.fitted import fit
-from flashmem.runtime.schedule import Step
 from flashmem.runtime.target import playable
+from flashmem.schedule.loads import Step
 from flashmem.zoo.graph_file import write_random
 
 Array = NDArray[Any]

@@ -33,9 +33,9 @@ from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.program import Program
 from flashmem.request import Options, choose_mode
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor

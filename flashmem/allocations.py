@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
-from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program.program import Program
+from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.target.descriptor import DeviceDescriptor
 
 

@@ -5,7 +5,7 @@ A bundle is a folder, NAME.flashmem, with a manifest and the folder that it name
     manifest.json        format version, sizes and hashes of the other files, device, origin; a digest of itself
     3f2a90c1d5e7b846/
         program.json     what the device executes (flashmem.program)
-        plan.json        when weights are loaded (flashmem.planning.plan)
+        plan.json        when weights are loaded (flashmem.schedule.plan)
         kernels.cl       OpenCL C of the program: one part for each kernel (flashmem.program.kernel_text.kernel_texts)
         kernels_lane.cl  the same kernels, each with a stream lane
         digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.digests)
@@ -43,9 +43,9 @@ from flashmem.generations import MANIFEST, named_generation
 from flashmem.kernel_bounds import check_reach
 from flashmem.kernel_source import check_options, check_source
 from flashmem.lane_bounds import check_lanes
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 READ_BYTES = 8 << 20

@@ -22,11 +22,11 @@ from flashmem.base.errors import BundleError
 from flashmem.base.pages import is_page_size
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES
 from flashmem.digests import table_end
-from flashmem.planning.check import check_rules
-from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program, copied_outputs
 from flashmem.program.tensors import Slice, array_bytes, port_dtype
+from flashmem.schedule.check import check_rules
+from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.target.descriptor import MOST_LOADER_THREADS
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")

@@ -35,9 +35,9 @@ from flashmem.generations import MANIFEST, Draft
 from flashmem.kernel_bounds import check_reach
 from flashmem.kernel_source import check_source
 from flashmem.lane_bounds import check_lanes
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 

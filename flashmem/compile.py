@@ -38,14 +38,14 @@ from flashmem.planning.carried import KEY as CARRIED
 from flashmem.planning.carried import carried
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import Objective, OverlapPlan, Strategy, Units
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
-from flashmem.planning.problem import Problem
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
 from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 from flashmem.shapes import Shapes, checked_variants, shapes_text
 from flashmem.unfusion import Cuts, Pipeline, may_refine, refine
 

@@ -20,11 +20,11 @@ from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_plan, replace_plans
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import plan_problem, planning_problem
-from flashmem.planning.problem import Problem
 from flashmem.runtime.report import RunReport
-from flashmem.runtime.schedule import Span
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.loads import Span
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 KEY = "learned"

@@ -15,11 +15,11 @@ from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.base.types import Optimize as Optimize
 from flashmem.base.units import format_size, parse_size
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import find_device
-from flashmem.runtime.residence import Strategy
+from flashmem.schedule.plan import OverlapPlan
+from flashmem.schedule.plan import Strategy as PlannedStrategy
+from flashmem.schedule.residency import Strategy
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 
 Precision = Literal["fp32", "fp16"]

@@ -18,9 +18,9 @@ from flashmem.graph.fusion import Layer, fuse
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem
 from flashmem.program.program import Program
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import OverlapPlan
 
 BATCH = 8
 """Layers split at first; twice as many when that improves the objective, half as many when it does not."""

@@ -32,7 +32,7 @@ from flashmem.runtime.lanes import LayerMoves, Move, Ride
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory
 from flashmem.runtime.program_cache import CompiledKernels
-from flashmem.runtime.schedule import WORD
+from flashmem.schedule.loads import WORD
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .loads import CHUNK, PARTS, Loads

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from flashmem.base.pages import page_size
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.planning.plan import PoolLayout, TextureSlot
 from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Places
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context
-from flashmem.runtime.schedule import Load, whole
 from flashmem.runtime.transfer import Transfer
 from flashmem.runtime.transfer_modes import make_transfer
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.loads import Load, whole
+from flashmem.schedule.plan import PoolLayout, TextureSlot
 
 CHUNK = 1 << 20
 """Bytes are streamed in slices of the planner's usual chunk."""

@@ -17,12 +17,12 @@ from flashmem.base.types import DEFAULT_PAGE
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import BundleWriter
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import LaneKind, lane_places
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, RowGather, Slice, Tensor
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import DeviceDescriptor
 
 WIDTH = 200  # elements of the vector: 50 texels a row

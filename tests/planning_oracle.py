@@ -33,8 +33,8 @@ from flashmem.planning import preload_dp
 from flashmem.planning.cp_first import improve
 from flashmem.planning.latency import first_plan
 from flashmem.planning.lc_opg import solve
-from flashmem.planning.plan import OverlapPlan, Units
-from flashmem.planning.problem import LayerSpec, Problem, WeightSpec
+from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan, Units
 
 Option = TypeVar("Option")
 Pick = Callable[[Sequence[Option]], Option]

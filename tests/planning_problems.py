@@ -8,9 +8,9 @@ from itertools import combinations, product
 
 from hypothesis import strategies as st
 
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import LayerSpec, Problem, WeightSpec
 from flashmem.program.tensors import Slice
+from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan
 
 CLASSES = ("elemental", "reusable", "hierarchical")
 

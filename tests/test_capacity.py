@@ -7,10 +7,10 @@ import pytest
 from flashmem.base.types import OperatorClass
 from flashmem.capacity.classes import THRESHOLDS, classify, predict_seconds
 from flashmem.capacity.model import Roofline, load_capacity
-from flashmem.planning.problem import build_problem
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
+from flashmem.schedule.instance import build_problem
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 RATES = Rates(gemm_flops=100e9, memory_bandwidth=10e9, copy_bandwidth=4e9, disk_bandwidth=1e9, launch_seconds=10e-6)

@@ -18,8 +18,8 @@ from command_line import Command, command_line
 
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.options import BUNDLE_OPTIONS
-from flashmem.planning.plan import Status
 from flashmem.runtime.opencl import list_devices
+from flashmem.schedule.plan import Status
 
 DATA = Path(__file__).parent / "data"
 RESNET, GPTNEO, DYNAMIC = DATA / "resnet-tiny.onnx", DATA / "gptneo-tiny.onnx", DATA / "gptneo-tiny-dynamic.onnx"

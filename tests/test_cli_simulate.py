@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 from command_line import Command, command_line
 
-from flashmem.planning.plan import Status
 from flashmem.runtime.opencl import list_devices
+from flashmem.schedule.plan import Status
 
 DATA = Path(__file__).parent / "data"
 RESNET, GPTNEO = DATA / "resnet-tiny.onnx", DATA / "gptneo-tiny.onnx"

@@ -16,9 +16,9 @@ from flashmem.bundle_writer import replace_plan
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.run import RunOptions, run_model
 from flashmem.learn import KEY, Learned, learn, observed
-from flashmem.planning.problem import Problem
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
-from flashmem.runtime.schedule import Span
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.loads import Span
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 

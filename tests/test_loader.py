@@ -18,17 +18,17 @@ from mini_bundle import write_mini_bundle
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.planning.plan import PoolLayout
 from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import Copier
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.moving import InterleaveTransfer
 from flashmem.runtime.opencl import Context, Queue, list_devices
-from flashmem.runtime.residence import free_from
-from flashmem.runtime.schedule import Band, Load
 from flashmem.runtime.transfer import Transfer, Turn
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.loads import Band, Load
+from flashmem.schedule.plan import PoolLayout
+from flashmem.schedule.residency import free_from
 from flashmem.target.descriptor import DeviceDescriptor
 
 

@@ -21,12 +21,12 @@ from flashmem.planning.clock import needed_at, play
 from flashmem.planning.keep import later_seconds
 from flashmem.planning.latency import first_plan
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import make_plan, planning_problem
-from flashmem.planning.problem import Problem, build_problem
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
 from flashmem.request import Options
+from flashmem.schedule.instance import Problem, build_problem
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import Scenario, describe
 from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, Rates

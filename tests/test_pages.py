@@ -17,8 +17,8 @@ from flashmem.bundle_check import check_bundle
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.runtime.arena import move_out, new_pages
 from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.schedule import bands
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.loads import bands
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 DATA = Path(__file__).parent / "data"

@@ -23,9 +23,9 @@ import flashmem
 from flashmem import Bundle, RunReport, Session
 from flashmem.base.errors import BudgetError, MissingFileError, UnsupportedModelError
 from flashmem.commands.plan_zoo import ZooPlan
-from flashmem.planning.plan import OverlapPlan, PlanViolation
 from flashmem.planning.srpt import SrptPlan
 from flashmem.runtime.failures import RequestError
+from flashmem.schedule.plan import OverlapPlan, PlanViolation
 
 UNIMPORTED = {"flashmem.__main__", "flashmem.zoo.__main__"}
 """Modules that do something as they are imported."""

@@ -18,9 +18,9 @@ from flashmem.planning.greedy import greedy
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import RELAXING_TIERS, OverlapPlan
-from flashmem.planning.problem import LayerSpec, Problem, WeightSpec
 from flashmem.planning.why import moved_chunks
+from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec
+from flashmem.schedule.plan import RELAXING_TIERS, OverlapPlan
 
 FOREVER = 3600.0
 """Seconds; for what ends by itself."""

@@ -15,8 +15,8 @@ from flashmem.learn import limits_of
 from flashmem.planning.again import plan_again, smallest_budget
 from flashmem.planning.carried import KEY, carried_problem
 from flashmem.planning.planner import planning_problem
-from flashmem.planning.problem import Problem
 from flashmem.program.program import fixed_bytes
+from flashmem.schedule.instance import Problem
 
 MODES = ("map", "alias", "dma", "interleave")
 

@@ -13,8 +13,8 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.baselines import Baseline, Operator, fastest_within
 from flashmem.planning.latency import first_plan
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
 
 STRATEGIES: tuple[Strategy, ...] = ("on-demand", "always-next", "next-operator", "same-op", "resident-first")
 

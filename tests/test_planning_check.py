@@ -18,9 +18,9 @@ from flashmem.commands.plan_summary import summary
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, PlanViolation, PoolLayout, TextureSlot
-from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program.tensors import Slice
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout, TextureSlot
 
 WEIGHTS = (WeightSpec("head", 100, 1, 1), WeightSpec("a", 25, 3, 3), WeightSpec("b", 40, 4, 5), WeightSpec("c", 10, 5, 5))
 PROBLEM = Problem(layers_of([2, 3, 4, 3, 0]), WEIGHTS, 10, 80, 1.0)

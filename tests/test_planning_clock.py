@@ -14,7 +14,7 @@ from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.clock import play, unlimited_seconds
 from flashmem.planning.gates import earliest_gates
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 
 def reference(problem: Problem, gates: dict[str, int]) -> float:

@@ -18,7 +18,7 @@ from flashmem.planning.cp_first import improve
 from flashmem.planning.fill import filled
 from flashmem.planning.gates import closed_late, earliest_gates, held_bytes, in_turn, settled
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 CURVE = ((0.0, 1.0), (4.0, 1.25), (16.0, 2.0), (64.0, 2.5))

@@ -14,10 +14,10 @@ from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.memory_layout import Interval, lay_out, lay_out_pools, max_concurrent
-from flashmem.planning.plan import PlanViolation
-from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.planning.texture_slots import TextureSlotAllocator, colour_slots
 from flashmem.program.tensors import Slice
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import PlanViolation
 
 
 @st.composite

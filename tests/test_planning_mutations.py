@@ -16,10 +16,10 @@ from flashmem.planning.clock import play
 from flashmem.planning.keep import later_seconds
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.lc_opg import solve
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PlanViolation
-from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.planning.srpt import srpt
 from flashmem.planning.why import in_flight_bytes, moved_chunks
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation
 
 Broken = tuple[OverlapPlan, Problem]
 Mutation = Callable[[OverlapPlan, Problem, st.DataObject], Broken]

@@ -18,10 +18,10 @@ from flashmem.planning.keep import later_seconds, with_kept
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak, traced
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import _steady_bound
-from flashmem.planning.problem import LayerSpec, Problem, WeightSpec, chosen_chunk
 from flashmem.planning.why import in_flight_bytes
+from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec, chosen_chunk
+from flashmem.schedule.plan import OverlapPlan
 
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 

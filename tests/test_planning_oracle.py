@@ -22,7 +22,7 @@ from flashmem.planning.cp_relaxed import relaxed
 from flashmem.planning.latency import first_plan, judged
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.paper import PaperProblem
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 
 @st.composite

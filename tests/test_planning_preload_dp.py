@@ -14,7 +14,7 @@ from flashmem.planning.latency import forced_preload
 from flashmem.planning.lc_opg import solve
 from flashmem.planning.paper import PaperProblem
 from flashmem.planning.preload_dp import PreloadDynamicProgram, choose_preload
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 small = problems(most_layers=5, most_weights=4, most_chunks=3)
 whole = problems(most_layers=6, most_weights=4, most_chunks=3, whole_chunks=True, shared=False)

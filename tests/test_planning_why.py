@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from planning_problems import layers_of, problems
 
 from flashmem.planning.lc_opg import solve
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.planning.why import in_flight_bytes, moved_chunks, reasons
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan
 
 
 def kinds(plan: OverlapPlan) -> dict[str, str]:

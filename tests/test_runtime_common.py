@@ -27,8 +27,8 @@ from flashmem.runtime.kernel_list import wanted_kernels
 from flashmem.runtime.opencl import Context, list_devices
 from flashmem.runtime.program_cache import kernel_key
 from flashmem.runtime.program_files import packed_entries
-from flashmem.runtime.schedule import pages, whole
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.loads import pages, whole
 from flashmem.target.descriptor import MemoryPath
 
 CASES = [

@@ -18,7 +18,7 @@ from flashmem.runtime import icd
 
 OFFLINE = (
     "ortools", "xgboost", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "jinja2", "typer", "rich", "google", "pandas",
-    "flashmem.graph", "flashmem.capacity", "flashmem.codegen", "flashmem.compile", "flashmem.planning.problem",
+    "flashmem.graph", "flashmem.capacity", "flashmem.codegen", "flashmem.compile", "flashmem.schedule.instance",
 )  # fmt: skip
 
 _REFUSING = """
@@ -73,7 +73,7 @@ with flashmem.Runtime() as runtime:
 
 def test_a_bundle_is_planned_again_with_the_offline_half_blocked(tmp_path: Path) -> None:
     bundle = flashmem.compile(Path(__file__).parent / "data/resnet-tiny.onnx", tmp_path / "m.flashmem")
-    blocked = ",".join(module for module in OFFLINE if module != "flashmem.planning.problem")
+    blocked = ",".join(module for module in OFFLINE if module != "flashmem.schedule.instance")
     subprocess.run(
         [sys.executable, "-c", _REPLAN_BLOCKED, str(bundle.path), blocked], check=True, capture_output=True, text=True
     )

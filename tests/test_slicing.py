@@ -35,16 +35,16 @@ from flashmem.planning.clock import Timing
 from flashmem.planning.latency import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import PASSING_BYTES, OverlapPlan, passing_bytes
 from flashmem.planning.planner import planning_problem
-from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.request import Options
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.schedule import bands
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.loads import bands
+from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, passing_bytes
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
@@ -198,7 +198,7 @@ def test_what_is_large_passes_through_staging_in_pieces() -> None:
 
 
 def _layer(capacity: int) -> Any:
-    from flashmem.planning.problem import LayerSpec
+    from flashmem.schedule.instance import LayerSpec
 
     return LayerSpec("layer", "reusable", capacity, 1e-3)
 
@@ -237,7 +237,7 @@ def compiled(
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, nbytes: int = 48 * KIB) -> None:
     """Bands, and pieces in staging, of `nbytes`."""
-    monkeypatch.setattr("flashmem.planning.plan.PASSING_BYTES", nbytes)
+    monkeypatch.setattr("flashmem.schedule.plan.PASSING_BYTES", nbytes)
 
 
 def feeds_of(model: Path) -> dict[str, NDArray[np.float32]]:

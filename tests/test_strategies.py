@@ -19,11 +19,11 @@ from flashmem.bundle_writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import OverlapPlan, PlanViolation, Strategy
 from flashmem.planning.why import reasons
 from flashmem.request import Options
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
+from flashmem.schedule.plan import OverlapPlan, PlanViolation, Strategy
 
 DATA = Path(__file__).parent / "data"
 MODELS = ["gptneo-tiny", "resnet-tiny"]

@@ -23,15 +23,15 @@ from flashmem.base.errors import RunError
 from flashmem.base.types import MemoryPath
 from flashmem.bundle import Bundle
 from flashmem.doctor import selftest
-from flashmem.planning.plan import passing_bytes
 from flashmem.program.launches import Arg
 from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Tensor
-from flashmem.runtime import schedule
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.executor import Resources, _Binder
 from flashmem.runtime.opencl import Context, list_devices
 from flashmem.runtime.tenant import Tenant
+from flashmem.schedule import loads as schedule
+from flashmem.schedule.plan import passing_bytes
 
 MODELS = ("gptneo-tiny", "mobilenet-tiny", "regnet-tiny", "resnet-tiny", "vit-tiny")
 PATHS = ("buffer", "texture")

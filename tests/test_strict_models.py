@@ -20,9 +20,9 @@ from zoo_data import DATA, EXPORTS, examples
 
 import flashmem
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.planning.plan import passing_bytes
-from flashmem.runtime import schedule
 from flashmem.runtime.opencl import list_devices
+from flashmem.schedule import loads as schedule
+from flashmem.schedule.plan import passing_bytes
 
 SHAPES = {"gptneo-tiny-dynamic": {"input_ids": (1, 16)}, "gptneo-tiny-dynamic-legacy": {"input_ids": (2, 11)}}
 BAND = 16 << 10

@@ -26,10 +26,10 @@ from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.operators import is_elementwise, why_unsupported
 from flashmem.planning.penalty import Penalties
-from flashmem.planning.plan import OverlapPlan, PlannedWeight
-from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program.program import Program
 from flashmem.runtime.opencl import list_devices
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import load_descriptor
 from flashmem.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 

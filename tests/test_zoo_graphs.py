@@ -18,8 +18,8 @@ from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
-from flashmem.planning.problem import build_problem
 from flashmem.program.program import Program
+from flashmem.schedule.instance import build_problem
 from flashmem.target.descriptor import load_descriptor
 from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 

@@ -18,9 +18,9 @@ from flashmem.commands.plan_steady import steady_rows, steady_text
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.console import emit_json, print_facts, print_table
-from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.shapes import list_text, port_shapes, read_variants, stored_again
 from flashmem.zoo.names import architecture
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
+from flashmem.schedule.plan import OverlapPlan
 
 
 @dataclass(frozen=True)

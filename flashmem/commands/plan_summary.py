@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flashmem.bundle_check import plan_holds
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.program import Program
+from flashmem.schedule.plan import OverlapPlan
 
 
 def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.types import TransferMode
 from flashmem.commands.compiling import CompileOptions
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.program import Program
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 

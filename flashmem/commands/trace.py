@@ -10,7 +10,7 @@ from flashmem.base.files import written_whole
 
 if TYPE_CHECKING:
     from flashmem.runtime.report import RunReport
-    from flashmem.runtime.schedule import Span
+    from flashmem.schedule.loads import Span
 
 _TRACKS = {"layer": 1, "load": 2}
 

@@ -14,9 +14,9 @@ from flashmem.planning.budget import Measure, plan_within, roomiest, with_stagin
 from flashmem.planning.keep import leanest, with_kept
 from flashmem.planning.latency import first_plan, judged, smallest_m_peak
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem, staged_least, staged_within
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.schedule.instance import Problem, staged_least, staged_within
+from flashmem.schedule.plan import OverlapPlan
 
 _NEAR = 8
 """The part of a budget that is not worth another plan: the less memory there is, the longer each takes to make."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Collection, Mapping
 
 from flashmem.planning.clock import Moves, play, unlimited_seconds
-from flashmem.planning.plan import PASSING_BYTES, BoundScope, Objective, OverlapPlan, PlannedWeight, Tier
-from flashmem.planning.problem import Problem
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import PASSING_BYTES, BoundScope, Objective, OverlapPlan, PlannedWeight, Tier
 
 
 def moved_chunks(problem: Problem, moves: Moves) -> list[int]:

@@ -31,9 +31,9 @@ from flashmem.planning.budget import Measure, largest_within, plan_within
 from flashmem.planning.clock import Moves, play, unlimited_seconds
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.latency import first_plan, forced_preload, late_moves, smallest_m_peak
-from flashmem.planning.plan import OverlapPlan, Strategy
-from flashmem.planning.problem import Problem, WeightSpec
 from flashmem.program.program import Program
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan, Strategy
 
 
 @dataclass(frozen=True)

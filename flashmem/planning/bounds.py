@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 _SCAN, _SCANS = 512, 8
 """Layers looked at in one step, and most steps, when the earliest gate of a weight is looked for."""

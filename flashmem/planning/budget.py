@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem, with_less_staging
+from flashmem.schedule.instance import Problem, with_less_staging
+from flashmem.schedule.plan import OverlapPlan
 
 Measure = Callable[[OverlapPlan], int]
 """The bytes a plan takes in all, in the caller's meaning of a budget."""

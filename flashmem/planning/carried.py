@@ -11,9 +11,9 @@ from typing import Any
 
 from flashmem.base.errors import BundleError
 from flashmem.base.types import TransferMode
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import LayerSpec, Problem, posed
 from flashmem.program.program import Program
+from flashmem.schedule.instance import LayerSpec, Problem, posed
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 KEY = "layers"

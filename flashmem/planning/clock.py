@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 Moves = Mapping[str, tuple[tuple[int, int], ...]]
 """x_{w,l}: by weight, (layer, chunks) in ascending order."""

@@ -19,7 +19,7 @@ from flashmem.planning.clock import Clock, Moves, Timing
 from flashmem.planning.cp_models import cp_solver
 from flashmem.planning.fill import stalls
 from flashmem.planning.gates import held_bytes
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 _MOST_CHOICES = 5000
 """Pairs of a weight and a layer that may open its gate in one model, at the most."""

@@ -18,7 +18,7 @@ from typing import Any
 from ortools.linear_solver import pywraplp
 
 from flashmem.planning.paper import PaperProblem
-from flashmem.planning.problem import WeightSpec
+from flashmem.schedule.instance import WeightSpec
 
 _SLACK = 1e-7
 """Of the cost of all weights in W, what may be rounding of the optimum."""

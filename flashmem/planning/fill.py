@@ -14,7 +14,7 @@ import numpy as np
 
 from flashmem.planning.clock import Clock, Moves, Timing, play
 from flashmem.planning.gates import held_bytes
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
 
 _WORK = 20_000
 """Weights that the clock looks at in all: so many tries times the weights of the plan."""

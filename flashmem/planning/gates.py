@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.planning.clock import Clock, Moves, Timing
-from flashmem.planning.plan import LOADER_THREADS
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import LOADER_THREADS
 
 MARGIN = 1.25
 """How many times as long as predicted a read may take before a gate that was closed late would be noticed."""

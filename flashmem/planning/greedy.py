@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashmem.planning.latency import require_m_peak
-from flashmem.planning.problem import Problem
 from flashmem.planning.srpt import SrptPlan, offenders, srpt
+from flashmem.schedule.instance import Problem
 
 
 def soft_ceiling(problem: Problem) -> tuple[int, ...]:

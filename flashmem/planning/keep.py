@@ -12,8 +12,8 @@ from math import inf
 
 from flashmem.planning.budget import Measure
 from flashmem.planning.clock import play
-from flashmem.planning.plan import OverlapPlan, PlannedWeight
-from flashmem.planning.problem import Problem
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
 
 def later_seconds(problem: Problem, plan: OverlapPlan) -> float:

@@ -26,8 +26,8 @@ from flashmem.planning.bounds import fastest_seconds
 from flashmem.planning.clock import Clock, Moves, Timing, play
 from flashmem.planning.fill import filled
 from flashmem.planning.gates import earliest_gates, gates_ahead, held_bytes, settled
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem, WeightSpec
+from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.plan import OverlapPlan
 
 
 def forced_preload(problem: Problem, preload: Collection[str] = ()) -> frozenset[str]:

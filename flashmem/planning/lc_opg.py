@@ -23,9 +23,9 @@ from flashmem.planning.clock import Timing, unlimited_seconds
 from flashmem.planning.gates import gates_ahead, settled
 from flashmem.planning.latency import first_plan, forced_preload
 from flashmem.planning.paper import Decision, PaperProblem
-from flashmem.planning.plan import Objective, OverlapPlan, Tier, Units
 from flashmem.planning.preload_dp import choose_preload
-from flashmem.planning.problem import Problem
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import Objective, OverlapPlan, Tier, Units
 
 
 def solve(

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from flashmem.base.errors import UserError
 from flashmem.base.units import parse_size
-from flashmem.planning.plan import Objective, Strategy, Units
+from flashmem.schedule.plan import Objective, Strategy, Units
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.base.types import DEFAULT_PAGE, POOL_ALIGNMENT, TransferMode
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.planning.texture_slots import colour_slots
 from flashmem.program.tensors import Slice
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 
 _RING_WIDENING = 128
 """A ring that is too small is made wider by this part of the least size, then by twice that, and so on."""

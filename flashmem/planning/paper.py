@@ -16,9 +16,9 @@ from flashmem.base.errors import BudgetError
 from flashmem.planning.clock import Moves
 from flashmem.planning.gates import held_bytes
 from flashmem.planning.greedy import greedy, incremental_preload, soft_ceiling
-from flashmem.planning.plan import Tier, Units
-from flashmem.planning.problem import Problem
 from flashmem.planning.srpt import SrptPlan, srpt
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import Tier, Units
 
 
 @dataclass(frozen=True)

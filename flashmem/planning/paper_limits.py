@@ -14,9 +14,9 @@ from flashmem.planning.latency import smallest_m_peak
 from flashmem.planning.lc_opg import ReadAhead, proven_bound, solve
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import OverlapPlan, Units
-from flashmem.planning.problem import Problem
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import OverlapPlan, Units
 
 
 def paper_plan_inside(

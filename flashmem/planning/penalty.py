@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashmem.planning.latency import forced_preload
-from flashmem.planning.plan import OverlapPlan
-from flashmem.planning.problem import Problem
 from flashmem.planning.srpt import SrptPlan, srpt
+from flashmem.schedule.instance import Problem
+from flashmem.schedule.plan import OverlapPlan
 
 
 class Penalties:

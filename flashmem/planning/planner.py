@@ -20,9 +20,9 @@ from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_k
 from flashmem.planning.latency import first_plan, judged, smallest_m_peak
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import BoundScope, OverlapPlan
-from flashmem.planning.problem import Problem, build_problem, staged_within
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.schedule.instance import Problem, build_problem, staged_within
+from flashmem.schedule.plan import BoundScope, OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 

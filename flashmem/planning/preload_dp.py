@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.planning.paper import Decision, PaperProblem
-from flashmem.planning.problem import WeightSpec
+from flashmem.schedule.instance import WeightSpec
 
 _NEVER = 1 << 60
 """The cost of what cannot be; far above any plan's, and sums of a few stay below 2**63."""

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmem.planning.problem import Problem
+from flashmem.schedule.instance import Problem
 
 _SENSITIVITY = {"elemental": 1.0, "reusable": 1.0, "hierarchical": 8.0}
 """How much dearer a chunk above capacity is beside an operator of that class (FlashMem Figure 4: hierarchical ones suffer)."""

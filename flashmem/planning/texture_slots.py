@@ -8,8 +8,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from flashmem.base.types import TEXEL_BYTES
-from flashmem.planning.plan import TextureSlot
 from flashmem.program.tensors import Slice
+from flashmem.schedule.plan import TextureSlot
 
 _NEVER = sys.maxsize
 """The end of a gap that nothing follows."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from flashmem.planning.plan import OverlapPlan, PlannedWeight
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
 Kind = Literal["first-layer", "asked", "resident-first", "too-large", "no-capacity", "distance", "memory", "unproven"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashmem.plots.figure import COLOURS, figure, plain_axes
-from flashmem.runtime.schedule import Span
+from flashmem.schedule.loads import Span
 from flashmem.simulation.simulator import Prediction
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 `codegen` writes it, the bundle stores it, the runtime plays it; numpy and OpenCL have no part in it. Offsets and sizes are
 bytes unless a name says otherwise. A *layer* is one kernel launch (a fused group of operators makes one,
-or one for each slice of its weight); layers are numbered 1..N in execution order, as in the plan (`flashmem.planning.plan`).
+or one for each slice of its weight); layers are numbered 1..N in execution order, as in the plan (`flashmem.schedule.plan`).
 """
 
 from __future__ import annotations

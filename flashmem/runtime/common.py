@@ -16,8 +16,8 @@ from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
 from flashmem.program.tensors import Slice
 from flashmem.runtime.accounts import Account
-from flashmem.runtime.schedule import Band
 from flashmem.runtime.weight_file import Bytes, WeightFile
+from flashmem.schedule.loads import Band
 
 
 class _Pages:

@@ -26,8 +26,8 @@ from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
 from flashmem.runtime.launching import Launch, Recorder, Recording, not_recorded
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
-from flashmem.runtime.schedule import Span
 from flashmem.runtime.transfer import Transfer
+from flashmem.schedule.loads import Span
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and

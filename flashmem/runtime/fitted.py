@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
-from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.devices import Device
 from flashmem.runtime.opened import program_on
-from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.schedule.plan import OverlapPlan, PoolLayout
+from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
-from flashmem.planning.plan import PoolLayout
 from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Place, Places
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Context, Memory, Queue
-from flashmem.runtime.schedule import Band, whole_words
 from flashmem.runtime.transfer import Transfer, Turn, in_pool, view
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.loads import Band, whole_words
+from flashmem.schedule.plan import PoolLayout
 
 
 class MapTransfer(Transfer):

@@ -12,7 +12,6 @@ from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
 from flashmem.bundle_writer import replace_binaries
-from flashmem.planning.plan import OverlapPlan, Strategy
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program
@@ -24,6 +23,7 @@ from flashmem.runtime.lanes import LayerMoves, layer_moves
 from flashmem.runtime.program_cache import kernel_key
 from flashmem.runtime.program_files import ProgramCache, packed_entries
 from flashmem.runtime.steady import new_kernels
+from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor
 
 Report = Callable[[float], None]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from flashmem.base.types import TEXEL_BYTES
-from flashmem.planning.plan import OverlapPlan, PlannedWeight
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_places
 from flashmem.program.tensors import Slice
-from flashmem.runtime.schedule import WORD, whole_words
+from flashmem.schedule.loads import WORD, whole_words
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 
 COPY_GROUP = 64
 """Work-items of a work-group of such a kernel."""

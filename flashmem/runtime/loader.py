@@ -16,8 +16,8 @@ from itertools import islice
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
-from flashmem.runtime.schedule import LOOKED_AT, Load, Span, Step
 from flashmem.runtime.transfer import Transfer
+from flashmem.schedule.loads import LOOKED_AT, Load, Span, Step
 
 
 class _Turn:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from flashmem.planning.plan import PoolLayout
 from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import Copier, CopyEvent
 from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
-from flashmem.runtime.schedule import WORD, Band, whole_words
 from flashmem.runtime.transfer import Transfer, Turn, in_pool
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.loads import WORD, Band, whole_words
+from flashmem.schedule.plan import PoolLayout
 
 
 class _Homes:

@@ -11,13 +11,13 @@ from math import inf
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.pages import whole_pages
 from flashmem.base.units import format_size
-from flashmem.planning.plan import OverlapPlan
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.run import Run
-from flashmem.runtime.schedule import Load
 from flashmem.runtime.sharing import Need, latest_needed, may_keep, spare
 from flashmem.runtime.tenant import Tenant
+from flashmem.schedule.loads import Load
+from flashmem.schedule.plan import OverlapPlan
 
 _TURNS_AHEAD = 16
 """Turns among which one is looked for that can load."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 from flashmem.base.types import TransferMode
 from flashmem.bundle import Bundle
 from flashmem.digests import Digest, table_blocks
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program
 from flashmem.runtime.device_in_use import DeviceInUse
@@ -19,6 +18,7 @@ from flashmem.runtime.lanes import LayerMoves, layer_moves
 from flashmem.runtime.program_cache import CachedKernels
 from flashmem.runtime.program_files import ProgramCache
 from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
+from flashmem.schedule.plan import OverlapPlan
 
 
 def program_on(program: Program, device: Device) -> Program:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
 from flashmem.digests import digest
-from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.program.program import output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, array_bytes
@@ -25,11 +24,12 @@ from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.moving import InterleaveTransfer
 from flashmem.runtime.opencl import Event, Memory, Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
-from flashmem.runtime.residence import share_places
-from flashmem.runtime.schedule import Schedule, scheduled, staying
 from flashmem.runtime.steady import Either, NamedKernels, Steady, needed_residents, playable
 from flashmem.runtime.transfer import Transfer
 from flashmem.runtime.transfer_modes import make_transfer
+from flashmem.schedule.loads import Schedule, scheduled, staying
+from flashmem.schedule.plan import OverlapPlan, PoolLayout
+from flashmem.schedule.residency import share_places
 
 Array = NDArray[Any]
 

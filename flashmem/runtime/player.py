@@ -18,8 +18,8 @@ from flashmem.runtime.planner import Planner
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.requests import Answer
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
-from flashmem.runtime.schedule import Span
 from flashmem.runtime.tenant import Tenant
+from flashmem.schedule.loads import Span
 
 Array = NDArray[Any]
 

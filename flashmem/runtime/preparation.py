@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.planning.plan import OverlapPlan
 from flashmem.program.launches import SteadyLaunch
 from flashmem.runtime.cores import prefer_little
 from flashmem.runtime.device_in_use import DeviceInUse
@@ -27,6 +26,7 @@ from flashmem.runtime.program_cache import CachedKernels
 from flashmem.runtime.program_files import ProgramCache
 from flashmem.runtime.run import Run
 from flashmem.runtime.steady import Steady, new_kernels
+from flashmem.schedule.plan import OverlapPlan
 
 _REMEMBERED = 2
 """Ways to play a placement that stay bound: a budget that goes down and up again finds both."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from flashmem.runtime.accounts import Account, Category
-from flashmem.runtime.schedule import Span
+from flashmem.schedule.loads import Span
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl import Event, wait
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.ports import from_device, gather_rows, numpy_dtype, to_device
-from flashmem.runtime.schedule import Load, Schedule, Span
+from flashmem.schedule.loads import Load, Schedule, Span
 
 Array = NDArray[Any]
 

@@ -25,10 +25,10 @@ from flashmem.runtime.placement import Placement
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs, described
 from flashmem.runtime.preparation import Idle
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
-from flashmem.runtime.residence import Strategy
 from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
-from flashmem.runtime.schedule import planned_loads, read_while_opening
 from flashmem.runtime.target import laid_out, playable
+from flashmem.schedule.loads import planned_loads, read_while_opening
+from flashmem.schedule.residency import Strategy
 from flashmem.shapes import which_fits
 
 Array = NDArray[Any]

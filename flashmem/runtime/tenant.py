@@ -14,7 +14,6 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle import Bundle
 from flashmem.planning.carried import carried_problem
-from flashmem.planning.plan import OverlapPlan, PoolLayout
 from flashmem.program.program import fixed_bytes
 from flashmem.request import choose_mode
 from flashmem.runtime.device_in_use import DeviceInUse
@@ -22,11 +21,12 @@ from flashmem.runtime.opencl import Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.preparation import Preparation
-from flashmem.runtime.residence import streamed_layout
 from flashmem.runtime.run import Run
-from flashmem.runtime.schedule import Load, kept_within, pages
 from flashmem.runtime.sharing import Need, Turn
 from flashmem.runtime.target import laid_out, playable
+from flashmem.schedule.loads import Load, kept_within, pages
+from flashmem.schedule.plan import OverlapPlan, PoolLayout
+from flashmem.schedule.residency import streamed_layout
 
 _PLANS = 16
 """Plans that are remembered, by budget."""

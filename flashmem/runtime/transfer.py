@@ -17,8 +17,8 @@ from flashmem.digests import Digest, digest
 from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import CopyEvent
 from flashmem.runtime.opencl import Bytes, Context, Event, Memory
-from flashmem.runtime.schedule import Band, Step, whole_words
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.loads import Band, Step, whole_words
 
 
 class Turn(Protocol):

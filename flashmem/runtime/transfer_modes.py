@@ -8,7 +8,6 @@ from typing import cast
 
 from flashmem.base.types import TransferMode
 from flashmem.digests import Digest
-from flashmem.planning.plan import PoolLayout
 from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Places
 from flashmem.runtime.in_place import AliasTransfer, MapTransfer
@@ -17,6 +16,7 @@ from flashmem.runtime.moving import DmaTransfer, InterleaveTransfer
 from flashmem.runtime.opencl import Context
 from flashmem.runtime.transfer import Transfer
 from flashmem.runtime.weight_file import WeightFile
+from flashmem.schedule.plan import PoolLayout
 
 
 def make_transfer(

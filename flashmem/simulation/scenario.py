@@ -15,15 +15,15 @@ from typing import Literal
 
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
 from flashmem.planning.memory_layout import lay_out_pools
-from flashmem.planning.plan import LOADER_THREADS, OverlapPlan, PoolLayout
-from flashmem.planning.problem import build_problem
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.accounts import Category
 from flashmem.runtime.lanes import LayerMoves, Ride, layer_moves, needed_slices
-from flashmem.runtime.residence import Strategy, preloaded, preloaded_layout
-from flashmem.runtime.schedule import Band, Load, planned_frees, planned_loads, read_while_opening
+from flashmem.schedule.instance import build_problem
+from flashmem.schedule.loads import Band, Load, planned_frees, planned_loads, read_while_opening
+from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
+from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout
 from flashmem.target.descriptor import DeviceDescriptor
 
 Disk = Literal["cold", "cached"]
@@ -160,7 +160,7 @@ def describe(
 ) -> Scenario:
     """The first run of a session that plays `plan` on a device, `mode` being how weights travel.
 
-    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `planning.problem`. `lanes`: as
+    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `schedule.instance`. `lanes`: as
     `flashmem.Session` has it.
     """
     rates = descriptor.rates

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from flashmem.runtime.accounts import Category
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
-from flashmem.runtime.schedule import LOOKED_AT, Span
+from flashmem.schedule.loads import LOOKED_AT, Span
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Machine, Scenario, SimulatedLoad
 

@@ -17,8 +17,8 @@ from flashmem.bundle import Bundle
 from flashmem.bundle_check import check_bundle
 from flashmem.console import exit_codes
 from flashmem.inputs import complete_inputs
-from flashmem.planning.plan import OverlapPlan
 from flashmem.runtime.session import Session
+from flashmem.schedule.plan import OverlapPlan
 
 
 def run(request: dict[str, Any]) -> dict[str, float]:

@@ -22,10 +22,10 @@ from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.ir import Graph
 from flashmem.graph.portable import PortableGraph
 from flashmem.planning.limits import Limits
-from flashmem.planning.plan import OverlapPlan
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
 from flashmem.request import Options, device_here
+from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate
 from flashmem.sweeping.grid import RESULTS, Cell, Point

@@ -17,7 +17,7 @@ COMMANDS = (
     "flashmem.planning.again", "flashmem.capacity.model", "flashmem.runtime.kernel_worker", "flashmem.learn",
     "flashmem.commands.bundles", "flashmem.commands.devices", "flashmem.commands.doctor", "flashmem.commands.profile",
     "flashmem.commands.run", "flashmem.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
-    "flashmem.profiler.opening", "flashmem.planning.check",
+    "flashmem.profiler.opening", "flashmem.schedule.check",
 )  # fmt: skip
 """Where it is entered. What these import as they are imported comes along; what they import later is listed, or left out."""
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from flashmem.planning.plan import (
+from flashmem.program.tensors import Slice
+from flashmem.schedule.plan import (
     RELAXING_TIERS,
     OverlapPlan,
     PlannedWeight,
@@ -19,10 +20,9 @@ from flashmem.planning.plan import (
     PoolLayout,
     passing_bytes,
 )
-from flashmem.program.tensors import Slice
 
 if TYPE_CHECKING:
-    from flashmem.planning.problem import Problem
+    from flashmem.schedule.instance import Problem
 
 
 def check(plan: OverlapPlan, problem: Problem, slices: Sequence[Slice] = ()) -> None:

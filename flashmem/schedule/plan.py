@@ -2,7 +2,7 @@
 
 Layers are 1..N, one kernel launch each. A weight here is a slice of the program. docs/planner.md has the formulation: read
 gates g_w, moves x_{w,l} with first mover z_w, load capacities C_l, and the memory that each transfer mode holds (C2). With its
-checker (`planning.check`) this is what the runtime imports of planning, so it needs the standard library only.
+checker (`schedule.check`) this is what the runtime imports of planning, so it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashmem.base.types import Channel
 from flashmem.program.tensors import Slice
 
 if TYPE_CHECKING:
-    from flashmem.planning.problem import Problem
+    from flashmem.schedule.instance import Problem
 
 Objective = Literal["first", "steady", "paper"]
 """What is minimised: the first answer, later runs within the same memory, or the paper's weighted sum."""
@@ -263,7 +263,7 @@ class OverlapPlan:
         Raises:
             PlanViolation: the first thing found wrong.
         """
-        from flashmem.planning.check import check
+        from flashmem.schedule.check import check
 
         check(self, problem, slices)
 

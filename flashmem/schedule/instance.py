@@ -11,9 +11,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flashmem.base.types import OperatorClass, TransferMode
-from flashmem.planning.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
+from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 if TYPE_CHECKING:

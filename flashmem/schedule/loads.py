@@ -13,10 +13,10 @@ from typing import Literal
 
 from flashmem.base.pages import page_size, whole_pages
 from flashmem.base.types import TransferMode
-from flashmem.planning.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
-from flashmem.runtime.residence import free_from
+from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
+from flashmem.schedule.residency import free_from
 from flashmem.target.descriptor import Rates
 
 WORD = 16

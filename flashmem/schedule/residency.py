@@ -10,10 +10,10 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
-from flashmem.planning.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
-from flashmem.planning.plan import Strategy as PlannedStrategy
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
+from flashmem.schedule.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
+from flashmem.schedule.plan import Strategy as PlannedStrategy
 
 Strategy = PlannedStrategy | Literal["preload"]
 
