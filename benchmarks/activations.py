@@ -40,7 +40,7 @@ from benchmarks.budgets import TABLE_8, Precision, Row, compiled_at_smallest, ke
 from benchmarks.command import Arguments, run_command
 from benchmarks.processes import run_bundle, run_worker, take_turns, weights_of
 from flashmem.base.files import written_whole
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.commands.verify import compare
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program

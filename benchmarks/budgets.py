@@ -10,7 +10,7 @@ from typing import Any, Literal
 import flashmem
 from flashmem.base.errors import BudgetError
 from flashmem.base.files import written_whole
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.compile import read_graph
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve

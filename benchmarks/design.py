@@ -30,7 +30,7 @@ from benchmarks.design_plots import draw_pressure, draw_ratios, written
 from benchmarks.design_pressure import MadeUp, pressed
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from flashmem.base.units import format_size
-from flashmem.bundle_cache import LIMIT_VARIABLE
+from flashmem.bundle.cache import LIMIT_VARIABLE
 from flashmem.design.application import Measure, read_application
 from flashmem.design.metrics import Candidate, value
 from flashmem.design.profiles import Profiling, candidates, processors_here

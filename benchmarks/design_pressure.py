@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.inputs import complete_inputs
 from flashmem.runtime.designs import Designs, State
 from flashmem.runtime.manager import Manager

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import flashmem
-from flashmem.bundle_writer import BundleWriter
+from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits

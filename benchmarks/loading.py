@@ -28,7 +28,7 @@ import numpy as np
 import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.base.units import parse_size
-from flashmem.bundle_writer import BundleWriter
+from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import read_limits

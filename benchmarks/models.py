@@ -44,7 +44,7 @@ from benchmarks.models_page import page
 from benchmarks.processes import Row, run_bundle, run_worker, weights_of
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.files import written_whole
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.commands.verify import compare
 from flashmem.compile import plan_graph, read_graph
 from flashmem.planning.limits import read_limits

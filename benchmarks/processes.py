@@ -13,7 +13,7 @@ from typing import Any
 
 import flashmem
 from benchmarks.disk import warm
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 
 Row = dict[str, Any]
 

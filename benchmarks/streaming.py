@@ -31,7 +31,7 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.disk import cold_rate
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from flashmem.base.units import parse_size
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 
 BUDGETS = {"resnet50": "64MB", "vit-b16": "96MB", "gptneo-125m": "128MB"}
 MIB = 1 << 20

@@ -40,7 +40,7 @@ import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime import loader

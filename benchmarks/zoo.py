@@ -9,7 +9,7 @@ from typing import Any
 
 import flashmem
 from flashmem.base.errors import BudgetError
-from flashmem.bundle_writer import replace_plan
+from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.learn import limits_of
 from flashmem.request import Options, choose_mode

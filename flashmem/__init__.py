@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashmem.bundle import Bundle as Bundle
+    from flashmem.bundle.bundle import Bundle as Bundle
     from flashmem.compile import compile as compile
     from flashmem.runtime.manager import Manager as Manager
     from flashmem.runtime.many import Runtime as Runtime
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 __all__ = ["Bundle", "Manager", "RunReport", "Runtime", "Session", "__version__", "compile"]
 
 _HOMES = {
-    "Bundle": "flashmem.bundle",
+    "Bundle": "flashmem.bundle.bundle",
     "Manager": "flashmem.runtime.manager",
     "RunReport": "flashmem.runtime.report",
     "Runtime": "flashmem.runtime.many",

@@ -15,9 +15,10 @@ from flashmem.allocations import within_allocations
 from flashmem.banding import fitting_bands
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.bundle import Bundle, ShapeVariant
-from flashmem.bundle_cache import find_or_make
-from flashmem.bundle_writer import BundleWriter
+from flashmem.bundle.bundle import Bundle, ShapeVariant
+from flashmem.bundle.cache import find_or_make
+from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
+from flashmem.bundle.writer import BundleWriter
 from flashmem.codegen.choices import Choices
 from flashmem.codegen.emitter import Cuts as SlicesOfWeights
 from flashmem.codegen.program import Generated, generate, sharing_weights, stored_by, write_weights
@@ -46,7 +47,6 @@ from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
-from flashmem.shapes import Shapes, checked_variants, shapes_text
 from flashmem.unfusion import Cuts, Pipeline, may_refine, refine
 
 Progress = Callable[[str, float], None]

@@ -19,7 +19,7 @@ import numpy as np
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.bundle_files import FORMAT_VERSION
+from flashmem.bundle.manifest import FORMAT_VERSION
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
 from flashmem.target.descriptor import DeviceDescriptor

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.opencl import Context, find_device
 from flashmem.runtime.session import Session
 

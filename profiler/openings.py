@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flashmem.base.types import TransferMode
-from flashmem.bundle_writer import BundleWriter
+from flashmem.bundle.writer import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_program
 from flashmem.graph.fusion import fuse

@@ -78,7 +78,7 @@ class Outcome:
 def make_bases(folder: Path, *, compiled: bool) -> list[Base]:
     """Bundles with hand-written kernels on both memory paths; with `compiled`, also of three small models."""
     import flashmem
-    from flashmem.bundle import Bundle
+    from flashmem.bundle.bundle import Bundle
     from flashmem.inputs import complete_inputs
 
     bases = []
@@ -98,7 +98,7 @@ def make_bases(folder: Path, *, compiled: bool) -> list[Base]:
 
 def cases(base: Base) -> list[tuple[int, str]]:
     """(device, mode) of everything here that runs the bundle; its answers are written down."""
-    from flashmem.bundle import Bundle
+    from flashmem.bundle.bundle import Bundle
     from flashmem.runtime.devices import descriptor_for
     from flashmem.runtime.opencl import list_devices
     from flashmem.runtime.session import Session

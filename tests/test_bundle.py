@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mini_bundle import MiniModel, write_mini_bundle
 
-import flashmem.bundle
-import flashmem.generations
+import flashmem.bundle.bundle
+import flashmem.bundle.version_directories
 from flashmem.base.errors import BundleError, MissingFileError, UserError
-from flashmem.bundle import Bundle
-from flashmem.bundle_files import FORMAT_VERSION
-from flashmem.bundle_writer import BundleWriter
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.manifest import FORMAT_VERSION
+from flashmem.bundle.writer import BundleWriter
 
 Json = dict[str, Any]
 
@@ -112,7 +112,7 @@ def test_a_full_disk_at_the_end_keeps_the_older_bundle(model: MiniModel, monkeyp
         with Path("/dev/full").open("wb") as file:
             file.write(content)
 
-    monkeypatch.setattr(flashmem.generations, "_write", full)
+    monkeypatch.setattr(flashmem.bundle.version_directories, "_write", full)
     with pytest.raises(UserError, match="the disk is full"):
         write_mini_bundle(model.path)
     assert {path.name: path.read_bytes() for path in model.path.rglob("*.*")} == before
@@ -223,14 +223,14 @@ def test_digests_of_another_program_are_refused(model: MiniModel) -> None:
 
 
 def test_a_bundle_replaced_while_it_is_read_is_read_anew(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = flashmem.bundle.read_checked
+    read = flashmem.bundle.bundle.read_checked
 
     def replaced_first(*arguments: Any) -> bytes:
-        monkeypatch.setattr(flashmem.bundle, "read_checked", read)
+        monkeypatch.setattr(flashmem.bundle.bundle, "read_checked", read)
         write_mini_bundle(model.path, budget=5)
         return read(*arguments)
 
-    monkeypatch.setattr(flashmem.bundle, "read_checked", replaced_first)
+    monkeypatch.setattr(flashmem.bundle.bundle, "read_checked", replaced_first)
     assert Bundle.open(model.path).budget_bytes == 5
 
 

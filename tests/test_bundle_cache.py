@@ -13,10 +13,10 @@ from command_line import Command, command_line
 from mini_bundle import write_mini_bundle
 
 import flashmem
-from flashmem import bundle_cache
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.units import format_size
-from flashmem.bundle import Bundle
+from flashmem.bundle import cache as bundle_cache
+from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.session import Session
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"

@@ -14,15 +14,16 @@ import pytest
 from bundle_changes import files_of, rewrite
 from mini_bundle import MiniModel, write_mini_bundle
 
-from flashmem import Session, bundle_cache
+from flashmem import Session
 from flashmem.base.errors import BundleError, FlashmemWarning
 from flashmem.base.paths import make_private
 from flashmem.base.units import format_size
-from flashmem.bundle import Bundle
-from flashmem.bundle_files import BINARIES, variant_files
-from flashmem.bundle_writer import replace_binaries
+from flashmem.bundle import cache as bundle_cache
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.manifest import BINARIES, variant_files
+from flashmem.bundle.version_directories import named_generation
+from flashmem.bundle.writer import replace_binaries
 from flashmem.commands.bundles import check_bundle, clear_cache, list_cache
-from flashmem.generations import named_generation
 from flashmem.runtime import program_files
 from flashmem.runtime.program_files import ProgramCache, packed_entries, unpacked_entries
 from flashmem.runtime.weight_file import WeightFile

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from mini_bundle import write_mini_bundle
 
-from flashmem.bundle import Bundle
-from flashmem.bundle_writer import BundleWriter
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.writer import BundleWriter
 
 KILLED = '''
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 
-from flashmem.bundle import Bundle
-from flashmem.bundle_writer import replace_plan
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.writer import replace_plan
 from flashmem.base.errors import BundleError, MissingFileError
 from mini_bundle import write_mini_bundle
 

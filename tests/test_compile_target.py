@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem import Session
-from flashmem.bundle_writer import replace_binaries
+from flashmem.bundle.writer import replace_binaries
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime import compile_target
 from flashmem.runtime.kernel_list import Use, Wanted

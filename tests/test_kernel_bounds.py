@@ -14,8 +14,8 @@ from bundle_changes import files_of, rewrite
 
 import flashmem
 from flashmem.base.errors import BundleError
-from flashmem.bundle import Bundle
-from flashmem.kernel_bounds import check_reach
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.kernel_bounds import check_reach
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Tensor

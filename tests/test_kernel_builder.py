@@ -25,7 +25,7 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, RunError, UserError
-from flashmem.bundle_files import BINARIES
+from flashmem.bundle.manifest import BINARIES
 from flashmem.commands.bundles import check_bundle
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.request import find_device

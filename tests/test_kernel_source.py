@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 
 from flashmem.base.errors import BundleError
-from flashmem.bundle import Bundle
-from flashmem.kernel_source import check_options, check_source
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.kernel_source import check_options, check_source
 from flashmem.program.kernel_text import KERNEL_MARK
 
 REFUSED = {

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from flashmem.base.errors import BundleError
+from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.codegen.program import Generated
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.compile import plan_graph, read_graph
-from flashmem.lane_bounds import check_lanes
 from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice

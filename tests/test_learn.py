@@ -12,7 +12,7 @@ from planning_problems import layers_of
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.bundle_writer import replace_plan
+from flashmem.bundle.writer import replace_plan
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.run import RunOptions, run_model
 from flashmem.learn import KEY, Learned, learn, observed
@@ -107,7 +107,7 @@ def test_a_plan_that_cannot_be_written_leaves_the_bundle(bundle: flashmem.Bundle
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flashmem.generations._write", full)
+    monkeypatch.setattr("flashmem.bundle.version_directories._write", full)
     with pytest.raises(UserError, match="disk is full"):
         replace_plan(bundle, bundle.plan, bundle.meta)
     assert {path.name: path.read_bytes() for path in bundle.path.rglob("*.*")} == files

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BudgetError, BundleError, RunError
-from flashmem.bundle_check import check_bundle
+from flashmem.bundle.validation import check_bundle
 from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
 from flashmem.runtime import arena
 from flashmem.runtime.opencl import Queue, list_devices

@@ -20,7 +20,7 @@ from test_quantised import run_ort
 
 import flashmem
 from flashmem.base.types import TEXEL_BYTES, MemoryPath
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.codegen.packing import WASTED, PackedSlice, Packing
 from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing

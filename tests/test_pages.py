@@ -12,8 +12,8 @@ from mini_bundle import MiniModel, write_mini_bundle
 import flashmem
 from flashmem.base import pages
 from flashmem.base.errors import BundleError, UserError
-from flashmem.bundle import Bundle
-from flashmem.bundle_check import check_bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.validation import check_bundle
 from flashmem.planning.memory_layout import lay_out_pools
 from flashmem.runtime.arena import move_out, new_pages
 from flashmem.runtime.opencl import list_devices

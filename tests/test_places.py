@@ -19,6 +19,7 @@ from onnx import helper, numpy_helper
 
 import flashmem
 from flashmem.base.types import ITEMSIZE
+from flashmem.bundle.kernel_bounds import check_reach
 from flashmem.codegen import places
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.program import Generated, generate
@@ -28,7 +29,6 @@ from flashmem.graph.onnx_import import import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.graph.ranges import unreshaped
-from flashmem.kernel_bounds import check_reach
 from flashmem.program.program import Program
 from flashmem.target.descriptor import load_descriptor
 

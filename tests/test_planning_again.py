@@ -10,7 +10,7 @@ import pytest
 import flashmem
 from flashmem import Bundle
 from flashmem.base.errors import BudgetError, BundleError
-from flashmem.bundle_writer import replace_plan
+from flashmem.bundle.writer import replace_plan
 from flashmem.learn import limits_of
 from flashmem.planning.again import plan_again, smallest_budget
 from flashmem.planning.carried import KEY, carried_problem

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 from planning_problems import keeps_the_rules, layers_of, problems
 
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.planning.latency import first_plan, smallest_m_peak
 from flashmem.planning.lc_opg import solve

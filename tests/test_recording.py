@@ -19,7 +19,7 @@ from test_executor import FakeLoader, FakeQueue, sessions
 
 from flashmem import Session
 from flashmem.base.errors import FlashmemWarning, RunError
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
 from flashmem.runtime import executor as module

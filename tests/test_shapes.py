@@ -21,10 +21,10 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BundleError, UserError
-from flashmem.bundle_check import check_variants
+from flashmem.bundle.shape_variants import checked_variants, fitting, list_text, read_variants, stored_again
+from flashmem.bundle.validation import check_variants
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
-from flashmem.shapes import checked_variants, fitting, list_text, read_variants, stored_again
 
 PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 IDS = [f"{device.descriptor_name}-{path}" for device, path in PLACES]

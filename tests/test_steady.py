@@ -20,8 +20,8 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, FlashmemWarning, RunError
-from flashmem.bundle_check import check_bundle
-from flashmem.kernel_bounds import check_reach
+from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.bundle.validation import check_bundle
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime import preparation

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.bundle_writer import replace_plan
+from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
 from flashmem.planning import paper_limits, planner
 from flashmem.planning.limits import Limits

@@ -21,7 +21,7 @@ from zoo_data import DATA, examples
 import flashmem
 from flashmem.base.errors import RunError
 from flashmem.base.types import MemoryPath
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.doctor import selftest
 from flashmem.program.launches import Arg
 from flashmem.program.program import fixed_bytes

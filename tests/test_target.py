@@ -15,7 +15,7 @@ from test_runtime_devices import phone
 import flashmem
 from flashmem.allocations import within_allocations
 from flashmem.base.errors import FlashmemWarning, UserError
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.capacity.model import Roofline, default_model
 from flashmem.runtime.devices import Device
 from flashmem.runtime.many import Runtime

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from mini_bundle import MiniModel, write_mini_bundle
 
-from flashmem import Runtime, digests
+from flashmem import Runtime
 from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
+from flashmem.bundle import checksums as digests
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.session import Session

@@ -6,14 +6,14 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from flashmem import bundle_cache
 from flashmem.base.errors import BundleError
 from flashmem.base.units import format_size, parse_size
-from flashmem.bundle import Bundle
-from flashmem.bundle_cache import Entry
+from flashmem.bundle import cache as bundle_cache
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.cache import Entry
+from flashmem.bundle.shape_variants import port_shapes
 from flashmem.console import emit_json, print_table, say
 from flashmem.runtime.program_files import ProgramCache
-from flashmem.shapes import port_shapes
 
 
 def check_bundle(path: Path, *, as_json: bool) -> None:

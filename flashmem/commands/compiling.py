@@ -16,18 +16,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashmem import bundle_cache
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
+from flashmem.bundle import cache as bundle_cache
+from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import progress
-from flashmem.shapes import asked_for, list_text, read_variants, shapes_text
 
 if TYPE_CHECKING:
-    from flashmem.bundle import Bundle
+    from flashmem.bundle.bundle import Bundle
     from flashmem.planning.limits import Limits
 
 
@@ -185,7 +185,7 @@ def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[
     Raises:
         UserError: a bundle has no such variant.
     """
-    from flashmem.bundle import Bundle
+    from flashmem.bundle.bundle import Bundle
 
     bundle = Bundle.open(bundle_of(model, options, still_open=(*still_open, "--shape"), build=build))
     asked = read_variants(options.shape)

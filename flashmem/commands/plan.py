@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashmem.base.extras import offline_half
 from flashmem.base.units import format_size
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.shape_variants import list_text, port_shapes, read_variants, stored_again
 from flashmem.commands.compiling import CompileOptions, open_bundle
 from flashmem.commands.plan_steady import steady_rows, steady_text
 from flashmem.commands.plan_summary import summary
@@ -21,7 +22,6 @@ from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.shapes import list_text, port_shapes, read_variants, stored_again
 from flashmem.zoo.names import architecture
 
 if TYPE_CHECKING:

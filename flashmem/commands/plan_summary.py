@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.bundle_check import plan_holds
+from flashmem.bundle.validation import plan_holds
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
 

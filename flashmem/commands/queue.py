@@ -15,7 +15,7 @@ from typing import Any
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.base.units import format_size, parse_size
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.console import emit_json, print_facts, print_table
 from flashmem.inputs import complete_inputs
 from flashmem.runtime.many import Runtime

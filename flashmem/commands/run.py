@@ -15,7 +15,8 @@ from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.trace import write_trace
@@ -23,7 +24,6 @@ from flashmem.console import emit_json, print_facts, say, waiting
 from flashmem.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
-from flashmem.shapes import list_text, port_shapes, which_fits
 
 if TYPE_CHECKING:
     from flashmem.commands.verify import Verification

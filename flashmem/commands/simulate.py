@@ -9,7 +9,8 @@ from typing import Any, Literal, Self, cast
 from flashmem.base.files import check_target
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.shape_variants import port_shapes
 from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
@@ -20,7 +21,6 @@ from flashmem.request import choose_budget, choose_mode, choose_strategy, find_d
 from flashmem.runtime.processor import rates_said
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import Strategy
-from flashmem.shapes import port_shapes
 from flashmem.simulation.scenario import Disk, describe, layout_for
 from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.target.descriptor import DeviceDescriptor

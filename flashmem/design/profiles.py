@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.compile import compile as compile_model
 from flashmem.design.application import Application, Processor, Task, Variant
 from flashmem.design.metrics import Candidate, Profile

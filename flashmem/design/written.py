@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
-from flashmem.bundle_writer import replace_plan
+from flashmem.bundle.writer import replace_plan
 from flashmem.design import metrics
 from flashmem.design.application import Application
 from flashmem.design.metrics import Candidate, Decision

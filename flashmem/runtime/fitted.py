@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashmem.base.types import TransferMode
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.devices import Device
 from flashmem.runtime.opened import program_on

@@ -29,7 +29,7 @@ from typing import Any
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError
 from flashmem.base.paths import no_temporary_folder, temporary_parent
-from flashmem.generations import held
+from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.compile_target import driver_variables
 from flashmem.runtime.devices import Device

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.designs import Design, Designs, Part, State
 from flashmem.runtime.opencl import find_device
 from flashmem.runtime.pressure import Sample, sample

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.shape_variants import which_fits
 from flashmem.request import device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import RequestError, forget_locals, why_closed
@@ -35,7 +36,6 @@ from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
 from flashmem.runtime.pressure import Follower
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.tenant import Tenant
-from flashmem.shapes import which_fits
 
 Array = NDArray[Any]
 OnPressure = Literal["finish", "fail"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flashmem.base.types import TransferMode
-from flashmem.bundle import Bundle
-from flashmem.digests import Digest, table_blocks
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.checksums import Digest, table_blocks
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program
 from flashmem.runtime.device_in_use import DeviceInUse

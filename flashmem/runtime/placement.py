@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
-from flashmem.digests import digest
+from flashmem.bundle.checksums import digest
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.program.program import output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, array_bytes

@@ -14,7 +14,7 @@ from flashmem.runtime.report import RunReport
 from flashmem.runtime.tenant import Tenant
 
 if TYPE_CHECKING:
-    from flashmem.bundle import Bundle
+    from flashmem.bundle.bundle import Bundle
     from flashmem.runtime.many import Runtime
 
 Array = NDArray[Any]

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.shape_variants import which_fits
 from flashmem.request import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import why_closed
@@ -29,7 +30,6 @@ from flashmem.runtime.run import Played, Run, check_status, collect, write_input
 from flashmem.runtime.target import laid_out, playable
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
-from flashmem.shapes import which_fits
 
 Array = NDArray[Any]
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.pages import page_size
 from flashmem.base.types import TEXEL_BYTES, TransferMode
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names

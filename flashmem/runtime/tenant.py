@@ -12,7 +12,7 @@ from math import inf
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
 from flashmem.planning.carried import carried_problem
 from flashmem.program.program import fixed_bytes
 from flashmem.request import choose_mode

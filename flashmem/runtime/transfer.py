@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from flashmem.digests import Digest, digest
+from flashmem.bundle.checksums import Digest, digest
 from flashmem.program.tensors import Slice
 from flashmem.runtime.copier import CopyEvent
 from flashmem.runtime.opencl import Bytes, Context, Event, Memory

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import cast
 
 from flashmem.base.types import TransferMode
-from flashmem.digests import Digest
+from flashmem.bundle.checksums import Digest
 from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Places
 from flashmem.runtime.in_place import AliasTransfer, MapTransfer

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from flashmem.base.errors import BundleError, RunError
 from flashmem.base.files import open_regular
 from flashmem.base.pages import SYSTEM_PAGE
-from flashmem.bundle_cache import forget
-from flashmem.digests import Digest, Piece, digest
-from flashmem.generations import hold_shared
+from flashmem.bundle.cache import forget
+from flashmem.bundle.checksums import Digest, Piece, digest
+from flashmem.bundle.version_directories import hold_shared
 
 Bytes = NDArray[np.uint8]
 

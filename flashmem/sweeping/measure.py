@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flashmem.bundle import Bundle
-from flashmem.bundle_check import check_bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.validation import check_bundle
 from flashmem.console import exit_codes
 from flashmem.inputs import complete_inputs
 from flashmem.runtime.session import Session

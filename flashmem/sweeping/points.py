@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
-from flashmem.bundle_writer import BundleWriter
+from flashmem.bundle.writer import BundleWriter
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.graph.ir import Graph

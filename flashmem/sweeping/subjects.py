@@ -8,7 +8,8 @@ from typing import Literal, cast
 
 from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.base.types import TransferMode
-from flashmem.bundle import Bundle
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.shape_variants import read_variants
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
@@ -16,7 +17,6 @@ from flashmem.graph.passes import prepare
 from flashmem.graph.portable import portable
 from flashmem.planning.limits import Limits
 from flashmem.request import Options, choose_mode, device_here, find_descriptor
-from flashmem.shapes import read_variants
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names

@@ -15,11 +15,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem import __version__, digests
+from flashmem import __version__
 from flashmem.base.errors import BundleError, UserError
-from flashmem.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, common_part, digest_of_file, own_part
-from flashmem.bundle_check import check_bundle, check_variants
-from flashmem.bundle_files import (
+from flashmem.bundle import checksums as digests
+from flashmem.bundle.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, common_part, digest_of_file, own_part
+from flashmem.bundle.checksums import Piece, digest, identity
+from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.bundle.kernel_source import check_source
+from flashmem.bundle.lane_bounds import check_lanes
+from flashmem.bundle.manifest import (
     BINARIES,
     FORMAT_VERSION,
     WEIGHTS,
@@ -30,11 +34,8 @@ from flashmem.bundle_files import (
     read_manifest,
     variant_files,
 )
-from flashmem.digests import Piece, digest, identity
-from flashmem.generations import MANIFEST, Draft
-from flashmem.kernel_bounds import check_reach
-from flashmem.kernel_source import check_source
-from flashmem.lane_bounds import check_lanes
+from flashmem.bundle.validation import check_bundle, check_variants
+from flashmem.bundle.version_directories import MANIFEST, Draft
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan

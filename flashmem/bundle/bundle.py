@@ -1,6 +1,6 @@
 """The bundle: everything a device needs to run a model, and nothing it does not. Where the offline and online halves meet.
 
-A bundle is a folder, NAME.flashmem, with a manifest and the folder that it names (flashmem.generations says why):
+A bundle is a folder, NAME.flashmem, with a manifest and the folder that it names (flashmem.bundle.version_directories says why):
 
     manifest.json        format version, sizes and hashes of the other files, device, origin; a digest of itself
     3f2a90c1d5e7b846/
@@ -8,7 +8,7 @@ A bundle is a folder, NAME.flashmem, with a manifest and the folder that it name
         plan.json        when weights are loaded (flashmem.schedule.plan)
         kernels.cl       OpenCL C of the program: one part for each kernel (flashmem.program.kernel_text.kernel_texts)
         kernels_lane.cl  the same kernels, each with a stream lane
-        digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.digests)
+        digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.bundle.checksums)
         weights.bin      weights, packed as the kernels read them, and constants
         binaries.bin     compiled kernels for one device, if it was asked to carry them: entries of the program cache
                          (flashmem.runtime.program_cache)
@@ -17,7 +17,7 @@ A model compiled for several shapes has the first five once more for each furthe
 weights.bin: a weight that two variants read is there once. Their constants begin at the same place; each has as many of these
 bytes as it needs.
 
-It is written beside its destination and put in place by one rename (flashmem.bundle_writer). Opening it checks everything but
+It is written beside its destination and put in place by one rename (flashmem.bundle.writer). Opening it checks everything but
 the content of weights.bin: a session checks the constants, and the weights as they come in where it is asked to;
 `verify_weights` reads all of it. Compiled kernels that are not what was written, or for another device or driver, are not used:
 kernels are compiled then.
@@ -32,17 +32,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flashmem import digests
 from flashmem.base.errors import BundleError, MissingFileError
 from flashmem.base.files import open_regular
 from flashmem.base.json import parsed
-from flashmem.bundle_check import check_bundle, check_types, check_variants
-from flashmem.bundle_files import WEIGHTS, check_weights_size, read_binaries, read_checked, read_manifest, variant_files
-from flashmem.digests import Digests, Piece, digest
-from flashmem.generations import MANIFEST, named_generation
-from flashmem.kernel_bounds import check_reach
-from flashmem.kernel_source import check_options, check_source
-from flashmem.lane_bounds import check_lanes
+from flashmem.bundle import checksums as digests
+from flashmem.bundle.checksums import Digests, Piece, digest
+from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.bundle.kernel_source import check_options, check_source
+from flashmem.bundle.lane_bounds import check_lanes
+from flashmem.bundle.manifest import WEIGHTS, check_weights_size, read_binaries, read_checked, read_manifest, variant_files
+from flashmem.bundle.validation import check_bundle, check_types, check_variants
+from flashmem.bundle.version_directories import MANIFEST, named_generation
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan

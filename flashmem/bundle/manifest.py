@@ -1,4 +1,4 @@
-"""The files of a bundle: their names, the manifest, and how what is read is checked (flashmem.bundle says what they are)."""
+"""The files of a bundle: their names, the manifest, and how what is read is checked (flashmem.bundle.bundle says what they are)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from flashmem.base.errors import BundleError, UserError
 from flashmem.base.files import open_regular, read_regular
-from flashmem.generations import MANIFEST, MANIFEST_BYTES, is_generation
+from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_generation
 
 FORMAT_VERSION = 10
 WEIGHTS = "weights.bin"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashmem.kernel_bounds import Kernel, damaged, parsed_kernels
+from flashmem.bundle.kernel_bounds import Kernel, damaged, parsed_kernels
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice

@@ -21,8 +21,8 @@ from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.files import read_regular
 from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, make_private, why_unusable
 from flashmem.base.units import parse_size
-from flashmem.bundle import Bundle
-from flashmem.generations import MANIFEST, MANIFEST_BYTES, held, named_generation, remove_leftovers
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, held, named_generation, remove_leftovers
 
 LIMIT_BYTES = 10 * 1000**3
 LIMIT_SHARE = 10

@@ -21,7 +21,7 @@ import numpy as np
 from flashmem.base.errors import BundleError
 from flashmem.base.pages import is_page_size
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TENSOR_ALIGNMENT, TEXEL_BYTES
-from flashmem.digests import table_end
+from flashmem.bundle.checksums import table_end
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program, copied_outputs
 from flashmem.program.tensors import Slice, array_bytes, port_dtype
