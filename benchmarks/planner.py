@@ -33,10 +33,10 @@ from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.baselines import Baseline, operators_of
-from flashmem.planning.bounds import fastest_seconds
-from flashmem.planning.latency import forced_preload
-from flashmem.planning.lc_opg import solve
+from flashmem.planning.latency.bounds import fastest_seconds
+from flashmem.planning.latency.first_answer import forced_preload
 from flashmem.planning.limits import read_limits
+from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.planner import completed, plan_problem, planning_problem
 from flashmem.program.program import Program
 from flashmem.request import Options, resolve

@@ -28,10 +28,10 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.rates_fit import RATES, fitted, scaled
 from benchmarks.tables_verdict import Judged, verdict
 from flashmem.base.errors import UserError
-from flashmem.capacity.classes import predict_seconds
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
+from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.request import Options, choose_mode

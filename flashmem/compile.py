@@ -35,10 +35,10 @@ from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare
 from flashmem.ordering import in_lowest_order
-from flashmem.planning.carried import KEY as CARRIED
-from flashmem.planning.carried import carried
+from flashmem.planning.carried_instance import KEY as CARRIED
+from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program

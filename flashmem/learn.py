@@ -19,7 +19,7 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import replace_plan, replace_plans
 from flashmem.planning.limits import Limits
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.runtime.report import RunReport
 from flashmem.schedule.instance import Problem

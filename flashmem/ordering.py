@@ -1,4 +1,4 @@
-"""The layers of a graph in the order that takes the least memory for activations (`planning/order.py` states the problem)."""
+"""The layers of a graph in the order that takes the least memory for activations (`planning/sequence/order.py` states the problem)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmem.codegen.storage import stored_in_half
 from flashmem.graph.fusion import Layer
 from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.ranges import Ranges
-from flashmem.planning.order import Held, OrderProblem, lowest_order
+from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 from flashmem.program.launches import LaunchOrder
 
 

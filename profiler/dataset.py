@@ -19,8 +19,8 @@ from typing import Any, get_type_hints
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import written_whole
-from flashmem.capacity.basis import Basis
-from flashmem.capacity.features import LaunchFeatures
+from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.features import LaunchFeatures
 
 SUFFIX = ".profile.csv.gz"
 SAMPLE = "sample"

@@ -11,8 +11,8 @@ from typing import Any
 
 from flashmem.base.files import written_whole
 from flashmem.base.resources import read_bytes
-from flashmem.capacity.model import SECONDS, SLOWDOWN
 from flashmem.codegen.tuned import SUFFIX
+from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 _TABLES = ("modes", "tile", "rates", "sources")

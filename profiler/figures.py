@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
-from flashmem.capacity.features import MAX_RATIO
+from flashmem.planning.capacity.features import MAX_RATIO
 from flashmem.plots.figure import COLOURS, figure, plain_axes
 
 from .dataset import SUFFIX, Row, read_dataset

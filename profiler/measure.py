@@ -18,8 +18,8 @@ from typing import Any
 from flashmem.base.errors import RunError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.capacity.basis import Basis
-from flashmem.capacity.features import MAX_RATIO, launch_features
+from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.features import MAX_RATIO, launch_features
 from flashmem.runtime.devices import Device
 from flashmem.runtime.processor import processor_of
 from flashmem.target.descriptor import DeviceDescriptor, Rates
@@ -35,7 +35,7 @@ Progress = Callable[[str, float], None]
 _MODEL_RATIOS = (0.25, 0.5, 1.0, 2.0, MAX_RATIO)
 _SAMPLE_RATIOS = (0.12, 0.4, 1.1, MAX_RATIO)
 _STEPS_BELOW = 3  # quarters of the least ratio that are measured where C_l lies below it
-_TOLERATED = 0.20  # what a reusable launch may be slowed down by: see `capacity.classes`, which is not on a phone
+_TOLERATED = 0.20  # what a reusable launch may be slowed down by: see `planning.capacity.classes`, which is not on a phone
 _MODELS_SHARE = 0.45
 OTHER_PATH = 4  # every so many sampled kernels one is measured on a path that is not the default
 _MOST_REFUSED = 20  # sampled kernels on end: then it is the device, not the kernels

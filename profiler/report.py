@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.capacity.basis import Basis
-from flashmem.capacity.classes import THRESHOLDS
-from flashmem.capacity.predictor import Predictor, ratio_within
-from flashmem.capacity.response import MARKER, Learned, learn_classes
 from flashmem.console import print_facts, print_table
+from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.classes import THRESHOLDS
+from flashmem.planning.capacity.predictor import Predictor, ratio_within
+from flashmem.planning.capacity.response import MARKER, Learned, learn_classes
 
 from .dataset import SAMPLE, SUFFIX, Row, at_usual_pace, read_dataset
 from .rates import MachineRates

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmem.base.errors import UserError
-from flashmem.capacity.basis import Basis
+from flashmem.planning.capacity.basis import Basis
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import find_device
 from flashmem.target.descriptor import DeviceDescriptor

@@ -1,4 +1,4 @@
-"""From a dataset to the two models of `flashmem.capacity.predictor`. Needs numpy and xgboost, and no device."""
+"""From a dataset to the two models of `flashmem.planning.capacity.predictor`. Needs numpy and xgboost, and no device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
-from flashmem.capacity.basis import Basis
-from flashmem.capacity.features import GROWING, KERNEL_FEATURES, LOAD_FEATURES, LaunchFeatures, kernel_features, load_features
-from flashmem.capacity.model import SECONDS, SLOWDOWN
-from flashmem.capacity.predictor import Predictor, describe
+from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.features import (
+    GROWING,
+    KERNEL_FEATURES,
+    LOAD_FEATURES,
+    LaunchFeatures,
+    kernel_features,
+    load_features,
+)
+from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
+from flashmem.planning.capacity.predictor import Predictor, describe
 
 from .dataset import Row
 from .measure import LEAST_LAUNCHES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashmem.capacity.basis import Basis
-from flashmem.capacity.features import MAX_RATIO, LaunchFeatures
+from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.features import MAX_RATIO, LaunchFeatures
 from flashmem.profiler.dataset import Row
 
 BASIS = Basis(100e9, 10e9, 10e-6, {"buffer map": 5e9, "buffer interleave": 4e9}, "a law made up for a test")

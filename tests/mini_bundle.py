@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import DEFAULT_PAGE
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import BundleWriter
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import LaneKind, lane_places
 from flashmem.program.launches import Arg, Launch

@@ -29,10 +29,10 @@ from unittest import mock
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.planning import preload_dp
-from flashmem.planning.cp_first import improve
-from flashmem.planning.latency import first_plan
-from flashmem.planning.lc_opg import solve
+from flashmem.planning.latency.cp_sat import improve
+from flashmem.planning.latency.first_answer import first_plan
+from flashmem.planning.opg import preload_dp
+from flashmem.planning.opg.lc_opg import solve
 from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, Units
 

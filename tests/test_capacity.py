@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmem.base.types import OperatorClass
-from flashmem.capacity.classes import THRESHOLDS, classify, predict_seconds
-from flashmem.capacity.model import Roofline, load_capacity
+from flashmem.planning.capacity.classes import THRESHOLDS, classify, predict_seconds
+from flashmem.planning.capacity.model import Roofline, load_capacity
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ortools.sat.python import cp_model
 
-from flashmem.planning.cp_models import cp_solver
+from flashmem.planning.opg.cp_models import cp_solver
 
 MODEL = Path(__file__).parent / "data/mobilenet-tiny.onnx"
 ONE_LINE = (130, "flashmem: interrupted\n")

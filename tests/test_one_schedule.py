@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.planning.clock import needed_at, play
-from flashmem.planning.keep import later_seconds
-from flashmem.planning.latency import first_plan
+from flashmem.planning.latency.clock import needed_at, play
+from flashmem.planning.latency.first_answer import first_plan
+from flashmem.planning.latency.later_runs import later_seconds
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan, planning_problem
 from flashmem.program.launches import Launch

@@ -14,7 +14,7 @@ from flashmem.base import pages
 from flashmem.base.errors import BundleError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.validation import check_bundle
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.runtime.arena import move_out, new_pages
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.weight_file import WeightFile

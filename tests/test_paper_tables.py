@@ -15,10 +15,10 @@ from benchmarks import overlap, simulation
 from benchmarks.rates_fit import fitted, scaled
 from benchmarks.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
-from flashmem.capacity.classes import predict_seconds
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
 from flashmem.graph.fusion import fuse
+from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.launches import KernelShape, Launch

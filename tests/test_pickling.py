@@ -23,7 +23,7 @@ import flashmem
 from flashmem import Bundle, RunReport, Session
 from flashmem.base.errors import BudgetError, MissingFileError, UnsupportedModelError
 from flashmem.commands.plan_zoo import ZooPlan
-from flashmem.planning.srpt import SrptPlan
+from flashmem.planning.opg.srpt import SrptPlan
 from flashmem.runtime.failures import RequestError
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
 

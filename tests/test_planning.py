@@ -14,10 +14,10 @@ from planning_problems import in_flight, keeps_the_rules, layers_of, least_dista
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.planning.budget import plan_within
-from flashmem.planning.greedy import greedy
-from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.lc_opg import solve
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.opg.greedy import greedy
+from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.why import moved_chunks
 from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec
 from flashmem.schedule.plan import RELAXING_TIERS, OverlapPlan
@@ -226,7 +226,7 @@ def test_long_models_with_a_limit_on_w_go_through_rolling_windows(monkeypatch: p
         windows.append(cp)
         return cp
 
-    monkeypatch.setattr("flashmem.planning.cp_sat.cp_solver", first_found)
+    monkeypatch.setattr("flashmem.planning.opg.cp_sat.cp_solver", first_found)
     problem = long_problem(1500)
     free = solve(problem, time_limit=FOREVER)
     assert free.tier == "dynamic-program" and keeps_the_rules(free, problem) and not windows

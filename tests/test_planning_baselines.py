@@ -11,8 +11,8 @@ from planning_problems import layers_of, problems, slices_for
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.planning.baselines import Baseline, Operator, fastest_within
-from flashmem.planning.latency import first_plan
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.latency.first_answer import first_plan
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
 

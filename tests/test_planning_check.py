@@ -15,9 +15,9 @@ from planning_problems import keeps_the_rules, layers_of, problems
 
 from flashmem.bundle.bundle import Bundle
 from flashmem.commands.plan_summary import summary
-from flashmem.planning.latency import first_plan, smallest_m_peak
-from flashmem.planning.lc_opg import solve
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.latency.first_answer import first_plan, smallest_m_peak
+from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout, TextureSlot

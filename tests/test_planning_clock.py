@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from planning_problems import layers_of, problems
 
-from flashmem.planning.bounds import fastest_seconds
-from flashmem.planning.clock import play, unlimited_seconds
-from flashmem.planning.gates import earliest_gates
-from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.latency.bounds import fastest_seconds
+from flashmem.planning.latency.clock import play, unlimited_seconds
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.latency.release_times import earliest_gates
 from flashmem.schedule.instance import Problem, WeightSpec
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from planning_problems import layers_of, problems
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.bounds import fastest_seconds
-from flashmem.planning.clock import Moves, Timing, play
-from flashmem.planning.cp_first import improve
-from flashmem.planning.fill import filled
-from flashmem.planning.gates import closed_late, earliest_gates, held_bytes, in_turn, settled
-from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.latency.backfill import filled
+from flashmem.planning.latency.bounds import fastest_seconds
+from flashmem.planning.latency.clock import Moves, Timing, play
+from flashmem.planning.latency.cp_sat import improve
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.latency.release_times import closed_late, earliest_gates, held_bytes, in_turn, settled
 from flashmem.schedule.instance import Problem, WeightSpec
 
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")

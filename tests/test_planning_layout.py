@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from planning_problems import problems, slices_for
 
 from flashmem.base.types import POOL_ALIGNMENT
-from flashmem.planning.latency import first_plan, smallest_m_peak
-from flashmem.planning.lc_opg import solve
-from flashmem.planning.memory_layout import Interval, lay_out, lay_out_pools, max_concurrent
-from flashmem.planning.texture_slots import TextureSlotAllocator, colour_slots
+from flashmem.planning.latency.first_answer import first_plan, smallest_m_peak
+from flashmem.planning.memory.layout import Interval, lay_out, lay_out_pools, max_concurrent
+from flashmem.planning.memory.texture_slots import TextureSlotAllocator, colour_slots
+from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import PlanViolation

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from planning_problems import layers_of, problems
 
 from flashmem.planning.assemble import assemble
-from flashmem.planning.clock import play
-from flashmem.planning.keep import later_seconds
-from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.lc_opg import solve
-from flashmem.planning.srpt import srpt
+from flashmem.planning.latency.clock import play
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.latency.later_runs import later_seconds
+from flashmem.planning.opg.lc_opg import solve
+from flashmem.planning.opg.srpt import srpt
 from flashmem.planning.why import in_flight_bytes, moved_chunks
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation

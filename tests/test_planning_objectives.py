@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from planning_problems import layers_of, problems
 
 from flashmem.base.types import TransferMode
-from flashmem.planning.bounds import cheapest_pieces, cost_of, fastest_seconds
-from flashmem.planning.clock import play
-from flashmem.planning.gates import held_bytes
-from flashmem.planning.keep import later_seconds, with_kept
-from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak, traced
-from flashmem.planning.lc_opg import solve
+from flashmem.planning.latency.bounds import cheapest_pieces, cost_of, fastest_seconds
+from flashmem.planning.latency.clock import play
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak, traced
+from flashmem.planning.latency.later_runs import later_seconds, with_kept
+from flashmem.planning.latency.release_times import held_bytes
 from flashmem.planning.limits import Limits
+from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.planner import _steady_bound
 from flashmem.planning.why import in_flight_bytes
 from flashmem.schedule.instance import LayerSpec, Problem, WeightSpec, chosen_chunk

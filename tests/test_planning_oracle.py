@@ -18,10 +18,10 @@ from planning_oracle import (
 )
 from planning_problems import layers_of
 
-from flashmem.planning.cp_relaxed import relaxed
-from flashmem.planning.latency import first_plan, judged
-from flashmem.planning.lc_opg import solve
-from flashmem.planning.paper import PaperProblem
+from flashmem.planning.latency.first_answer import first_plan, judged
+from flashmem.planning.opg.lc_opg import solve
+from flashmem.planning.opg.objective import PaperProblem
+from flashmem.planning.opg.relaxation import relaxed
 from flashmem.schedule.instance import Problem, WeightSpec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmem.planning.order import Held, OrderProblem, lowest_order
+from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 
 
 def orders(problem: OrderProblem, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:

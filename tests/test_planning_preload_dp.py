@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_problems import layers_of, least_objective, problems
 
-from flashmem.planning import preload_dp
-from flashmem.planning.latency import forced_preload
-from flashmem.planning.lc_opg import solve
-from flashmem.planning.paper import PaperProblem
-from flashmem.planning.preload_dp import PreloadDynamicProgram, choose_preload
+from flashmem.planning.latency.first_answer import forced_preload
+from flashmem.planning.opg import preload_dp
+from flashmem.planning.opg.lc_opg import solve
+from flashmem.planning.opg.objective import PaperProblem
+from flashmem.planning.opg.preload_dp import PreloadDynamicProgram, choose_preload
 from flashmem.schedule.instance import Problem, WeightSpec
 
 small = problems(most_layers=5, most_weights=4, most_chunks=3)

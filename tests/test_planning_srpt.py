@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_problems import in_flight, layers_of, least_distance, problems
 
-from flashmem.planning.latency import forced_preload
-from flashmem.planning.srpt import offenders, srpt
+from flashmem.planning.latency.first_answer import forced_preload
+from flashmem.planning.opg.srpt import offenders, srpt
 from flashmem.schedule.instance import Problem, WeightSpec
 
 small = problems(most_layers=6, most_weights=4, most_chunks=3, whole_chunks=True)

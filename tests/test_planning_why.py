@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_problems import layers_of, problems
 
-from flashmem.planning.lc_opg import solve
+from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.why import in_flight_bytes, moved_chunks, reasons
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan

@@ -15,12 +15,12 @@ from made_profile import BASIS, features, law
 from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
-from flashmem.capacity.basis import Basis
-from flashmem.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
-from flashmem.capacity.model import Roofline, default_model, load_capacity
-from flashmem.capacity.predictor import Predictor, ratio_within
-from flashmem.capacity.response import learn_classes
 from flashmem.cli import app
+from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
+from flashmem.planning.capacity.model import Roofline, default_model, load_capacity
+from flashmem.planning.capacity.predictor import Predictor, ratio_within
+from flashmem.planning.capacity.response import learn_classes
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family

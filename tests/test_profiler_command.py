@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from command_line import Command, command_line
 
-from flashmem.capacity.model import default_model
-from flashmem.capacity.predictor import Predictor
+from flashmem.planning.capacity.model import default_model
+from flashmem.planning.capacity.predictor import Predictor
 from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.report import judged_by_shipped

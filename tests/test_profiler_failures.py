@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.capacity.features import launch_features
 from flashmem.cli import app
+from flashmem.planning.capacity.features import launch_features
 from flashmem.profiler import measure, run, sessions
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import Made, elementwise_target

@@ -17,7 +17,9 @@ from flashmem import banding
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
 from flashmem.graph.band_choice import BandChoice
-from flashmem.planning import bounds, budget, latency
+from flashmem.planning import budget
+from flashmem.planning.latency import bounds
+from flashmem.planning.latency import first_answer as latency
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
 from flashmem.target.descriptor import load_descriptor

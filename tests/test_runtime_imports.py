@@ -18,7 +18,7 @@ from flashmem.runtime import icd
 
 OFFLINE = (
     "ortools", "xgboost", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "jinja2", "typer", "rich", "google", "pandas",
-    "flashmem.graph", "flashmem.capacity", "flashmem.codegen", "flashmem.compile", "flashmem.schedule.instance",
+    "flashmem.graph", "flashmem.planning.capacity", "flashmem.codegen", "flashmem.compile", "flashmem.schedule.instance",
 )  # fmt: skip
 
 _REFUSING = """

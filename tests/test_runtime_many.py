@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BudgetError, RunError, UserError
-from flashmem.planning import again
+from flashmem.planning import replanning as again
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.planner import ShortTurns

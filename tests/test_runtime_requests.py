@@ -20,7 +20,7 @@ from mini_bundle import MiniModel, write_mini_bundle
 import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, RunError, UserError
-from flashmem.planning import again
+from flashmem.planning import replanning as again
 from flashmem.runtime import player, tenant
 from flashmem.runtime.accounts import Changes
 from flashmem.runtime.executor import Executor

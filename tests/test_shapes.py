@@ -142,8 +142,8 @@ def test_a_session_holds_one_variant_and_keeps_to_the_budget(strategy: str, mode
 
 
 def _smallest(bundle: Bundle, index: int) -> int:
-    from flashmem.planning.again import smallest_budget
-    from flashmem.planning.carried import carried_problem
+    from flashmem.planning.carried_instance import carried_problem
+    from flashmem.planning.replanning import smallest_budget
 
     one = bundle.variant(index)
     problem = carried_problem(one.program, one.plan, one.descriptor, one.meta["mode"], one.meta)

@@ -31,10 +31,10 @@ from flashmem.compile import plan_graph
 from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
-from flashmem.planning.clock import Timing
-from flashmem.planning.latency import first_plan
+from flashmem.planning.latency.clock import Timing
+from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice

@@ -17,8 +17,9 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
-from flashmem.planning import paper_limits, planner
+from flashmem.planning import planner
 from flashmem.planning.limits import Limits
+from flashmem.planning.opg import limits as paper_limits
 from flashmem.planning.why import reasons
 from flashmem.request import Options
 from flashmem.runtime.devices import descriptor_for

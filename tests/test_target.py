@@ -16,7 +16,7 @@ import flashmem
 from flashmem.allocations import within_allocations
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.capacity.model import Roofline, default_model
+from flashmem.planning.capacity.model import Roofline, default_model
 from flashmem.runtime.devices import Device
 from flashmem.runtime.many import Runtime
 from flashmem.runtime.opencl import list_devices

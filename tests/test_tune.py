@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
-from flashmem.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
-from flashmem.capacity.predictor import Predictor
 from flashmem.codegen.choices import Choices, fewest, packed_bytes
 from flashmem.codegen.tuned import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
 from flashmem.codegen.variants import choose, seconds
 from flashmem.compile import _key
+from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
+from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits
 from flashmem.profiler.dataset import SUFFIX as DATASET
 from flashmem.profiler.dataset import read_dataset, write_dataset

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
-from flashmem.planning.memory_layout import Interval, lay_out
+from flashmem.planning.memory.layout import Interval, lay_out
 
 _ENOUGH = 1.005
 """A layout of whole blocks that is this close to the bound is taken; otherwise their parts are placed one by one."""

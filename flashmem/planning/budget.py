@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.latency import first_plan, forced_preload, smallest_m_peak
+from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.schedule.instance import Problem, with_less_staging
 from flashmem.schedule.plan import OverlapPlan
 

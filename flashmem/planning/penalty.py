@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.planning.latency import forced_preload
-from flashmem.planning.srpt import SrptPlan, srpt
+from flashmem.planning.latency.first_answer import forced_preload
+from flashmem.planning.opg.srpt import SrptPlan, srpt
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import OverlapPlan
 

@@ -14,12 +14,12 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.planning.baselines import Baseline, fastest, fastest_within, operators_of
 from flashmem.planning.budget import Measure, roomiest, with_staging_that_fits
-from flashmem.planning.clock import Timing
-from flashmem.planning.gates import held_bytes, settled
-from flashmem.planning.keep import by_later_runs, later_seconds, leanest, with_kept
-from flashmem.planning.latency import first_plan, judged, smallest_m_peak
+from flashmem.planning.latency.clock import Timing
+from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
+from flashmem.planning.latency.later_runs import by_later_runs, later_seconds, leanest, with_kept
+from flashmem.planning.latency.release_times import held_bytes, settled
 from flashmem.planning.limits import Limits
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.instance import Problem, build_problem, staged_within
 from flashmem.schedule.plan import BoundScope, OverlapPlan
@@ -70,7 +70,7 @@ def completed(problem: Problem, plan: OverlapPlan, program: Program, mode: Trans
     measure = _in_flight(program, mode) if budget is None else _in_all(program, mode)
     if plan.objective_kind == "paper":
         with _where_the_compiler_is():
-            from flashmem.planning.paper_limits import reading_ahead
+            from flashmem.planning.opg.limits import reading_ahead
         plan = reading_ahead(problem, plan, program, limit, measure)
     elif limits.strategy == "stream" and objective != "paper":
         proven = 0.0
@@ -106,7 +106,7 @@ def _searched(
     if plan.objective_kind != "first" or large or unproven <= max(_WORTH_SECONDS, _WORTH_SHARE * plan.objective):
         return plan, 0.0
     try:
-        from flashmem.planning.cp_first import improve
+        from flashmem.planning.latency.cp_sat import improve
     except ModuleNotFoundError:
         return plan, 0.0
     preload = frozenset(w.name for w in plan.weights if w.preload)
@@ -173,7 +173,7 @@ def _plan(problem: Problem, program: Program, mode: TransferMode, limits: Limits
         limit = limits.m_peak if limits.m_peak is not None else limits.budget
         return _first_plan(problem, program, limits, preload, limit, measure)
     with _where_the_compiler_is():
-        from flashmem.planning.paper_limits import paper_plan_inside, paper_plan_within
+        from flashmem.planning.opg.limits import paper_plan_inside, paper_plan_within
     if limits.budget is not None:
         return paper_plan_within(problem, program, limits, preload, in_all)
     limited = limits.m_peak is not None

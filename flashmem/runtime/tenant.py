@@ -13,7 +13,7 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.planning.carried import carried_problem
+from flashmem.planning.carried_instance import carried_problem
 from flashmem.program.program import fixed_bytes
 from flashmem.request import choose_mode
 from flashmem.runtime.device_in_use import DeviceInUse
@@ -99,7 +99,7 @@ class Tenant:
         """The least budget in which it runs, in bytes."""
         if self._problem is None:
             return self.fixed + self._layout(self.opened.bundle.plan).total_bytes
-        from flashmem.planning.again import smallest_budget
+        from flashmem.planning.replanning import smallest_budget
 
         return smallest_budget(self.opened.program, self._problem, self.opened.mode, self.opened.bundle.plan.asked)
 
@@ -158,7 +158,7 @@ class Tenant:
     def _plan(self, limit: int | None, *, keep: bool) -> OverlapPlan:
         opened = self.opened
         if self._problem is not None:
-            from flashmem.planning.again import plan_again
+            from flashmem.planning.replanning import plan_again
 
             return plan_again(opened.program, self._problem, opened.mode, limit, opened.bundle.plan.asked, keep=keep)
         plan = opened.bundle.plan

@@ -17,7 +17,7 @@ from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 if TYPE_CHECKING:
-    from flashmem.capacity.model import CapacityModel
+    from flashmem.planning.capacity.model import CapacityModel
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,10 @@ def build_problem(
     Raises:
         UserError: the descriptor does not say how transfers of that mode slow down what computes.
     """
-    from flashmem.capacity.model import default_model, load_capacity  # the offline half; the rest plans where it runs, too
+    from flashmem.planning.capacity.model import (  # the offline half; the rest plans where it runs, too
+        default_model,
+        load_capacity,
+    )
 
     model = model or default_model(descriptor, program.memory_path)
     mode = mode or descriptor.modes[program.memory_path][0]

@@ -14,7 +14,7 @@ from math import prod
 from typing import Literal
 
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes

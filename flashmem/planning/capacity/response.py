@@ -16,7 +16,7 @@ from statistics import median
 from typing import Final
 
 from flashmem.base.types import OperatorClass
-from flashmem.capacity.classes import classify
+from flashmem.planning.capacity.classes import classify
 
 MARKER: Final = 0.20
 """The slowdown at which tolerance is read."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ortools.linear_solver import pywraplp
 
-from flashmem.planning.paper import PaperProblem
+from flashmem.planning.opg.objective import PaperProblem
 from flashmem.schedule.instance import WeightSpec
 
 _SLACK = 1e-7

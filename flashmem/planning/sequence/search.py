@@ -1,4 +1,4 @@
-"""Orders of the layers of one segment, by search through the sets of layers that have run: see `planning/order.py`."""
+"""Orders of the layers of one segment, by search through the sets of layers that have run: see `planning/sequence/order.py`."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.planning.clock import Clock, Moves, Timing, play
-from flashmem.planning.gates import held_bytes
+from flashmem.planning.latency.clock import Clock, Moves, Timing, play
+from flashmem.planning.latency.release_times import held_bytes
 from flashmem.schedule.instance import Problem, WeightSpec
 
 _WORK = 20_000

@@ -1,7 +1,7 @@
 """Operator classes and their thresholds (FlashMem section 4.2, Table 5), and the roofline over a device's rates.
 
 A layer may be slowed down by a share of its own latency that depends on its class; what can be streamed in that time is its
-load capacity C_l (capacity/model.py).
+load capacity C_l (planning/capacity/model.py).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from ortools.sat.python import cp_model
 
-from flashmem.planning.cp_models import FullModel, Unit, Window, cp_solver
-from flashmem.planning.cp_relaxed import relaxed
-from flashmem.planning.paper import Decision, PaperProblem
+from flashmem.planning.opg.cp_models import FullModel, Unit, Window, cp_solver
+from flashmem.planning.opg.objective import Decision, PaperProblem
+from flashmem.planning.opg.relaxation import relaxed
 
 _WINDOW = 1000
 """Layers that one window decides."""

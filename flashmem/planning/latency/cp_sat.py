@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
-from flashmem.planning.clock import Clock, Moves, Timing
-from flashmem.planning.cp_models import cp_solver
-from flashmem.planning.fill import stalls
-from flashmem.planning.gates import held_bytes
+from flashmem.planning.latency.backfill import stalls
+from flashmem.planning.latency.clock import Clock, Moves, Timing
+from flashmem.planning.latency.release_times import held_bytes
+from flashmem.planning.opg.cp_models import cp_solver
 from flashmem.schedule.instance import Problem, WeightSpec
 
 _MOST_CHOICES = 5000

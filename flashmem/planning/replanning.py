@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from flashmem.base.types import TransferMode
 from flashmem.planning.budget import Measure, plan_within, roomiest, with_staging_that_fits
-from flashmem.planning.keep import leanest, with_kept
-from flashmem.planning.latency import first_plan, judged, smallest_m_peak
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
+from flashmem.planning.latency.later_runs import leanest, with_kept
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.instance import Problem, staged_least, staged_within
 from flashmem.schedule.plan import OverlapPlan

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_bytes
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.capacity.basis import Basis
-from flashmem.capacity.features import (
+from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.features import (
     KERNEL_FEATURES,
     LOAD_FEATURES,
     MAX_RATIO,
@@ -30,7 +30,7 @@ from flashmem.capacity.features import (
     launch_features,
     load_features,
 )
-from flashmem.capacity.model import SECONDS, SLOWDOWN
+from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.program.launches import Launch
 
 FORMAT_VERSION = 1

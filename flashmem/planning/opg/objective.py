@@ -13,10 +13,10 @@ from fractions import Fraction
 from itertools import accumulate
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.clock import Moves
-from flashmem.planning.gates import held_bytes
-from flashmem.planning.greedy import greedy, incremental_preload, soft_ceiling
-from flashmem.planning.srpt import SrptPlan, srpt
+from flashmem.planning.latency.clock import Moves
+from flashmem.planning.latency.release_times import held_bytes
+from flashmem.planning.opg.greedy import greedy, incremental_preload, soft_ceiling
+from flashmem.planning.opg.srpt import SrptPlan, srpt
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Tier, Units
 

@@ -15,7 +15,7 @@ smallest. That is NP-hard (register allocation, Sethi 1975), but networks leave 
    could be moved here. One that only takes more memory runs right before the one that goes on with it (`Segment.together`). So
    what is large early is found soon, and, by the same search backwards in time, what is large late. Where sets are too many,
    small tensors are taken as free, in one search after the other; what those prove is a bound all the same.
-4. CP-SAT takes the segments of up to `CP_LAYERS` layers that this leaves open (`planning/order_cp.py`).
+4. CP-SAT takes the segments of up to `CP_LAYERS` layers that this leaves open (`planning/sequence/cp_sat.py`).
 
 The given order is kept where it is as good, segment by segment, and followed as far as the peak allows elsewhere: weights are
 streamed in it. Limits are counts, not seconds, so that the same layers always get the same order.
@@ -30,7 +30,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
-from flashmem.planning.order_search import Segment, beam, near_given, search
+from flashmem.planning.sequence.search import Segment, beam, near_given, search
 
 Method = Literal["CP-SAT", "beam", "search", "as given"]
 """What an order was found by: of several segments, the first of these that any was found by."""
@@ -231,7 +231,7 @@ def _solve(segment: Segment, floor: int, tries: int, cp_seconds: float, worth: f
     if not finished and best.peak > best.bound * (1 + worth):
         best = _better(best, beam(segment, sizes), 0, segment, "beam")
     if best.peak > best.bound * (1 + worth) and segment.count <= CP_LAYERS and cp_seconds > 0:
-        from flashmem.planning.order_cp import solve  # OR-tools is imported where it runs
+        from flashmem.planning.sequence.cp_sat import solve  # OR-tools is imported where it runs
 
         order, proven = solve(segment.needs, segment.tensors, segment.base, best.order, cp_seconds)
         best = _better(best, order, proven, segment, "CP-SAT")

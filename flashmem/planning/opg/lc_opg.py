@@ -1,14 +1,14 @@
 """The LC-OPG planner: `solve` makes the overlap plan (FlashMem section 3; DESIGN section 4).
 
-For the paper's objective only W is to be chosen: given W, SRPT (`planning.srpt`) is the exact plan. The tiers:
+For the paper's objective only W is to be chosen: given W, SRPT (`planning.opg.srpt`) is the exact plan. The tiers:
 
-- dynamic program: the walk over the layers from the last to the first, with a bound (`planning.preload_dp`). It solves most
+- dynamic program: the walk over the layers from the last to the first, with a bound (`planning.opg.preload_dp`). It solves most
   problems, up to 10^5 slices, within seconds.
-- CP-SAT, where the walk leaves a gap (`planning.cp_sat`).
-- Without a plan that keeps every C_l, the heuristic tiers of C4 follow (`planning.paper`).
+- CP-SAT, where the walk leaves a gap (`planning.opg.cp_sat`).
+- Without a plan that keeps every C_l, the heuristic tiers of C4 follow (`planning.opg.objective`).
 
 This is the paper's hybrid execution: whatever a tier leaves infeasible, or unproven when its time is up, the next one takes.
-The objective `first` needs no solver (`planning.latency`). OR-tools is known in `planning.cp_sat` and `planning.cp_models`,
+The objective `first` needs no solver (`planning.latency.first_answer`). OR-tools is known in `planning.opg.cp_sat` and `planning.opg.cp_models`,
 which are imported where the dynamic program leaves a gap: most plans need neither.
 """
 
@@ -19,11 +19,11 @@ from dataclasses import replace
 
 from flashmem.base.errors import UserError
 from flashmem.planning.assemble import assemble, slowdown
-from flashmem.planning.clock import Timing, unlimited_seconds
-from flashmem.planning.gates import gates_ahead, settled
-from flashmem.planning.latency import first_plan, forced_preload
-from flashmem.planning.paper import Decision, PaperProblem
-from flashmem.planning.preload_dp import choose_preload
+from flashmem.planning.latency.clock import Timing, unlimited_seconds
+from flashmem.planning.latency.first_answer import first_plan, forced_preload
+from flashmem.planning.latency.release_times import gates_ahead, settled
+from flashmem.planning.opg.objective import Decision, PaperProblem
+from flashmem.planning.opg.preload_dp import choose_preload
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Objective, OverlapPlan, Tier, Units
 
@@ -136,7 +136,7 @@ def _keeping_capacities(paper: PaperProblem, deadline: float, workers: int) -> t
     if not workers:
         return best, bound, "dynamic-program"
     try:
-        from flashmem.planning.cp_sat import CpSat
+        from flashmem.planning.opg.cp_sat import CpSat
     except ModuleNotFoundError as error:
         if best is not None:
             return best, bound, "dynamic-program"

@@ -1,6 +1,6 @@
 """The choice of W as a dynamic program over the backward walk (DESIGN section 4): fast enough for 10^5 slices, and a proof.
 
-SRPT (`planning.srpt`) is the best plan for a given W, so only W is to be chosen: walking from the last layer to the first, each
+SRPT (`planning.opg.srpt`) is the best plan for a given W, so only W is to be chosen: walking from the last layer to the first, each
 weight is streamed or preloaded when the walk comes to its first use. What has been decided matters for the rest only through
 the chunks each pending weight still needs.
 
@@ -34,7 +34,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.paper import Decision, PaperProblem
+from flashmem.planning.opg.objective import Decision, PaperProblem
 from flashmem.schedule.instance import WeightSpec
 
 _NEVER = 1 << 60

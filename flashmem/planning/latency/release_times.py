@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.planning.clock import Clock, Moves, Timing
+from flashmem.planning.latency.clock import Clock, Moves, Timing
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from flashmem.base.errors import BudgetError
 from flashmem.planning.baselines import fastest_within, operators_of
 from flashmem.planning.budget import Measure
-from flashmem.planning.latency import smallest_m_peak
-from flashmem.planning.lc_opg import ReadAhead, proven_bound, solve
+from flashmem.planning.latency.first_answer import smallest_m_peak
 from flashmem.planning.limits import Limits
-from flashmem.planning.memory_layout import lay_out_pools
+from flashmem.planning.memory.layout import lay_out_pools
+from flashmem.planning.opg.lc_opg import ReadAhead, proven_bound, solve
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import OverlapPlan, Units

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashmem.planning.latency import require_m_peak
-from flashmem.planning.srpt import SrptPlan, offenders, srpt
+from flashmem.planning.latency.first_answer import require_m_peak
+from flashmem.planning.opg.srpt import SrptPlan, offenders, srpt
 from flashmem.schedule.instance import Problem
 
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from flashmem.base.errors import BudgetError
 from flashmem.planning.assemble import assemble
-from flashmem.planning.bounds import fastest_seconds
-from flashmem.planning.clock import Clock, Moves, Timing, play
-from flashmem.planning.fill import filled
-from flashmem.planning.gates import earliest_gates, gates_ahead, held_bytes, settled
+from flashmem.planning.latency.backfill import filled
+from flashmem.planning.latency.bounds import fastest_seconds
+from flashmem.planning.latency.clock import Clock, Moves, Timing, play
+from flashmem.planning.latency.release_times import earliest_gates, gates_ahead, held_bytes, settled
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan
 

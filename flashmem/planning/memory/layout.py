@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 
 from flashmem.base.types import DEFAULT_PAGE, POOL_ALIGNMENT, TransferMode
-from flashmem.planning.texture_slots import colour_slots
+from flashmem.planning.memory.texture_slots import colour_slots
 from flashmem.program.tensors import Slice
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 

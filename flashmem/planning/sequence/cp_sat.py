@@ -1,4 +1,4 @@
-"""CP-SAT on the order of a few layers: see `planning/order.py` for the problem.
+"""CP-SAT on the order of a few layers: see `planning/sequence/order.py` for the problem.
 
 Layers are unit intervals that do not overlap, tensors intervals from the first layer that touches them to the last, and the
 peak is the capacity of a cumulative constraint. One worker, a fixed seed and a limit in deterministic time: the same layers get

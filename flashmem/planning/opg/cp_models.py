@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ortools.sat.python import cp_model
 
-from flashmem.planning.paper import Decision, PaperProblem
+from flashmem.planning.opg.objective import Decision, PaperProblem
 from flashmem.schedule.instance import Problem, WeightSpec
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.capacity.features import LaunchFeatures, roofline_seconds
+from flashmem.planning.capacity.features import LaunchFeatures, roofline_seconds
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from flashmem.planning.budget import Measure
-from flashmem.planning.clock import play
+from flashmem.planning.latency.clock import play
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 

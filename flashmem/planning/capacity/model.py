@@ -1,6 +1,6 @@
 """Load capacity: how long a launch takes alone, and how long with bytes streamed beside it (FlashMem section 4.2).
 
-Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor` (capacity/predictor.py) trained on what
+Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor` (planning/capacity/predictor.py) trained on what
 `flashmem profile` measured. `default_model` chooses by the descriptor; what it chose stands in every plan's notes.
 """
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from flashmem.base.resources import names
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.capacity.classes import THRESHOLDS, predict_seconds
+from flashmem.planning.capacity.classes import THRESHOLDS, predict_seconds
 from flashmem.program.launches import Launch
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -55,7 +55,7 @@ class Roofline:
         return f"load capacities from the roofline over the descriptor's rates ({self._why})"
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
-        """See `capacity.classes.predict_seconds`."""
+        """See `planning.capacity.classes.predict_seconds`."""
         return predict_seconds(launch, self._descriptor, weight_bytes)
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
@@ -91,7 +91,7 @@ def default_model(descriptor: DeviceDescriptor, memory_path: MemoryPath) -> Capa
     if not Path(name).is_absolute() and name not in names("devices", SECONDS):  # of a bundle from another machine
         return Roofline(descriptor, f"the trained model {name} is not here")
     try:
-        from flashmem.capacity.predictor import Predictor
+        from flashmem.planning.capacity.predictor import Predictor
     except ImportError:
         return Roofline(descriptor, "xgboost is not installed; it comes with flashmem[compile]")
     return Predictor.load(name, memory_path)
