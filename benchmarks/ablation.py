@@ -41,7 +41,7 @@ from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import Options, choose_mode

@@ -28,7 +28,7 @@ from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import RunError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.profiler.shapes import Attention, Convolution, Matmul
 from flashmem.profiler.sketch import Sketch
 from flashmem.profiler.timing import Stand, generated

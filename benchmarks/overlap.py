@@ -31,8 +31,8 @@ from benchmarks.zoo import MODELS
 from flashmem.base.errors import BudgetError
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_graph, plan_program, read_graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.baselines import Baseline, operators_of
 from flashmem.planning.latency.bounds import fastest_seconds

@@ -29,7 +29,7 @@ from benchmarks.rates_fit import RATES, fitted, scaled
 from benchmarks.tables_verdict import Judged, verdict
 from flashmem.base.errors import UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.passes import prepare
 from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import read_limits

@@ -19,12 +19,12 @@ from flashmem.codegen.places import least_alive
 from flashmem.codegen.row_gather import host_indices
 from flashmem.codegen.slicing import LEAST_BYTES
 from flashmem.codegen.storage import stored_in_half
+from flashmem.compiler.ir.graph import Graph, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.memory.aliases import Ranges
 from flashmem.graph.band_choice import BandChoice, Memory
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.ir import Graph, Value
-from flashmem.graph.quantized import QuantizedConstant
-from flashmem.graph.ranges import Ranges
 from flashmem.request import Options
 from flashmem.target.descriptor import DeviceDescriptor
 

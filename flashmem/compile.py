@@ -26,9 +26,9 @@ from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.steady import with_steady
 from flashmem.codegen.stored_weights import NOTHING_STORED, StoredWeights
 from flashmem.codegen.tuned import digest
+from flashmem.compiler.ir.graph import Graph
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_external import model_files
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.onnx_mapped import load_mapped

@@ -8,9 +8,9 @@ from flashmem.base.types import StoredType
 from flashmem.codegen.places import held_by, read_by
 from flashmem.codegen.row_gather import host_indices
 from flashmem.codegen.storage import stored_in_half
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.memory.aliases import Ranges
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Graph, Node, Value
-from flashmem.graph.ranges import Ranges
 from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 from flashmem.program.launches import LaunchOrder
 

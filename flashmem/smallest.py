@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.request import Options
 
 

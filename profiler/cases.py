@@ -17,9 +17,9 @@ import numpy as np
 from flashmem.base.types import TransferMode
 from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import Slicing
-from flashmem.graph.builder import constant
+from flashmem.compiler.ir.builder import constant
+from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph, Value
 from flashmem.graph.passes import prepare
 from flashmem.target.descriptor import DeviceDescriptor, Tile
 

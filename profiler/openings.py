@@ -9,8 +9,8 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_program
+from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph, GraphPort
 from flashmem.graph.passes import prepare
 from flashmem.planning.limits import Limits
 from flashmem.request import Options

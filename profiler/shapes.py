@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashmem.base.types import MemoryPath
 from flashmem.codegen.tuned import Product
-from flashmem.graph.ir import Graph, Node
+from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.zoo.graphs import zoo_graph
 
 from .sketch import Sketch

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.graph.builder import constant
-from flashmem.graph.ir import Graph, GraphPort, Node, Value
+from flashmem.compiler.ir.builder import constant
+from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 
 
 @dataclass

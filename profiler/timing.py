@@ -19,8 +19,8 @@ from flashmem.base.errors import RunError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph
 from flashmem.graph.passes import prepare
 from flashmem.program.tensors import Slice
 from flashmem.runtime.devices import Device

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.compiler.ir.graph import Graph, Node, Value
 
 Array = NDArray[Any]
 

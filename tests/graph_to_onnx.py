@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 
 
 def run(model: onnx.ModelProto | str, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

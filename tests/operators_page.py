@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flashmem.compiler.ir.limits import CHOSEN, UNROLLED
 from flashmem.graph import contrib
-from flashmem.graph.onnx_limits import CHOSEN, UNROLLED
 from flashmem.graph.operators import FAMILIES, REGISTRY, Operator
 from flashmem.graph.operators.registry import ANY, BOOL, FLOAT, INDEX, INTEGERS, NEWEST_OPSET, NUMBERS, WIDE, Types
 

@@ -13,8 +13,8 @@ from compared import DEVICES, answers_of, require_right
 
 import flashmem
 from flashmem.codegen.program import generate
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare

@@ -27,9 +27,9 @@ from random_graphs.listed import listed
 import flashmem
 from flashmem import banding
 from flashmem.base.errors import BudgetError
+from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.spans import Span, outermost
 from flashmem.program.program import fixed_bytes

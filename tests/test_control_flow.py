@@ -14,7 +14,7 @@ from graph_to_onnx import draw, run
 from onnx import helper
 
 from flashmem.base.errors import UnsupportedModelError, UserError
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.onnx_import import import_model
 from flashmem.zoo.graph_file import graph_to_onnx
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 import flashmem
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.operators import why_unsupported

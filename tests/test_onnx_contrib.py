@@ -27,8 +27,8 @@ from zoo_data import DATA, examples
 
 import flashmem
 from flashmem.base.errors import UnsupportedModelError, UserError
+from flashmem.compiler.ir.graph import FileConstant, Graph
 from flashmem.graph import contrib
-from flashmem.graph.ir import FileConstant, Graph
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_external import resolve_external_data
 from flashmem.graph.onnx_import import import_model

@@ -18,9 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 from zoo_data import DATA, EXPORTS, examples
 
 from flashmem.base.errors import MissingFileError, UnsupportedModelError, UserError
-from flashmem.graph.ir import ArrayConstant, FileConstant, Graph
+from flashmem.compiler.ir.graph import ArrayConstant, FileConstant, Graph
+from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.graph.onnx_import import collect_unsupported, import_model
-from flashmem.graph.quantized import QuantizedConstant
 from flashmem.zoo.graph_file import graph_to_onnx
 
 TINY = sorted(EXPORTS)

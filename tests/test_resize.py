@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import flashmem
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import import_model
 from flashmem.graph.resize_taps import Axis, Rule, resize_taps

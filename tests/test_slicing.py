@@ -28,7 +28,7 @@ from flashmem.codegen.packing import Packing
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
 from flashmem.commands.plan import several_launches
 from flashmem.compile import plan_graph
-from flashmem.graph.ir import Graph
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.planning.latency.clock import Timing

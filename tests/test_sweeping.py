@@ -12,11 +12,11 @@ import flashmem
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
+from flashmem.compiler.ir.graph import Graph, Placeholder
+from flashmem.compiler.ir.portable import PortableGraph, portable
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph, Placeholder
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
-from flashmem.graph.portable import PortableGraph, portable
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
 from flashmem.runtime.opencl import list_devices

@@ -19,8 +19,8 @@ from planning_problems import layers_of
 
 import flashmem
 from flashmem.codegen.program import generate
+from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph, Node
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import import_model

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from flashmem.graph.ir import Value
-from flashmem.graph.views import View, whole
+from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.ir.views import View, whole
 
 
 def elements(view: View, memory: np.ndarray) -> np.ndarray:

@@ -13,8 +13,8 @@ import pytest
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.program import generate
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.fusion import fuse
-from flashmem.graph.ir import Graph
 from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.operators import why_unsupported
 from flashmem.graph.passes import prepare

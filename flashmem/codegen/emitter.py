@@ -21,12 +21,12 @@ from flashmem.codegen.slicing import MOST_BYTES, Slicing
 from flashmem.codegen.stored_weights import NOTHING_STORED, PackedWeight, Placements, StoredWeights
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.codegen.variants import Product
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.limits import ELEMENTS
+from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node, Value
-from flashmem.graph.onnx_limits import ELEMENTS
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.vector import STORED, Vector
-from flashmem.graph.ranges import unreshaped
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor, Variant

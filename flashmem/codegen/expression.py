@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flashmem.base.types import StoredType
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.broadcast import Operand, place
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.vector import STORED, Vector
-from flashmem.graph.placement import Operand, place
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import TEXEL_BYTES, Channel, MemoryPath
 from flashmem.codegen.folding import ImageLimits, Panels, cut
-from flashmem.graph.ir import Node
+from flashmem.compiler.ir.graph import Node
 from flashmem.target.descriptor import DeviceDescriptor
 
 Columns = Callable[[int, int], NDArray[Any]]

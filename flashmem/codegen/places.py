@@ -1,6 +1,6 @@
 """Where each activation lies: in a tensor of its own, or in another's. Lifetimes are those of layers.
 
-- What is a contiguous range of another value lies inside it (`graph.ranges`).
+- What is a contiguous range of another value lies inside it (`compiler.memory.aliases`).
 - Parts of a Concat that are contiguous ranges of its result are written there by the layers that compute them; only what lies
   elsewhere is copied. A part that is an input, a result of the model, or in another Concat lies elsewhere.
 - A layer whose kernel can (`Operator.overwrites`) writes its output over an operand that nobody reads later: one of the
@@ -18,10 +18,10 @@ from itertools import pairwise
 
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.codegen.arena import Use, alive, shapes
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.memory.aliases import Ranges
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators import REGISTRY
-from flashmem.graph.ranges import Ranges
 
 _WIDEST = 16
 """Elements of the widest vector."""

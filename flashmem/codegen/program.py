@@ -22,9 +22,9 @@ from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.storage import stored_in_half
 from flashmem.codegen.stored_weights import NOTHING_STORED, Placements, StoredWeights
 from flashmem.codegen.templates import KernelLibrary
+from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
+from flashmem.compiler.memory.aliases import Ranges
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Graph, GraphPort, Node, Value
-from flashmem.graph.ranges import Ranges
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last

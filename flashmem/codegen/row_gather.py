@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
 from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
-from flashmem.graph.ir import Graph, NibbleConstant, Node, Value, pack_nibbles
-from flashmem.graph.ranges import unreshaped
+from flashmem.compiler.ir.graph import Graph, NibbleConstant, Node, Value, pack_nibbles
+from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.program.tensors import RowGather
 
 ROWS_AT_ONCE = 4096

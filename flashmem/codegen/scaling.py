@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from flashmem.base.types import DType
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.packing import Storage, weight_columns
-from flashmem.graph.builder import constant
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.broadcast import place
+from flashmem.compiler.ir.builder import constant
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.graph.operators.vector import STORED
-from flashmem.graph.placement import place
-from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program.launches import Arg
 
 LEAST_BLOCK = 2

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.memory.aliases import Ranges
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.registry import INTEGERS
-from flashmem.graph.ranges import Ranges
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Elements of float32 that fit where a tensor starts, whatever they are stored in."""

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
 from flashmem.codegen.packing import PackedSlice, Packing
-from flashmem.graph.ir import Constant, FileConstant, NibbleConstant, Node, Value
-from flashmem.graph.quantized import QuantizedConstant
+from flashmem.compiler.ir.graph import Constant, FileConstant, NibbleConstant, Node, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.program.launches import Arg
 from flashmem.program.tensors import Slice
 

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from flashmem.graph.builder import Rewriter, replaced
+from flashmem.compiler.ir.builder import Rewriter, replaced
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.users import Readers
+from flashmem.compiler.ir.views import View, factor, merged, view_of, whole
 from flashmem.graph.fusion import MAX_OPERANDS, MAX_TAIL
-from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import is_elementwise
 from flashmem.graph.operators.attention import Access, Scores, Step
 from flashmem.graph.operators.lowering import reshaped
-from flashmem.graph.readers import Readers
-from flashmem.graph.views import View, factor, merged, view_of, whole
 
 LARGEST_HEAD = 512
 """Channels of a head up to which a kernel keeps what it sums up in registers."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from flashmem.base.types import TENSOR_ALIGNMENT
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.memory.aliases import Ranges
 from flashmem.graph.bands import Band, Chain, alike, units
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators.spans import Span, outermost
-from flashmem.graph.ranges import Ranges
 
 WINDOW = 40
 """Layers that a chain has at most before, and behind, the one it is made for."""

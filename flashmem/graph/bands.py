@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from flashmem.graph.builder import Rewriter, derived
+from flashmem.compiler.ir.builder import Rewriter, derived
+from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.spans import Part, Span
 

@@ -8,8 +8,8 @@ quantised model is 8 bit.
 
 from __future__ import annotations
 
-from flashmem.graph.builder import Rewriter
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.compiler.ir.builder import Rewriter
+from flashmem.compiler.ir.graph import Graph, Node, Value
 
 _PRODUCTS = {"Conv", "ConvTranspose", "MatMul"}
 

@@ -14,10 +14,10 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.compiler.ir.broadcast import place
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.views import Factor, merged, whole
 from flashmem.graph.operators import REGISTRY, is_elementwise
-from flashmem.graph.placement import place
-from flashmem.graph.views import Factor, merged, whole
 
 MAX_TAIL = 24
 """Operators in one tail: beyond this a kernel's registers, not its memory traffic, are what runs out."""
@@ -61,7 +61,7 @@ class Layer:
 
 def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[Layer]:
     """The layers of `graph` in execution order. Reshapes are no layers: they move no data. Nor is a Slice that moves none
-    launched (`graph.ranges`), which depends on what its source is stored in.
+    launched (`compiler.memory.aliases`), which depends on what its source is stored in.
 
     `cuts`: operators that join no tail; an elementwise one begins a layer of its own, with a tail of its own.
     """

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flashmem.graph.builder import Rewriter, replaced, reshaped_constant
-from flashmem.graph.ir import Graph, Node, Value
-from flashmem.graph.readers import Readers, is_by_column
-from flashmem.graph.views import View, whole, write
+from flashmem.compiler.ir.builder import Rewriter, replaced, reshaped_constant
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.users import Readers, is_by_column
+from flashmem.compiler.ir.views import View, whole, write
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashmem.graph.builder import Rewriter, derived
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.compiler.ir.builder import Rewriter, derived
+from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY
 from flashmem.graph.operators.lowering import reshaped, to_first, to_last, transpose
 

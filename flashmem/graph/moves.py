@@ -1,6 +1,6 @@
 """Moves that cancel, or that nobody needs: Transposes and Reshapes wait until an operator has to have their result in order.
 
-What waits is a view of a tensor that is there (`graph.views`). Many operators need no order of their own:
+What waits is a view of a tensor that is there (`compiler.ir.views`). Many operators need no order of their own:
 
 - elementwise ones run in the order in which most of their operands lie, constants brought into it when compiling;
 - what works row by row (LayerNormalization; a product with constant weights) takes rows in any order;
@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from flashmem.compiler.ir.builder import Rewriter, derived
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.orders import Order
+from flashmem.compiler.ir.users import Readers
+from flashmem.compiler.ir.views import Dimension, Factor, View, merged, row_major, whole, write
 from flashmem.graph.attention import attention_products
-from flashmem.graph.builder import Rewriter, derived
-from flashmem.graph.ir import Graph, Node, Value
 from flashmem.graph.operators import REGISTRY, is_elementwise
 from flashmem.graph.operators.lowering import reshaped
-from flashmem.graph.orders import Order
-from flashmem.graph.readers import Readers
-from flashmem.graph.views import Dimension, Factor, View, merged, row_major, whole, write
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
 

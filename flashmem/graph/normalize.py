@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import Graph, Node
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.graph.operators import REGISTRY
 
 

@@ -13,11 +13,11 @@ import onnx_ir.passes.common as passes
 from onnxscript import rewriter
 from onnxscript.rewriter.rules import common as rules
 
+from flashmem.compiler.ir.limits import DEPTH
 from flashmem.graph.onnx_control_flow import ControlFlowPass
 from flashmem.graph.onnx_definitions import has_definition, write_out
 from flashmem.graph.onnx_folding import FoldPass
 from flashmem.graph.onnx_gemm import ReshapedGemm
-from flashmem.graph.onnx_limits import DEPTH
 from flashmem.graph.onnx_neutral import RemoveNeutralPass
 from flashmem.graph.onnx_scaled_weights import RecogniseDequantizePass
 from flashmem.graph.onnx_sequences import SequencePass

@@ -11,7 +11,7 @@ import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
-from flashmem.graph.onnx_limits import UNROLLED
+from flashmem.compiler.ir.limits import UNROLLED
 from flashmem.graph.onnx_validate import printable
 
 REASON = "flashmem.reason"

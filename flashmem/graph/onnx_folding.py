@@ -25,10 +25,10 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.ir.limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph import contrib
 from flashmem.graph.onnx_definitions import write_out
 from flashmem.graph.onnx_editing import fit, graph_of
-from flashmem.graph.onnx_limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
 from flashmem.graph.onnx_sequences import SEQUENCES
 from flashmem.graph.onnx_sizes import set_size
 from flashmem.graph.onnx_validate import printable

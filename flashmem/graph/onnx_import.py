@@ -14,12 +14,12 @@ import onnx_ir as ir
 
 from flashmem.base.errors import UnsupportedModelError, UserError
 from flashmem.base.types import DType
+from flashmem.compiler.ir.graph import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
+from flashmem.compiler.ir.limits import check_size, nodes_of
 from flashmem.graph import contrib
-from flashmem.graph.ir import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_editing import REASON
 from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
-from flashmem.graph.onnx_limits import check_size, nodes_of
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
 from flashmem.graph.onnx_validate import check_structure, printable, tidy

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 
 from flashmem.base.errors import UserError
-from flashmem.graph.onnx_limits import nodes_of, subgraphs
+from flashmem.compiler.ir.limits import nodes_of, subgraphs
 
 
 class OpenShapeError(UserError):

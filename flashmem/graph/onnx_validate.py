@@ -14,8 +14,8 @@ import onnx_ir as ir
 from onnx import checker
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.ir.limits import nodes_of
 from flashmem.graph.onnx_external import tensors
-from flashmem.graph.onnx_limits import nodes_of
 
 _CONTEXT = re.compile(r" ==> Context: Bad node spec for node\. Name: (?P<name>.*?) OpType: (?P<op>\S+)")
 _UNSORTED = re.compile(r"Nodes in a graph .* input '(?P<input>.*)' of node: name: (?P<name>.*) OpType: (?P<op>\S+) is not")

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flashmem.compiler.ir.builder import Rewriter, sliced_constant
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.users import Readers, is_by_column
+from flashmem.compiler.ir.views import KEPT, View, factor, merged, whole, write
 from flashmem.graph.attention import attention_products
-from flashmem.graph.builder import Rewriter, sliced_constant
-from flashmem.graph.ir import Graph, Node, Value
-from flashmem.graph.readers import Readers, is_by_column
-from flashmem.graph.views import KEPT, View, factor, merged, whole, write
 
 
 class _Around(Readers):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flashmem.compiler.ir.graph import Graph
 from flashmem.graph.attention import fuse_attention
 from flashmem.graph.dequantised import read_integers
 from flashmem.graph.hoisting import hoist_moves
-from flashmem.graph.ir import Graph
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.moves import drop_moves
 from flashmem.graph.normalize import normalize

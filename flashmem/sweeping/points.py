@@ -19,8 +19,8 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import BundleWriter
 from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
-from flashmem.graph.ir import Graph
-from flashmem.graph.portable import PortableGraph
+from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.ir.portable import PortableGraph
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program

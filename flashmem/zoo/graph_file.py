@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from flashmem.base.files import written_whole
-from flashmem.graph.ir import ArrayConstant, Graph, GraphPort, Node, Placeholder, Value
+from flashmem.compiler.ir.graph import ArrayConstant, Graph, GraphPort, Node, Placeholder, Value
 from flashmem.zoo.graphs import zoo_graph
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.types import DType
-from flashmem.graph.builder import constant
-from flashmem.graph.ir import Graph, GraphPort, Node, Placeholder, Value
+from flashmem.compiler.ir.builder import constant
+from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Placeholder, Value
 
 OPSET = 18
 

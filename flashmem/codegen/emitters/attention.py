@@ -7,11 +7,11 @@ from flashmem.codegen.attention_form import Rows, form_of
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.variants import Product
+from flashmem.compiler.ir.broadcast import affine, place
+from flashmem.compiler.ir.views import Dimension
 from flashmem.graph.fusion import Layer
 from flashmem.graph.operators.attention import Access, Scores
 from flashmem.graph.operators.vector import scalar_literal
-from flashmem.graph.placement import affine, place
-from flashmem.graph.views import Dimension
 from flashmem.program.launches import Arg, KernelShape
 
 

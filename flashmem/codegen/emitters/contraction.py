@@ -17,10 +17,10 @@ from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weigh
 from flashmem.codegen.scaling import Kept, read_both, read_weights
 from flashmem.codegen.tile import Tile
 from flashmem.codegen.variants import Product, cut
+from flashmem.compiler.ir.broadcast import broadcast_strides
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, scalar_literal
-from flashmem.graph.placement import broadcast_strides
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

@@ -14,9 +14,9 @@ from flashmem.codegen.emitters.contraction import choice, emit_depthwise, emit_p
 from flashmem.codegen.packing import Packing
 from flashmem.codegen.tile import Tile
 from flashmem.codegen.variants import Product, cut, transformed
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node, Value
-from flashmem.graph.quantized import QuantizedConstant
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

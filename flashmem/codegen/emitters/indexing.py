@@ -9,10 +9,10 @@ from typing import Any
 from flashmem.base.types import DType
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
+from flashmem.compiler.ir.broadcast import affine
+from flashmem.compiler.ir.graph import Node
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.graph.placement import affine
 from flashmem.program.launches import KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.contraction import emit_matmul
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.recurrent import GATES
 from flashmem.graph.operators.vector import scalar_literal
 from flashmem.program.launches import Arg, KernelShape

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from flashmem.codegen.emitter import Emitter
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Node, Value
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector
 from flashmem.program.launches import Arg, KernelShape
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
+from flashmem.compiler.ir.broadcast import affine
+from flashmem.compiler.ir.graph import Value
 from flashmem.graph.fusion import Layer
-from flashmem.graph.ir import Value
 from flashmem.graph.operators.resize import height_taps
 from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.graph.placement import affine
 from flashmem.graph.resize_taps import Axis, Rule, resize_taps
 from flashmem.program.launches import Arg, KernelShape
 

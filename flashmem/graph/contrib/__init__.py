@@ -16,9 +16,9 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from flashmem.compiler.ir.limits import nodes_of
 from flashmem.graph.contrib import attention, fused, grouped, normalization, others, quantized
 from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError, UnknownShapeError
-from flashmem.graph.onnx_limits import nodes_of
 
 DOMAIN = "com.microsoft"
 

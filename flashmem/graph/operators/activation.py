@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flashmem.graph.ir import Node
+from flashmem.compiler.ir.graph import Node
 from flashmem.graph.operators.arithmetic import call
 from flashmem.graph.operators.lowering import spreads
 from flashmem.graph.operators.registry import FLOAT, NUMBERS, elementwise, register

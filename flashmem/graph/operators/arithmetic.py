@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flashmem.base.types import ITEMSIZE, DType
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.registry import FLOAT, INTEGERS, NUMBERS, Emit, Operator, elementwise, register
 from flashmem.graph.operators.vector import Vector
 

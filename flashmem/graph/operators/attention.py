@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashmem.base.types import DType
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.views import Dimension, merged
 from flashmem.graph.operators.registry import FLOAT, Operator, register
 from flashmem.graph.operators.spans import Part, Span, aligned, outermost
-from flashmem.graph.views import Dimension, merged
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import onnx
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.graph.builder import Rewriter, derived
-from flashmem.graph.ir import Node
+from flashmem.compiler.ir.builder import Rewriter, derived
+from flashmem.compiler.ir.graph import Node
 from flashmem.graph.operators.movement import rewrite_reshape
 from flashmem.graph.operators.registry import ANY, Operator, elementwise, register
 from flashmem.graph.operators.vector import Vector

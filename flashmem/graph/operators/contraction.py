@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant, derived
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, constant, derived
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.lowering import chain, constant_integers, reshaped, spreads, transpose
 from flashmem.graph.operators.registry import FLOAT, INDEX, WIDE, Operator, all_of, constant_inputs, register
 from flashmem.graph.operators.spans import product_part, window_part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmem.graph.ir import Node
+from flashmem.compiler.ir.graph import Node
 from flashmem.graph.operators.registry import FLOAT, Operator, all_whole, register
 
 

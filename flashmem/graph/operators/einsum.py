@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, derived
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, derived
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.lowering import reshaped, transpose
 from flashmem.graph.operators.registry import WIDE, Operator, register
 

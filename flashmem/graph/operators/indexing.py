@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import ArrayConstant, Node, Value
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import ArrayConstant, Node, Value
 from flashmem.graph.operators.lowering import bad_axis, from_front, reshaped, too_long
 from flashmem.graph.operators.registry import ANY, BOOL, INDEX, Operator, Types, all_of, constant_inputs, each, register
 

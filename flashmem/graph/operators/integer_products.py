@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.contraction import last_columns, lift, window
 from flashmem.graph.operators.lowering import reshaped, spreads
 from flashmem.graph.operators.quantization import BYTES, rounded, zero_point

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashmem.graph.ir import Node
+from flashmem.compiler.ir.graph import Node
 from flashmem.graph.operators.arithmetic import infix
 from flashmem.graph.operators.registry import ANY, BOOL, FLOAT, NUMBERS, Emit, elementwise, register
 from flashmem.graph.operators.vector import Vector

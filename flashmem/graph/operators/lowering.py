@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, reshaped_constant
-from flashmem.graph.ir import Node, Value
-from flashmem.graph.onnx_limits import TABLE
+from flashmem.compiler.ir.builder import Rewriter, reshaped_constant
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.limits import TABLE
 from flashmem.graph.operators.registry import Remap
 
 

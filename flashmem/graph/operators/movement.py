@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.graph.builder import Rewriter, constant, derived, reshaped_constant, transposed_constant
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, constant, derived, reshaped_constant, transposed_constant
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.graph.operators.lowering import (
     axis_last,
     bad_axis,
@@ -35,7 +36,6 @@ from flashmem.graph.operators.spans import (
     tiled_part,
     transposed_part,
 )
-from flashmem.graph.quantized import QuantizedConstant
 
 
 def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:

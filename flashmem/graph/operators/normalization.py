@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.lowering import (
     axes_last,
     axis_last,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.graph.builder import Rewriter
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.contraction import bad_window, lift, window
 from flashmem.graph.operators.lowering import reshaped
 from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, Types, constant_inputs, each, register

@@ -2,7 +2,7 @@
 
 `Dequantize` is a number less its zero point, in float32. `Quantize` rounds, half to even, adds a zero point, and saturates.
 So DequantizeLinear of what is computed is Dequantize and Mul, which fusion puts into what reads or makes it. DequantizeLinear
-of a constant is a constant (`graph.quantized`), which contractions keep as integers. Products are in `integer_products`.
+of a constant is a constant (`compiler.ir.quantised`), which contractions keep as integers. Products are in `integer_products`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import DType
-from flashmem.graph.builder import DerivedConstant, Rewriter, constant, derived
-from flashmem.graph.ir import ArrayConstant, Constant, Node, Value
+from flashmem.compiler.ir.builder import DerivedConstant, Rewriter, constant, derived
+from flashmem.compiler.ir.graph import ArrayConstant, Constant, Node, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.graph.operators.lowering import from_front, reshaped
 from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, Types, all_whole, elementwise, register
 from flashmem.graph.operators.vector import Vector
-from flashmem.graph.quantized import QuantizedConstant
 
 BYTES: Types = frozenset({"int8", "uint8"})
 CODES: Types = frozenset({"int8", "uint8", "int16", "uint16", "int32"})

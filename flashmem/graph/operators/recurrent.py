@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import DType
-from flashmem.graph.builder import Rewriter, derived
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, derived
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.lowering import reshaped
 from flashmem.graph.operators.registry import FLOAT, Types, all_whole, each, register
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import Node
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import Node
 from flashmem.graph.operators.lowering import axes_last, bad_axis, constant_integers, from_front, reshaped
 from flashmem.graph.operators.registry import (
     ANY,

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from flashmem.base.types import DType, OperatorClass
-from flashmem.graph.builder import Rewriter
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.spans import Part, PartRule, Span, at_each_place
 from flashmem.graph.operators.vector import Vector
 

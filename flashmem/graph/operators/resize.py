@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.lowering import constant_integers, from_front, reshaped
 from flashmem.graph.operators.registry import ANY, FLOAT, INDEX, constant_inputs, each, register
 from flashmem.graph.operators.spans import Part, Span

@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import Node
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import Node
 from flashmem.graph.operators.contraction import bad_window, window
 from flashmem.graph.operators.lowering import chain, constant_integers, reshaped
 from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register, whole_inputs

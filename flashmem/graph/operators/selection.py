@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from flashmem.graph.builder import Rewriter, constant
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter, constant
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.indexing import gather_elements
 from flashmem.graph.operators.lowering import bad_axis, constant_integers, from_front, reshaped, too_long
 from flashmem.graph.operators.registry import (

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashmem.graph.ir import Node
-from flashmem.graph.quantized import QuantizedConstant
+from flashmem.compiler.ir.graph import Node
+from flashmem.compiler.ir.quantised import QuantizedConstant
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.graph.builder import DerivedConstant, Rewriter
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import DerivedConstant, Rewriter
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.graph.operators.lowering import bad_axis, constant_integers, from_front, reshaped, transpose
 from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.types import ITEMSIZE, DType
-from flashmem.graph.ir import ArrayConstant, Constant, Graph, GraphPort, Node, Placeholder, Value
-from flashmem.graph.quantized import QuantizedConstant
+from flashmem.compiler.ir.graph import ArrayConstant, Constant, Graph, GraphPort, Node, Placeholder, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 
 
 @dataclass(frozen=True)

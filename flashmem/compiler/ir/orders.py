@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from flashmem.graph.ir import Value
-from flashmem.graph.views import Dimension, Factor, View, merged
+from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.ir.views import Dimension, Factor, View, merged
 
 
 @dataclass(frozen=True)

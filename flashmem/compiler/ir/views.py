@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flashmem.graph.builder import Rewriter
-from flashmem.graph.ir import Node, Value
+from flashmem.compiler.ir.builder import Rewriter
+from flashmem.compiler.ir.graph import Node, Value
 
 Factor = tuple[int, int]
 """(size, stride in elements) of a part of a dimension; stride 0 repeats what lies there."""

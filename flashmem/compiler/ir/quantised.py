@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.graph.ir import ArrayConstant, Constant
+from flashmem.compiler.ir.graph import ArrayConstant, Constant
 
 
 @dataclass(frozen=True)

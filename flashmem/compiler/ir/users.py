@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.graph.operators import is_elementwise
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flashmem.graph.ir import Value
+from flashmem.compiler.ir.graph import Value
 
 
 def matrix_of(shape: Sequence[int], split: int | None = None) -> tuple[int, int]:

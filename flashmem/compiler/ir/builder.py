@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import DType
-from flashmem.graph.ir import ArrayConstant, Constant, Graph, Node, Value
-from flashmem.graph.quantized import QuantizedConstant
+from flashmem.compiler.ir.graph import ArrayConstant, Constant, Graph, Node, Value
+from flashmem.compiler.ir.quantised import QuantizedConstant
 
 Found = TypeVar("Found")
 

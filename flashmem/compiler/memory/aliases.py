@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from flashmem.base.types import ITEMSIZE, TENSOR_ALIGNMENT
-from flashmem.graph.ir import Graph, Node, Value
+from flashmem.compiler.ir.graph import Graph, Node, Value
 
 
 @dataclass(frozen=True)
