@@ -28,10 +28,10 @@ import flashmem
 from flashmem import banding
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.operators import REGISTRY
+from flashmem.compiler.operators.tiling_interface import Span, outermost
 from flashmem.graph.bands import Chain, in_bands
 from flashmem.graph.fusion import fuse
-from flashmem.graph.operators import REGISTRY
-from flashmem.graph.operators.spans import Span, outermost
 from flashmem.program.program import fixed_bytes
 from flashmem.target.descriptor import load_descriptor
 

@@ -29,8 +29,8 @@ from flashmem.codegen.program import generate
 from flashmem.codegen.storage import SMALL
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.graph import Graph, Node
+from flashmem.compiler.operators import is_elementwise
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.operators import is_elementwise
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
 from flashmem.target.descriptor import Variant, load_descriptor

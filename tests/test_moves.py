@@ -20,13 +20,13 @@ from random_graphs.patterns import packed, turned, windows
 from flashmem.compiler.ir.builder import sliced_constant
 from flashmem.compiler.ir.graph import ArrayConstant, Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.operators import why_unsupported
 from flashmem.graph.fusion import fuse
 from flashmem.graph.hoisting import hoist_moves
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.moves import drop_moves
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import import_model
-from flashmem.graph.operators import why_unsupported
 from flashmem.graph.parts import split_products
 from flashmem.graph.passes import prepare
 

@@ -8,8 +8,8 @@ from operators_page import PAGE, page
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.emitters import EMITTERS
-from flashmem.graph.operators import FAMILIES, REGISTRY
-from flashmem.graph.operators.vector import REGISTER, STORED, Vector
+from flashmem.compiler.operators import FAMILIES, REGISTRY
+from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
 
 
 def test_the_page_is_what_the_declarations_say() -> None:

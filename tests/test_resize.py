@@ -16,9 +16,9 @@ from onnx.reference import ReferenceEvaluator
 
 import flashmem
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.graph.normalize import normalize
 from flashmem.graph.onnx_import import import_model
-from flashmem.graph.resize_taps import Axis, Rule, resize_taps
 from flashmem.runtime.opencl import list_devices
 
 Floats = NDArray[np.float32]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashmem.graph.operators.vector import Vector
+from flashmem.compiler.operators.vector import Vector
 from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import JOINED, Variant
 

@@ -24,9 +24,9 @@ from flashmem.codegen.variants import Product
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
 from flashmem.compiler.memory.aliases import unreshaped
+from flashmem.compiler.operators import REGISTRY, is_elementwise
+from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators import REGISTRY, is_elementwise
-from flashmem.graph.operators.vector import STORED, Vector
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor, Variant

@@ -19,8 +19,8 @@ from functools import cached_property
 from flashmem.base.types import StoredType
 from flashmem.compiler.ir.broadcast import Operand, place
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators import REGISTRY
-from flashmem.graph.operators.vector import STORED, Vector
+from flashmem.compiler.operators import REGISTRY
+from flashmem.compiler.operators.vector import STORED, Vector
 
 _COMMUTATIVE = ("Add", "Mul")
 _DIVIDED = 4

@@ -20,8 +20,8 @@ from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.codegen.arena import Use, alive, shapes
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.operators import REGISTRY
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators import REGISTRY
 
 _WIDEST = 16
 """Elements of the widest vector."""

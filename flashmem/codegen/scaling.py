@@ -17,7 +17,7 @@ from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.graph.operators.vector import STORED
+from flashmem.compiler.operators.vector import STORED
 from flashmem.program.launches import Arg
 
 LEAST_BLOCK = 2

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.operators import REGISTRY, is_elementwise
+from flashmem.compiler.operators.registry import INTEGERS
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.operators import REGISTRY, is_elementwise
-from flashmem.graph.operators.registry import INTEGERS
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Elements of float32 that fit where a tensor starts, whatever they are stored in."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 from flashmem.base.types import DType
 from flashmem.codegen.scaling import Scaling
 from flashmem.codegen.variants import panel
-from flashmem.graph.operators.vector import STORED, Vector
+from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import Variant
 

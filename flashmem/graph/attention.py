@@ -1,4 +1,4 @@
-"""Attention is found and becomes one operator: softmax(f(Q K^T)) V without scores in memory (`graph.operators.attention`).
+"""Attention is found and becomes one operator: softmax(f(Q K^T)) V without scores in memory (`compiler.operators.attention`).
 
 What is looked for is what all exporters write once a graph is in normal form: a product of two activations, elementwise
 operators on its result (a scale, masks, biases, a soft cap), Softmax over the last axis, and a product with a third. Nobody
@@ -17,10 +17,10 @@ from flashmem.compiler.ir.builder import Rewriter, replaced
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.views import View, factor, merged, view_of, whole
+from flashmem.compiler.operators import is_elementwise
+from flashmem.compiler.operators.attention import Access, Scores, Step
+from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.graph.fusion import MAX_OPERANDS, MAX_TAIL
-from flashmem.graph.operators import is_elementwise
-from flashmem.graph.operators.attention import Access, Scores, Step
-from flashmem.graph.operators.lowering import reshaped
 
 LARGEST_HEAD = 512
 """Channels of a head up to which a kernel keeps what it sums up in registers."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.operators import REGISTRY
+from flashmem.compiler.operators.tiling_interface import Part, Span
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.operators import REGISTRY
-from flashmem.graph.operators.spans import Part, Span
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.views import Factor, merged, whole
-from flashmem.graph.operators import REGISTRY, is_elementwise
+from flashmem.compiler.operators import REGISTRY, is_elementwise
 
 MAX_TAIL = 24
 """Operators in one tail: beyond this a kernel's registers, not its memory traffic, are what runs out."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.graph.operators import REGISTRY
-from flashmem.graph.operators.lowering import reshaped, to_first, to_last, transpose
+from flashmem.compiler.operators import REGISTRY
+from flashmem.compiler.operators.rewriting import reshaped, to_first, to_last, transpose
 
 
 class _Layouts:

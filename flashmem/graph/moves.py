@@ -21,9 +21,9 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.orders import Order
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.views import Dimension, Factor, View, merged, row_major, whole, write
+from flashmem.compiler.operators import REGISTRY, is_elementwise
+from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.graph.attention import attention_products
-from flashmem.graph.operators import REGISTRY, is_elementwise
-from flashmem.graph.operators.lowering import reshaped
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
 

@@ -1,6 +1,6 @@
 """Operators in normal form: the ONNX operator set, with its variants over versions, rewritten into fewer and simpler forms.
 
-Each operator's declaration says how (`graph.operators`). After this pass `Reshape` stands for every change of shape that
+Each operator's declaration says how (`compiler.operators`). After this pass `Reshape` stands for every change of shape that
 moves no data, tensors without elements are constants, and every node has an expression or a kernel.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Graph, Node
-from flashmem.graph.operators import REGISTRY
+from flashmem.compiler.operators import REGISTRY
 
 
 def normalize(graph: Graph) -> Graph:

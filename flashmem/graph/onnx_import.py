@@ -16,6 +16,10 @@ from flashmem.base.errors import UnsupportedModelError, UserError
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.compiler.ir.limits import check_size, nodes_of
+from flashmem.compiler.operators import is_native
+from flashmem.compiler.operators.quantization import linear_constant
+from flashmem.compiler.operators.registry import NEWEST_OPSET
+from flashmem.compiler.operators.selection import SHAPED_BY_DATA
 from flashmem.graph import contrib
 from flashmem.graph.onnx_cleanup import clean_up
 from flashmem.graph.onnx_editing import REASON
@@ -23,10 +27,6 @@ from flashmem.graph.onnx_external import check_embedded_data, resolve_external_d
 from flashmem.graph.onnx_mapped import LARGE, load_mapped
 from flashmem.graph.onnx_shapes import bind_shapes
 from flashmem.graph.onnx_validate import check_structure, printable, tidy
-from flashmem.graph.operators import is_native
-from flashmem.graph.operators.quantization import linear_constant
-from flashmem.graph.operators.registry import NEWEST_OPSET
-from flashmem.graph.operators.selection import SHAPED_BY_DATA
 
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
 """Versions of the ONNX operator set that are understood; none that the installed onnx does not know."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmem.graph.operators import is_native
+from flashmem.compiler.operators import is_native
 
 _DEFINED = frozenset({"Celu", "HardSwish", "Mean", "RMSNormalization", "Shape", "Shrink", "Size", "ThresholdedRelu"})
 """Folded when compiling, or written out in others by ONNX's own definition, and so without a declaration."""

@@ -25,8 +25,8 @@ from flashmem.codegen.emitters.reduction import emit_determinant, emit_group_nor
 from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
 from flashmem.codegen.emitters.selection import emit_extreme, emit_scan, emit_top
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
+from flashmem.compiler.operators import REGISTRY
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators import REGISTRY
 
 EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "attention": emit_attention,
@@ -58,7 +58,7 @@ EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "transpose": emit_transpose,
     "unpool": emit_unpool,
 }
-"""By the name that declarations use (`graph.operators.registry.Operator.kernel`)."""
+"""By the name that declarations use (`compiler.operators.registry.Operator.kernel`)."""
 
 
 def emit(emitter: Emitter, layer: Layer) -> None:

@@ -9,9 +9,9 @@ from flashmem.codegen.expression import Expression
 from flashmem.codegen.variants import Product
 from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.views import Dimension
+from flashmem.compiler.operators.attention import Access, Scores
+from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.attention import Access, Scores
-from flashmem.graph.operators.vector import scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 
 

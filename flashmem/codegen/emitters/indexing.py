@@ -1,4 +1,4 @@
-"""Reading and writing elements where indices say (see `graph.operators.indexing` for the attributes)."""
+"""Reading and writing elements where indices say (see `compiler.operators.indexing` for the attributes)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.graph import Node
+from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}

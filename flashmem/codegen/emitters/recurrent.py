@@ -9,9 +9,9 @@ from __future__ import annotations
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.contraction import emit_matmul
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.operators.recurrent import GATES
+from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.recurrent import GATES
-from flashmem.graph.operators.vector import scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 
 _ACTIVATIONS = {

@@ -10,9 +10,9 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
 from flashmem.codegen.variants import Product
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.operators.reduction import whole_rows
+from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.reduction import whole_rows
-from flashmem.graph.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

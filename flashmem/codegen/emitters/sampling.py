@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from flashmem.codegen.emitter import Emitter
+from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.vector import STORED, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 
 

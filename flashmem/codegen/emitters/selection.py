@@ -6,8 +6,8 @@ import math
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.vector import REGISTER, STORED, Vector
 from flashmem.program.launches import Arg, KernelShape
 
 _RUN = 32

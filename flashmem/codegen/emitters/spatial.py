@@ -11,10 +11,10 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.emitters.movement import move
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.operators.resize import height_taps
+from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
+from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.graph.fusion import Layer
-from flashmem.graph.operators.resize import height_taps
-from flashmem.graph.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.graph.resize_taps import Axis, Rule, resize_taps
 from flashmem.program.launches import Arg, KernelShape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.graph.operators import is_elementwise
+from flashmem.compiler.operators import is_elementwise
 
 
 class Readers:

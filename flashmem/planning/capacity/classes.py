@@ -21,7 +21,7 @@ def classify(op: str) -> OperatorClass:
 
     A type that is not declared is hierarchical: nothing is streamed beside an operator of which nothing is known.
     """
-    from flashmem.graph.operators import REGISTRY  # planning a program again needs no operator's declaration
+    from flashmem.compiler.operators import REGISTRY  # planning a program again needs no operator's declaration
 
     return REGISTRY[op].operator_class if op in REGISTRY else "hierarchical"
 

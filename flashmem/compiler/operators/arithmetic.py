@@ -9,8 +9,8 @@ import numpy as np
 from flashmem.base.types import ITEMSIZE, DType
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.registry import FLOAT, INTEGERS, NUMBERS, Emit, Operator, elementwise, register
-from flashmem.graph.operators.vector import Vector
+from flashmem.compiler.operators.registry import FLOAT, INTEGERS, NUMBERS, Emit, Operator, elementwise, register
+from flashmem.compiler.operators.vector import Vector
 
 
 def infix(symbol: str) -> Emit:

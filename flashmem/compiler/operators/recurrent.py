@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.lowering import reshaped
-from flashmem.graph.operators.registry import FLOAT, Types, all_whole, each, register
+from flashmem.compiler.operators.registry import FLOAT, Types, all_whole, each, register
+from flashmem.compiler.operators.rewriting import reshaped
 
 INPUTS = ("projected", "recurrence", "candidate", "lengths", "hidden", "cell", "peepholes", "bias")
 """Projected inputs [rows, gates * hidden] with all biases that can be added ahead; weights of the recurrence [gates * hidden,

@@ -12,9 +12,9 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node
-from flashmem.graph.operators.contraction import bad_window, window
-from flashmem.graph.operators.lowering import chain, constant_integers, reshaped
-from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register, whole_inputs
+from flashmem.compiler.operators.contraction import bad_window, window
+from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register, whole_inputs
+from flashmem.compiler.operators.rewriting import chain, constant_integers, reshaped
 
 _TAPS = {"nearest": 1, "bilinear": 2, "linear": 2, "bicubic": 4, "cubic": 4}
 

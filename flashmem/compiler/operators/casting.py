@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Node
-from flashmem.graph.operators.movement import rewrite_reshape
-from flashmem.graph.operators.registry import ANY, Operator, elementwise, register
-from flashmem.graph.operators.vector import Vector
+from flashmem.compiler.operators.movement import rewrite_reshape
+from flashmem.compiler.operators.registry import ANY, Operator, elementwise, register
+from flashmem.compiler.operators.vector import Vector
 
 _ROUNDED: dict[int, str] = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.lowering import reshaped, transpose
-from flashmem.graph.operators.registry import WIDE, Operator, register
+from flashmem.compiler.operators.registry import WIDE, Operator, register
+from flashmem.compiler.operators.rewriting import reshaped, transpose
 
 
 @dataclass(frozen=True)

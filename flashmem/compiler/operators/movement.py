@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from flashmem.compiler.ir.builder import Rewriter, constant, derived, reshaped_constant, transposed_constant
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.graph.operators.lowering import (
+from flashmem.compiler.operators.quantization import gather_codes
+from flashmem.compiler.operators.registry import ANY, BOOL, INDEX, INTEGERS, Operator, all_of, constant_inputs, each, register
+from flashmem.compiler.operators.rewriting import (
     axis_last,
     bad_axis,
     constant_integers,
@@ -24,9 +26,7 @@ from flashmem.graph.operators.lowering import (
     per_dimension_last,
     transpose,
 )
-from flashmem.graph.operators.quantization import gather_codes
-from flashmem.graph.operators.registry import ANY, BOOL, INDEX, INTEGERS, Operator, all_of, constant_inputs, each, register
-from flashmem.graph.operators.spans import (
+from flashmem.compiler.operators.tiling_interface import (
     at_each_place,
     gathered_part,
     joined_part,

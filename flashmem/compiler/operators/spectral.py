@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from flashmem.compiler.ir.builder import DerivedConstant, Rewriter
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.lowering import bad_axis, constant_integers, from_front, reshaped, transpose
-from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register
+from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, register
+from flashmem.compiler.operators.rewriting import bad_axis, constant_integers, from_front, reshaped, transpose
 
 LARGEST_MATRIX = 1 << 26
 """Elements of a matrix that a transform is a product with: 256 MB, a complex transform of length 4096."""

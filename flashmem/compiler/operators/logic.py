@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashmem.compiler.ir.graph import Node
-from flashmem.graph.operators.arithmetic import infix
-from flashmem.graph.operators.registry import ANY, BOOL, FLOAT, NUMBERS, Emit, elementwise, register
-from flashmem.graph.operators.vector import Vector
+from flashmem.compiler.operators.arithmetic import infix
+from flashmem.compiler.operators.registry import ANY, BOOL, FLOAT, NUMBERS, Emit, elementwise, register
+from flashmem.compiler.operators.vector import Vector
 
 
 def _compare(symbol: str) -> Emit:

@@ -8,9 +8,8 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.indexing import gather_elements
-from flashmem.graph.operators.lowering import bad_axis, constant_integers, from_front, reshaped, too_long
-from flashmem.graph.operators.registry import (
+from flashmem.compiler.operators.indexing import gather_elements
+from flashmem.compiler.operators.registry import (
     ANY,
     FLOAT,
     NUMBERS,
@@ -22,7 +21,8 @@ from flashmem.graph.operators.registry import (
     each,
     register,
 )
-from flashmem.graph.operators.spans import along_others
+from flashmem.compiler.operators.rewriting import bad_axis, constant_integers, from_front, reshaped, too_long
+from flashmem.compiler.operators.tiling_interface import along_others
 
 SHAPED_BY_DATA = {
     "Compress": "make its condition a constant, or keep all elements and mask them with Where",

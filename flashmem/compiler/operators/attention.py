@@ -16,8 +16,8 @@ from typing import Any, Literal
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.views import Dimension, merged
-from flashmem.graph.operators.registry import FLOAT, Operator, register
-from flashmem.graph.operators.spans import Part, Span, aligned, outermost
+from flashmem.compiler.operators.registry import FLOAT, Operator, register
+from flashmem.compiler.operators.tiling_interface import Part, Span, aligned, outermost
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashmem.compiler.ir.graph import Node
-from flashmem.graph.operators.registry import FLOAT, Operator, all_whole, register
+from flashmem.compiler.operators.registry import FLOAT, Operator, all_whole, register
 
 
 def _check_det(node: Node) -> str | None:

@@ -17,9 +17,9 @@ from flashmem.base.types import DType
 from flashmem.compiler.ir.builder import DerivedConstant, Rewriter, constant, derived
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.graph.operators.lowering import from_front, reshaped
-from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, Types, all_whole, elementwise, register
-from flashmem.graph.operators.vector import Vector
+from flashmem.compiler.operators.registry import FLOAT, REGISTRY, Operator, Types, all_whole, elementwise, register
+from flashmem.compiler.operators.rewriting import from_front, reshaped
+from flashmem.compiler.operators.vector import Vector
 
 BYTES: Types = frozenset({"int8", "uint8"})
 CODES: Types = frozenset({"int8", "uint8", "int16", "uint16", "int32"})

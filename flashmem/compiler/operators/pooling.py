@@ -10,10 +10,10 @@ from typing import Any
 
 from flashmem.compiler.ir.builder import Rewriter
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.contraction import bad_window, lift, window
-from flashmem.graph.operators.lowering import reshaped
-from flashmem.graph.operators.registry import FLOAT, INDEX, Operator, Types, constant_inputs, each, register
-from flashmem.graph.operators.spans import window_part
+from flashmem.compiler.operators.contraction import bad_window, lift, window
+from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, Types, constant_inputs, each, register
+from flashmem.compiler.operators.rewriting import reshaped
+from flashmem.compiler.operators.tiling_interface import window_part
 
 _POOLED: Types = frozenset({"float32", "int8", "uint8"})
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.contraction import last_columns, lift, window
-from flashmem.graph.operators.lowering import reshaped, spreads
-from flashmem.graph.operators.quantization import BYTES, rounded, zero_point
-from flashmem.graph.operators.registry import FLOAT, REGISTRY, Operator, register
+from flashmem.compiler.operators.contraction import last_columns, lift, window
+from flashmem.compiler.operators.quantization import BYTES, rounded, zero_point
+from flashmem.compiler.operators.registry import FLOAT, REGISTRY, Operator, register
+from flashmem.compiler.operators.rewriting import reshaped, spreads
 
 
 def _rows(rewriter: Rewriter, value: Value | None) -> Value | None:

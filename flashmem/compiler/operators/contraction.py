@@ -14,9 +14,9 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant, derived
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.lowering import chain, constant_integers, reshaped, spreads, transpose
-from flashmem.graph.operators.registry import FLOAT, INDEX, WIDE, Operator, all_of, constant_inputs, register
-from flashmem.graph.operators.spans import product_part, window_part
+from flashmem.compiler.operators.registry import FLOAT, INDEX, WIDE, Operator, all_of, constant_inputs, register
+from flashmem.compiler.operators.rewriting import chain, constant_integers, reshaped, spreads, transpose
+from flashmem.compiler.operators.tiling_interface import product_part, window_part
 
 
 def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:

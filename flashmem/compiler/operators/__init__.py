@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmem.graph.operators import (
+from flashmem.compiler.operators import (
     activation,
     arithmetic,
     attention,
@@ -24,7 +24,7 @@ from flashmem.graph.operators import (
     selection,
     spectral,
 )
-from flashmem.graph.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
+from flashmem.compiler.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 
 FAMILIES = (
     arithmetic,

@@ -8,7 +8,9 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.lowering import (
+from flashmem.compiler.operators.reduction import whole_rows
+from flashmem.compiler.operators.registry import FLOAT, Check, Operator, all_of, each, register
+from flashmem.compiler.operators.rewriting import (
     axes_last,
     axis_last,
     bad_axis,
@@ -18,9 +20,7 @@ from flashmem.graph.operators.lowering import (
     reshaped,
     spreads,
 )
-from flashmem.graph.operators.reduction import whole_rows
-from flashmem.graph.operators.registry import FLOAT, Check, Operator, all_of, each, register
-from flashmem.graph.operators.spans import along_others
+from flashmem.compiler.operators.tiling_interface import along_others
 
 
 def _columns(node: Node) -> int:

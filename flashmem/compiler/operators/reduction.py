@@ -8,8 +8,7 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node
-from flashmem.graph.operators.lowering import axes_last, bad_axis, constant_integers, from_front, reshaped
-from flashmem.graph.operators.registry import (
+from flashmem.compiler.operators.registry import (
     ANY,
     FLOAT,
     INDEX,
@@ -22,7 +21,8 @@ from flashmem.graph.operators.registry import (
     register,
     whole_outputs,
 )
-from flashmem.graph.operators.spans import along_others
+from flashmem.compiler.operators.rewriting import axes_last, bad_axis, constant_integers, from_front, reshaped
+from flashmem.compiler.operators.tiling_interface import along_others
 
 _OF_NOTHING = {
     "ReduceL1": 0.0, "ReduceL2": 0.0, "ReduceLogSum": -np.inf, "ReduceLogSumExp": -np.inf, "ReduceMax": -np.inf,

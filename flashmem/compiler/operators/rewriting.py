@@ -10,7 +10,7 @@ import numpy as np
 from flashmem.compiler.ir.builder import Rewriter, reshaped_constant
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import TABLE
-from flashmem.graph.operators.registry import Remap
+from flashmem.compiler.operators.registry import Remap
 
 
 def to_last(rank: int) -> tuple[int, ...]:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import ArrayConstant, Node, Value
-from flashmem.graph.operators.lowering import bad_axis, from_front, reshaped, too_long
-from flashmem.graph.operators.registry import ANY, BOOL, INDEX, Operator, Types, all_of, constant_inputs, each, register
+from flashmem.compiler.operators.registry import ANY, BOOL, INDEX, Operator, Types, all_of, constant_inputs, each, register
+from flashmem.compiler.operators.rewriting import bad_axis, from_front, reshaped, too_long
 
 _INT64: Types = frozenset({"int64"})
 

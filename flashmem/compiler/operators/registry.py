@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 from flashmem.base.types import DType, OperatorClass
 from flashmem.compiler.ir.builder import Rewriter
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.graph.operators.spans import Part, PartRule, Span, at_each_place
-from flashmem.graph.operators.vector import Vector
+from flashmem.compiler.operators.tiling_interface import Part, PartRule, Span, at_each_place
+from flashmem.compiler.operators.vector import Vector
 
 Types = frozenset[DType]
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from flashmem.compiler.ir.graph import Node
-from flashmem.graph.operators.arithmetic import call
-from flashmem.graph.operators.lowering import spreads
-from flashmem.graph.operators.registry import FLOAT, NUMBERS, elementwise, register
-from flashmem.graph.operators.vector import Vector
+from flashmem.compiler.operators.arithmetic import call
+from flashmem.compiler.operators.registry import FLOAT, NUMBERS, elementwise, register
+from flashmem.compiler.operators.rewriting import spreads
+from flashmem.compiler.operators.vector import Vector
 
 
 def _number(node: Node, v: Vector, name: str, default: float) -> str:
