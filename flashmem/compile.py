@@ -26,13 +26,13 @@ from flashmem.codegen.slicing import FINEST, Slicing
 from flashmem.codegen.steady import with_steady
 from flashmem.codegen.stored_weights import NOTHING_STORED, StoredWeights
 from flashmem.codegen.tuned import digest
+from flashmem.compiler.frontend.external_data import model_files
+from flashmem.compiler.frontend.importer import collect_unsupported, import_model
+from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators import why_unsupported
 from flashmem.granularity import first_attempt
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.onnx_external import model_files
-from flashmem.graph.onnx_import import collect_unsupported, import_model
-from flashmem.graph.onnx_mapped import load_mapped
 from flashmem.graph.passes import prepare
 from flashmem.ordering import in_lowest_order
 from flashmem.planning.carried_instance import KEY as CARRIED

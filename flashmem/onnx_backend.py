@@ -28,7 +28,7 @@ from onnx import numpy_helper
 from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.compile import compile as compile_model
-from flashmem.graph.onnx_import import OPSETS
+from flashmem.compiler.frontend.importer import OPSETS
 from flashmem.runtime.devices import Device
 from flashmem.runtime.opencl import find_device, list_devices
 from flashmem.runtime.session import Session

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashmem.base.errors import UnsupportedModelError, UserError
+from flashmem.compiler.frontend.importer import collect_unsupported, import_model
+from flashmem.compiler.frontend.shapes import OpenShapeError
 from flashmem.compiler.operators import why_unsupported
-from flashmem.graph.onnx_import import collect_unsupported, import_model
-from flashmem.graph.onnx_shapes import OpenShapeError
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .cases import FAMILIES, Target, targets_of

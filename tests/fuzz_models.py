@@ -32,7 +32,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from flashmem.graph.onnx_import import is_native
+from flashmem.compiler.frontend.importer import is_native
 
 DATA = Path(__file__).parent / "data"
 DESCRIPTOR = Path(__file__).parents[1] / "devices" / "generic-cpu.toml"  # as a file: no OpenCL is asked

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flashmem.compiler.frontend import contrib
 from flashmem.compiler.ir.limits import CHOSEN, UNROLLED
 from flashmem.compiler.operators import FAMILIES, REGISTRY, Operator
 from flashmem.compiler.operators.registry import ANY, BOOL, FLOAT, INDEX, INTEGERS, NEWEST_OPSET, NUMBERS, WIDE, Types
-from flashmem.graph import contrib
 
 try:
     from tests.onnx_nodes import counts

@@ -13,10 +13,10 @@ from compared import DEVICES, answers_of, require_right
 
 import flashmem
 from flashmem.codegen.program import generate
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators import why_unsupported
 from flashmem.graph.fusion import fuse
-from flashmem.graph.onnx_import import import_model
 from flashmem.graph.passes import prepare
 from flashmem.request import find_device
 from flashmem.runtime.devices import descriptor_for

@@ -14,8 +14,8 @@ from graph_to_onnx import draw, run
 from onnx import helper
 
 from flashmem.base.errors import UnsupportedModelError, UserError
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
-from flashmem.graph.onnx_import import import_model
 from flashmem.zoo.graph_file import graph_to_onnx
 
 LOOP = """

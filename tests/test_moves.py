@@ -17,6 +17,7 @@ from graph_to_onnx import run
 from random_graphs.graph import draw
 from random_graphs.patterns import packed, turned, windows
 
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.builder import sliced_constant
 from flashmem.compiler.ir.graph import ArrayConstant, Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
@@ -26,7 +27,6 @@ from flashmem.graph.hoisting import hoist_moves
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.moves import drop_moves
 from flashmem.graph.normalize import normalize
-from flashmem.graph.onnx_import import import_model
 from flashmem.graph.parts import split_products
 from flashmem.graph.passes import prepare
 

@@ -27,13 +27,13 @@ from zoo_data import DATA, examples
 
 import flashmem
 from flashmem.base.errors import UnsupportedModelError, UserError
+from flashmem.compiler.frontend import contrib
+from flashmem.compiler.frontend.cleanup import clean_up
+from flashmem.compiler.frontend.external_data import resolve_external_data
+from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.ir.graph import FileConstant, Graph
 from flashmem.compiler.operators import is_native
-from flashmem.graph import contrib
-from flashmem.graph.onnx_cleanup import clean_up
-from flashmem.graph.onnx_external import resolve_external_data
-from flashmem.graph.onnx_import import import_model
-from flashmem.graph.onnx_mapped import load_mapped
 
 ALL = [*FLOAT_CASES, *SAMPLED_CASES, *QUANTIZED_CASES]
 LEVELS = {

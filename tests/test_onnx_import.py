@@ -18,9 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 from zoo_data import DATA, EXPORTS, examples
 
 from flashmem.base.errors import MissingFileError, UnsupportedModelError, UserError
+from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.ir.graph import ArrayConstant, FileConstant, Graph
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.zoo.graph_file import graph_to_onnx
 
 TINY = sorted(EXPORTS)
@@ -319,7 +319,7 @@ def test_import_does_not_read_the_weights(path: Path) -> None:
     onnx.save(make(nodes, {"x": [1, rows]}, ["y"], weights), path)
     script = (
         "import resource, sys\n"
-        "from flashmem.graph.onnx_import import import_model\n"
+        "from flashmem.compiler.frontend.importer import import_model\n"
         "peak = lambda: int(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])\n"
         "before = peak()\n"
         "graph = import_model(sys.argv[1])\n"

@@ -12,9 +12,9 @@ from test_onnx_import import assert_same_function, make
 
 import flashmem
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend import folding as onnx_folding
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.limits import CONSTANTS, DEPTH, ELEMENTS, FOLDED, NODES, RANK, TABLE
-from flashmem.graph import onnx_folding
-from flashmem.graph.onnx_import import import_model
 
 Nodes = list[onnx.NodeProto]
 Constants = dict[str, np.ndarray]

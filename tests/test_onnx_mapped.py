@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.base.errors import UserError
-from flashmem.graph.onnx_external import resolve_external_data, tensors
-from flashmem.graph.onnx_import import import_model
-from flashmem.graph.onnx_mapped import LARGE, load_mapped
+from flashmem.compiler.frontend.external_data import resolve_external_data, tensors
+from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
 
 DATA = Path(__file__).parent / "data"
 MODELS = sorted(DATA.glob("*.onnx"))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import convert_model_to_external_data
 
-from flashmem.graph.onnx_scaled_weights import RecogniseDequantizePass
+from flashmem.compiler.frontend.scaled_weights import RecogniseDequantizePass
 
 
 def model(

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from test_onnx_import import assert_same_function, make
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Value
-from flashmem.graph.onnx_import import import_model
 
 node = helper.make_node
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.graph.onnx_import import OPSETS, import_model
+from flashmem.compiler.frontend.importer import OPSETS, import_model
 from flashmem.runtime.opencl import list_devices
 
 Array = NDArray[Any]
@@ -133,6 +133,6 @@ def test_every_set_is_read_that_the_installed_onnx_knows(tmp_path: Path, monkeyp
     model = helper.make_model(helper.make_graph([node], "g", [x], [y]), opset_imports=[helper.make_opsetid("", OPSETS[-1])])
     onnx.save(model, tmp_path / "model.onnx")
     assert import_model(tmp_path / "model.onnx").opset == OPSETS[-1]
-    monkeypatch.setattr("flashmem.graph.onnx_import.OPSETS", range(7, OPSETS[-1]))
+    monkeypatch.setattr("flashmem.compiler.frontend.importer.OPSETS", range(7, OPSETS[-1]))
     with pytest.raises(UserError, match=f"are supported: install a newer onnx than {onnx.__version__}"):
         import_model(tmp_path / "model.onnx")

@@ -11,9 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem.codegen.program import generate
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.operators import why_unsupported
 from flashmem.graph.fusion import fuse
-from flashmem.graph.onnx_import import import_model
 from flashmem.graph.passes import prepare
 from flashmem.ordering import in_lowest_order
 from flashmem.target.descriptor import load_descriptor

@@ -23,11 +23,11 @@ from flashmem.bundle.kernel_bounds import check_reach
 from flashmem.codegen import places
 from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.program import Generated, generate
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.operators import why_unsupported
 from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.onnx_import import import_model
 from flashmem.graph.passes import prepare
 from flashmem.program.program import Program
 from flashmem.target.descriptor import load_descriptor

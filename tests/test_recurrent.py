@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem.base.errors import UnsupportedModelError
+from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.operators import why_unsupported
-from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.runtime.opencl import list_devices
 
 DEVICES = [(device.descriptor_name, path) for device in list_devices() for path in ("buffer", "texture")]

@@ -15,10 +15,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import flashmem
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.graph.normalize import normalize
-from flashmem.graph.onnx_import import import_model
 from flashmem.runtime.opencl import list_devices
 
 Floats = NDArray[np.float32]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from flashmem import Session
 from flashmem.base import paths
 from flashmem.base.errors import RunError, UserError
-from flashmem.graph.onnx_mapped import load_mapped
+from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.runtime import icd, pocl
 from flashmem.runtime.opencl import list_devices
 from flashmem.runtime.run import Run

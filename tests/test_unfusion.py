@@ -19,12 +19,12 @@ from planning_problems import layers_of
 
 import flashmem
 from flashmem.codegen.program import generate
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.operators import is_elementwise, why_unsupported
 from flashmem.graph.fusion import fuse
 from flashmem.graph.layout import assign_layouts
 from flashmem.graph.normalize import normalize
-from flashmem.graph.onnx_import import import_model
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl import list_devices

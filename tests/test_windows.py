@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
+from flashmem.compiler.frontend.importer import import_model
 from flashmem.graph.normalize import normalize
-from flashmem.graph.onnx_import import import_model
 from flashmem.runtime.opencl import list_devices
 
 DEVICES = list_devices()

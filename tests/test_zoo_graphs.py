@@ -13,10 +13,10 @@ import pytest
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE
 from flashmem.codegen.program import generate
+from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators import why_unsupported
 from flashmem.graph.fusion import fuse
-from flashmem.graph.onnx_import import collect_unsupported, import_model
 from flashmem.graph.passes import prepare
 from flashmem.program.program import Program
 from flashmem.schedule.instance import build_problem

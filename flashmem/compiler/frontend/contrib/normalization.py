@@ -7,7 +7,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
 
 
 def _skip_layer_norm(e: Expansion) -> list[ir.Value | None]:

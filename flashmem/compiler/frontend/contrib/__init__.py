@@ -4,7 +4,7 @@ Each operator is a function that adds ONNX nodes in place of one node. Weights s
 product whose result is cut, four-bit weights are the same bytes of another element type. Their specification is ONNX Runtime's
 list of contrib operators and ONNX Runtime itself.
 
-A node is expanded during the walk that infers shapes and folds constants (`graph/onnx_folding.py`), once the shapes of its
+A node is expanded during the walk that infers shapes and folds constants (`compiler/frontend/folding.py`), once the shapes of its
 inputs are known. One that cannot be expanded stays, with the reason in its metadata, for the importer to report.
 """
 
@@ -16,9 +16,9 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from flashmem.compiler.frontend.contrib import attention, fused, grouped, normalization, others, quantized
+from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError, UnknownShapeError
 from flashmem.compiler.ir.limits import nodes_of
-from flashmem.graph.contrib import attention, fused, grouped, normalization, others, quantized
-from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError, UnknownShapeError
 
 DOMAIN = "com.microsoft"
 

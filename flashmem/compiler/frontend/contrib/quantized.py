@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from flashmem.graph.contrib.attention import project_and_attend, projected_columns
-from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
-from flashmem.graph.contrib.normalization import word_count
-from flashmem.graph.contrib.packed import packed_zero_points, quantised_matrix, reinterpreted
+from flashmem.compiler.frontend.contrib.attention import project_and_attend, projected_columns
+from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.compiler.frontend.contrib.normalization import word_count
+from flashmem.compiler.frontend.contrib.packed import packed_zero_points, quantised_matrix, reinterpreted
 
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 _WINDOW = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")

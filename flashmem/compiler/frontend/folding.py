@@ -25,13 +25,13 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend import contrib
+from flashmem.compiler.frontend.definitions import write_out
+from flashmem.compiler.frontend.editing import fit, graph_of
+from flashmem.compiler.frontend.sequences import SEQUENCES
+from flashmem.compiler.frontend.sizes import set_size
+from flashmem.compiler.frontend.validation import printable
 from flashmem.compiler.ir.limits import CONSTANTS, ELEMENTS, FOLDED, RANK, TABLE
-from flashmem.graph import contrib
-from flashmem.graph.onnx_definitions import write_out
-from flashmem.graph.onnx_editing import fit, graph_of
-from flashmem.graph.onnx_sequences import SEQUENCES
-from flashmem.graph.onnx_sizes import set_size
-from flashmem.graph.onnx_validate import printable
 
 DERIVED_LIMIT = 16 << 20
 """What is computed from weights (a part of one, arithmetic on one) is kept in memory if it has at most this many bytes."""

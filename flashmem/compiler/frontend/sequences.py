@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from flashmem.base.errors import UserError
-from flashmem.graph.onnx_editing import EditingPass, at, fit, sizes
-from flashmem.graph.onnx_validate import printable
+from flashmem.compiler.frontend.editing import EditingPass, at, fit, sizes
+from flashmem.compiler.frontend.validation import printable
 
 SEQUENCES = frozenset(
     {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
 
 _LONGEST = 4096
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
 
 _WINDOW = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
 
 
 @dataclass

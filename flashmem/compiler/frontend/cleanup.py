@@ -13,14 +13,14 @@ import onnx_ir.passes.common as passes
 from onnxscript import rewriter
 from onnxscript.rewriter.rules import common as rules
 
+from flashmem.compiler.frontend.control_flow import ControlFlowPass
+from flashmem.compiler.frontend.definitions import has_definition, write_out
+from flashmem.compiler.frontend.folding import FoldPass
+from flashmem.compiler.frontend.gemm import ReshapedGemm
+from flashmem.compiler.frontend.neutral import RemoveNeutralPass
+from flashmem.compiler.frontend.scaled_weights import RecogniseDequantizePass
+from flashmem.compiler.frontend.sequences import SequencePass
 from flashmem.compiler.ir.limits import DEPTH
-from flashmem.graph.onnx_control_flow import ControlFlowPass
-from flashmem.graph.onnx_definitions import has_definition, write_out
-from flashmem.graph.onnx_folding import FoldPass
-from flashmem.graph.onnx_gemm import ReshapedGemm
-from flashmem.graph.onnx_neutral import RemoveNeutralPass
-from flashmem.graph.onnx_scaled_weights import RecogniseDequantizePass
-from flashmem.graph.onnx_sequences import SequencePass
 
 _ROUNDS = 8 + DEPTH  # a branch whose condition is constant is taken in one round, what lies inside it is seen in the next
 

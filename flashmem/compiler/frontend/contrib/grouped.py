@@ -10,8 +10,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from flashmem.graph.contrib.attention import Heads, attention_bias, head_count, lowest_where_ahead, merge, split_heads
-from flashmem.graph.contrib.expansion import Expand, Expansion, RefusedError
+from flashmem.compiler.frontend.contrib.attention import (
+    Heads,
+    attention_bias,
+    head_count,
+    lowest_where_ahead,
+    merge,
+    split_heads,
+)
+from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
 
 
 def _group_query(e: Expansion) -> list[ir.Value | None]:

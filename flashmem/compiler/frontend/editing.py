@@ -11,8 +11,8 @@ import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.validation import printable
 from flashmem.compiler.ir.limits import UNROLLED
-from flashmem.graph.onnx_validate import printable
 
 REASON = "flashmem.reason"
 """Where a node's `meta` says why it was left; the importer refuses it with that sentence."""

@@ -1,7 +1,7 @@
 """The model held against ONNX's own rules, before anything else trusts it.
 
 onnx's checker sees to names, order, attributes and numbers of inputs; types and shapes are inferred strictly, node by node,
-while constants are folded (graph/onnx_folding.py). No data is read: the checker gets a copy without any.
+while constants are folded (compiler/frontend/folding.py). No data is read: the checker gets a copy without any.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import onnx_ir as ir
 from onnx import checker
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.external_data import tensors
 from flashmem.compiler.ir.limits import nodes_of
-from flashmem.graph.onnx_external import tensors
 
 _CONTEXT = re.compile(r" ==> Context: Bad node spec for node\. Name: (?P<name>.*?) OpType: (?P<op>\S+)")
 _UNSORTED = re.compile(r"Nodes in a graph .* input '(?P<input>.*)' of node: name: (?P<name>.*) OpType: (?P<op>\S+) is not")

@@ -14,19 +14,19 @@ import onnx_ir as ir
 
 from flashmem.base.errors import UnsupportedModelError, UserError
 from flashmem.base.types import DType
+from flashmem.compiler.frontend import contrib
+from flashmem.compiler.frontend.cleanup import clean_up
+from flashmem.compiler.frontend.editing import REASON
+from flashmem.compiler.frontend.external_data import check_embedded_data, resolve_external_data
+from flashmem.compiler.frontend.mapped_file import LARGE, load_mapped
+from flashmem.compiler.frontend.shapes import bind_shapes
+from flashmem.compiler.frontend.validation import check_structure, printable, tidy
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.compiler.ir.limits import check_size, nodes_of
 from flashmem.compiler.operators import is_native
 from flashmem.compiler.operators.quantization import linear_constant
 from flashmem.compiler.operators.registry import NEWEST_OPSET
 from flashmem.compiler.operators.selection import SHAPED_BY_DATA
-from flashmem.graph import contrib
-from flashmem.graph.onnx_cleanup import clean_up
-from flashmem.graph.onnx_editing import REASON
-from flashmem.graph.onnx_external import check_embedded_data, resolve_external_data
-from flashmem.graph.onnx_mapped import LARGE, load_mapped
-from flashmem.graph.onnx_shapes import bind_shapes
-from flashmem.graph.onnx_validate import check_structure, printable, tidy
 
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
 """Versions of the ONNX operator set that are understood; none that the installed onnx does not know."""

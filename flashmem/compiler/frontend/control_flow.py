@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from flashmem.compiler.frontend.editing import EditingPass, at, fit, graph_of, sizes
 from flashmem.compiler.ir.limits import CHOSEN
-from flashmem.graph.onnx_editing import EditingPass, at, fit, graph_of, sizes
 
 # Random ones differ from call to call; indices computed at run time may be wrong in the branch that is not taken.
 _IMPURE = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
