@@ -20,7 +20,7 @@ import numpy as np
 import flashmem
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
 from flashmem.zoo.graphs import zoo_graph

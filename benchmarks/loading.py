@@ -30,7 +30,7 @@ from benchmarks.command import Arguments, run_command
 from flashmem.base.units import parse_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.request import device_here, resolve

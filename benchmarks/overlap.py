@@ -32,7 +32,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.compiler.ir.graph import Graph
-from flashmem.graph.fusion import fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes

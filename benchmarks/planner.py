@@ -31,7 +31,7 @@ from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.baselines import Baseline, operators_of
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import forced_preload

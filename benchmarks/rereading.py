@@ -18,14 +18,14 @@ from pathlib import Path
 
 from benchmarks.budgets import Precision
 from benchmarks.command import Arguments, run_command
-from flashmem.banding import Bands
 from flashmem.base.errors import BudgetError
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.graph.band_choice import BandChoice
-from flashmem.graph.bands import Chain, in_bands
-from flashmem.graph.fusion import fuse
-from flashmem.ordering import in_lowest_order
+from flashmem.compiler.memory.launch_order import in_lowest_order
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.tiling.choice import BandChoice
+from flashmem.compiler.tiling.patches import Chain, in_bands
+from flashmem.compiler.tiling.search import Bands
 from flashmem.planning.limits import read_limits
 from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.program.launches import Arg, Launch

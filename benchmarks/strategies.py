@@ -27,7 +27,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.units import parse_size
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.graph.fusion import fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.request import resolve
 from flashmem.schedule.plan import Strategy

@@ -30,7 +30,7 @@ from benchmarks.tables_verdict import Judged, verdict
 from flashmem.base.errors import UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import flashmem
-from flashmem.allocations import within_allocations
-from flashmem.banding import fitting_bands
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle, ShapeVariant
@@ -30,11 +28,14 @@ from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.memory.allocations import within_allocations
+from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
-from flashmem.granularity import first_attempt
-from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.passes import prepare
-from flashmem.ordering import in_lowest_order
+from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
+from flashmem.compiler.tiling.search import fitting_bands
+from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits
@@ -47,7 +48,6 @@ from flashmem.runtime.kernel_builder import KernelBuilder, Wish
 from flashmem.runtime.kernel_builder import with_binaries as carrying
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
-from flashmem.unfusion import Cuts, Pipeline, may_refine, refine
 
 Progress = Callable[[str, float], None]
 Watch = Callable[[str], AbstractContextManager[None]]

@@ -19,8 +19,8 @@ from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import Slicing
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, Value
-from flashmem.graph.fusion import fuse
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.target.descriptor import DeviceDescriptor, Tile
 
 from .dataset import SAMPLE

@@ -10,8 +10,8 @@ from flashmem.bundle.writer import BundleWriter
 from flashmem.codegen.program import generate
 from flashmem.compile import plan_program
 from flashmem.compiler.ir.graph import Graph, GraphPort
-from flashmem.graph.fusion import fuse
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
 from flashmem.target.descriptor import DeviceDescriptor

@@ -20,8 +20,8 @@ from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES
 from flashmem.codegen.program import Generated, generate
 from flashmem.codegen.slicing import Slicing
 from flashmem.compiler.ir.graph import Graph
-from flashmem.graph.fusion import fuse
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.program.tensors import Slice
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Command, Resources, make_steps

@@ -25,13 +25,13 @@ from random_graphs.judge import judge
 from random_graphs.listed import listed
 
 import flashmem
-from flashmem import banding
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import Span, outermost
-from flashmem.graph.bands import Chain, in_bands
-from flashmem.graph.fusion import fuse
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.tiling import search as banding
+from flashmem.compiler.tiling.patches import Chain, in_bands
 from flashmem.program.program import fixed_bytes
 from flashmem.target.descriptor import load_descriptor
 

@@ -30,7 +30,7 @@ from flashmem.codegen.storage import SMALL
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.operators import is_elementwise
-from flashmem.graph.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
 from flashmem.target.descriptor import Variant, load_descriptor

@@ -22,13 +22,13 @@ from flashmem.compiler.ir.builder import sliced_constant
 from flashmem.compiler.ir.graph import ArrayConstant, Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.operators import why_unsupported
-from flashmem.graph.fusion import fuse
-from flashmem.graph.hoisting import hoist_moves
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.moves import drop_moves
-from flashmem.graph.normalize import normalize
-from flashmem.graph.parts import split_products
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.passes.split_matmul import split_products
+from flashmem.compiler.passes.transpose_hoisting import hoist_moves
+from flashmem.compiler.passes.transpose_sinking import drop_moves
 
 PATTERNS = {
     "packed": (packed, "MatMul"),

@@ -12,10 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem.codegen.program import generate
 from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
-from flashmem.graph.fusion import fuse
-from flashmem.graph.passes import prepare
-from flashmem.ordering import in_lowest_order
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.target.descriptor import load_descriptor
 
 BRANCHES = 5

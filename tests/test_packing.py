@@ -24,8 +24,8 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.codegen.packing import WASTED, PackedSlice, Packing
 from flashmem.codegen.program import generate
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
-from flashmem.graph.fusion import fuse
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.program.program import raw_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices

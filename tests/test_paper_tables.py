@@ -17,7 +17,7 @@ from benchmarks.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.graph.fusion import fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem

@@ -27,8 +27,8 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.operators import why_unsupported
-from flashmem.graph.fusion import Layer, fuse
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.program.program import Program
 from flashmem.target.descriptor import load_descriptor
 

@@ -13,17 +13,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from flashmem import banding
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
-from flashmem.graph.band_choice import BandChoice
+from flashmem.compiler.passes.unfusion import Pipeline
+from flashmem.compiler.tiling import search as banding
+from flashmem.compiler.tiling.choice import BandChoice
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds
 from flashmem.planning.latency import first_answer as latency
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
 from flashmem.target.descriptor import load_descriptor
-from flashmem.unfusion import Pipeline
 
 
 def chain_of_convolutions(path: Path) -> Path:

@@ -18,7 +18,7 @@ import flashmem
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
-from flashmem.graph.normalize import normalize
+from flashmem.compiler.passes.decompose import normalize
 from flashmem.runtime.opencl import list_devices
 
 Floats = NDArray[np.float32]

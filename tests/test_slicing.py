@@ -29,8 +29,8 @@ from flashmem.codegen.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
 from flashmem.commands.plan import several_launches
 from flashmem.compile import plan_graph
 from flashmem.compiler.ir.graph import Graph
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.planning.latency.clock import Timing
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
@@ -127,7 +127,9 @@ def test_the_smallest_budget_is_that_of_the_smallest_slices(
     program, plan = planned(graph, "nvidia", mode, budget=smallest, objective=objective)
     assert fixed_bytes(program) + lay_out_pools(program.slices, plan, [mode])[mode].total_bytes <= smallest
     assert max(part.nbytes for part in program.slices) <= LEAST_BYTES
-    monkeypatch.setattr(importlib.import_module("flashmem.granularity"), "_sizes", lambda limits: iter([FINEST]))
+    monkeypatch.setattr(
+        importlib.import_module("flashmem.compiler.weights.granularity"), "_sizes", lambda limits: iter([FINEST])
+    )
     with pytest.raises(BudgetError) as finest:
         planned(graph, "nvidia", mode, budget=1 << 20)
     assert finest.value.smallest_bytes == smallest
@@ -155,7 +157,9 @@ def test_slices_are_smaller_under_a_budget_as_far_as_that_is_worth_it(monkeypatc
         found[budget] = len(program.launches), plan.objective
     launches = [count for count, _ in found.values()]
     assert launches == sorted(launches, reverse=True) and launches[0] > launches[-1] == len(PRODUCTS)
-    monkeypatch.setattr(importlib.import_module("flashmem.granularity"), "_sizes", lambda limits: iter([FINEST]))
+    monkeypatch.setattr(
+        importlib.import_module("flashmem.compiler.weights.granularity"), "_sizes", lambda limits: iter([FINEST])
+    )
     opening = load_descriptor("adreno750").rates.layer_seconds
     for budget, (count, seconds) in found.items():
         program, plan = planned(graph, "adreno750", budget=budget)
@@ -229,7 +233,7 @@ def compiled(
     model: Path, output: Path, slicing: Slicing, device: Device, path: str, monkeypatch: pytest.MonkeyPatch, **limits: Any
 ) -> flashmem.Bundle:
     """A bundle with slices cut by `slicing`, whatever the limits."""
-    granularity = importlib.import_module("flashmem.granularity")
+    granularity = importlib.import_module("flashmem.compiler.weights.granularity")
     monkeypatch.setattr(granularity, "_sizes", lambda limits: iter([slicing]))
     name = str(list_devices().index(device))
     return flashmem.compile(model, output, device=name, memory_path=path, chunk=16 * KIB, **limits)  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.graph import Graph, Placeholder
 from flashmem.compiler.ir.portable import PortableGraph, portable
-from flashmem.graph.fusion import fuse
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
 from flashmem.runtime.opencl import list_devices

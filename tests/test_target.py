@@ -13,9 +13,9 @@ from mini_bundle import MiniModel, write_mini_bundle
 from test_runtime_devices import phone
 
 import flashmem
-from flashmem.allocations import within_allocations
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle
+from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.model import Roofline, default_model
 from flashmem.runtime.devices import Device
 from flashmem.runtime.many import Runtime

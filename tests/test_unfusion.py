@@ -22,16 +22,16 @@ from flashmem.codegen.program import generate
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.operators import is_elementwise, why_unsupported
-from flashmem.graph.fusion import fuse
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.normalize import normalize
+from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.compiler.passes.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl import list_devices
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import load_descriptor
-from flashmem.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 
 DATA = Path(__file__).parent / "data"
 MODELS = ["gptneo-tiny", "resnet-tiny", "vit-tiny", "mobilenet-tiny", "regnet-tiny"]
@@ -115,7 +115,7 @@ _GENERATED = """
 import hashlib, sys
 from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
-from flashmem.graph.fusion import fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
 options = resolve(read_limits(), device="generic-cpu")

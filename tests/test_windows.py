@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem.compiler.frontend.importer import import_model
-from flashmem.graph.normalize import normalize
+from flashmem.compiler.passes.decompose import normalize
 from flashmem.runtime.opencl import list_devices
 
 DEVICES = list_devices()

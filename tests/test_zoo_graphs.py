@@ -16,8 +16,8 @@ from flashmem.codegen.program import generate
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators import why_unsupported
-from flashmem.graph.fusion import fuse
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.program.program import Program
 from flashmem.schedule.instance import build_problem
 from flashmem.target.descriptor import load_descriptor

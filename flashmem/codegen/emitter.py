@@ -26,7 +26,7 @@ from flashmem.compiler.ir.limits import ELEMENTS
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor, Variant

@@ -21,7 +21,7 @@ from flashmem.codegen.arena import Use, alive, shapes
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.operators import REGISTRY
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 
 _WIDEST = 16
 """Elements of the widest vector."""

@@ -24,7 +24,7 @@ from flashmem.codegen.stored_weights import NOTHING_STORED, Placements, StoredWe
 from flashmem.codegen.templates import KernelLibrary
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last

@@ -22,7 +22,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.registry import INTEGERS
-from flashmem.graph.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import Layer, fuse
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Elements of float32 that fit where a tensor starts, whatever they are stored in."""

@@ -46,7 +46,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         raise UserError("zoo: models are planned as they are fused; give --unfusion too, or leave --mu and --alpha out")
     with offline_half("planning"):
         from flashmem.compile import plan_graph
-        from flashmem.graph.passes import prepare
+        from flashmem.compiler.passes.pipeline import prepare
         from flashmem.request import resolve
         from flashmem.zoo.graphs import zoo_graph
 

@@ -14,7 +14,7 @@ from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.portable import portable
-from flashmem.graph.passes import prepare
+from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import Limits
 from flashmem.request import Options, choose_mode, device_here, find_descriptor
 from flashmem.sweeping.grid import Point

@@ -26,7 +26,7 @@ from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
 from flashmem.codegen.emitters.selection import emit_extreme, emit_scan, emit_top
 from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
 from flashmem.compiler.operators import REGISTRY
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 
 EMITTERS: dict[str, Callable[[Emitter, Layer], None]] = {
     "attention": emit_attention,

@@ -11,7 +11,7 @@ from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.views import Dimension
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 

@@ -20,7 +20,7 @@ from flashmem.codegen.variants import Product, cut
 from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

@@ -16,7 +16,7 @@ from flashmem.codegen.tile import Tile
 from flashmem.codegen.variants import Product, cut, transformed
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

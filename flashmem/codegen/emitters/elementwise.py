@@ -6,7 +6,7 @@ from flashmem.codegen.emitter import Emitter
 from flashmem.codegen.expression import Expression
 from flashmem.compiler.ir.broadcast import best_split, matrix_of
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 

@@ -12,7 +12,7 @@ from flashmem.codegen.emitters.movement import move
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}

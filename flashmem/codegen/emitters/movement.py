@@ -11,7 +11,7 @@ from flashmem.codegen.places import parts_in_place
 from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 

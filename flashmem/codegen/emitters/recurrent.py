@@ -11,7 +11,7 @@ from flashmem.codegen.emitters.contraction import emit_matmul
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.operators.recurrent import GATES
 from flashmem.compiler.operators.vector import scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 _ACTIVATIONS = {

@@ -12,7 +12,7 @@ from flashmem.codegen.variants import Product
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

@@ -6,7 +6,7 @@ import math
 
 from flashmem.codegen.emitter import Emitter
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 

@@ -7,7 +7,7 @@ import math
 from flashmem.codegen.emitter import Emitter
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 _RUN = 32

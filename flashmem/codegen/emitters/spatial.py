@@ -14,7 +14,7 @@ from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.operators.resize import height_taps
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 

@@ -1,4 +1,4 @@
-"""Attention in one kernel: softmax(f(Q K^T)) V, as `graph.attention` finds it; no score is ever written to memory.
+"""Attention in one kernel: softmax(f(Q K^T)) V, as `compiler.passes.attention` finds it; no score is ever written to memory.
 
 Inputs of `FusedAttention` are the tensors that hold queries, keys and values, and then the operands of `scores`; with attribute
 `dropped` also, last, booleans of all queries, whose answers are 0 where they are true. Attributes:

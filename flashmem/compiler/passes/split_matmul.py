@@ -2,10 +2,10 @@
 
 Exporters compute queries, keys and values, or both halves of a gated activation, by one product that they then cut. Cut as a
 tensor, every part is a copy, and the whole stays in memory until the last of them is taken. Cut as weights it costs nothing:
-columns of a constant are read when they are packed. What activates or gates a part then joins its product (`graph.fusion`).
+columns of a constant are read when they are packed. What activates or gates a part then joins its product (`compiler.passes.fusion`).
 
 One large product is faster than a few small ones, which all read the same rows. So parts stay together where nobody copies them
-and all are needed at once: queries, keys and values as they go into an attention, which reads views (`graph.attention`). A part
+and all are needed at once: queries, keys and values as they go into an attention, which reads views (`compiler.passes.attention`). A part
 that goes another way, a query that is pooled first, is a product of its own, and those beside it stay one.
 """
 
@@ -20,7 +20,7 @@ from flashmem.compiler.ir.builder import Rewriter, sliced_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.users import Readers, is_by_column
 from flashmem.compiler.ir.views import KEPT, View, factor, merged, whole, write
-from flashmem.graph.attention import attention_products
+from flashmem.compiler.passes.attention import attention_products
 
 
 class _Around(Readers):

@@ -20,7 +20,7 @@ from flashmem.compiler.ir.views import View, factor, merged, view_of, whole
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Access, Scores, Step
 from flashmem.compiler.operators.rewriting import reshaped
-from flashmem.graph.fusion import MAX_OPERANDS, MAX_TAIL
+from flashmem.compiler.passes.fusion import MAX_OPERANDS, MAX_TAIL
 
 LARGEST_HEAD = 512
 """Channels of a head up to which a kernel keeps what it sums up in registers."""

@@ -15,7 +15,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.codegen.program import Generated
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.graph.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
+from flashmem.compiler.passes.unfusion import Attempt, Pipeline
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program
-from flashmem.unfusion import Attempt, Pipeline
 
 STEP = 4
 """The next smaller size is this part of the one before."""

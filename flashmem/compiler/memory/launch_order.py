@@ -10,7 +10,7 @@ from flashmem.codegen.row_gather import host_indices
 from flashmem.codegen.storage import stored_in_half
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
 from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 from flashmem.program.launches import LaunchOrder
 

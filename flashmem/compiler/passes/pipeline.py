@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from flashmem.compiler.ir.graph import Graph
-from flashmem.graph.attention import fuse_attention
-from flashmem.graph.dequantised import read_integers
-from flashmem.graph.hoisting import hoist_moves
-from flashmem.graph.layout import assign_layouts
-from flashmem.graph.moves import drop_moves
-from flashmem.graph.normalize import normalize
-from flashmem.graph.parts import split_products
+from flashmem.compiler.passes.attention import fuse_attention
+from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.dequantised import read_integers
+from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.compiler.passes.split_matmul import split_products
+from flashmem.compiler.passes.transpose_hoisting import hoist_moves
+from flashmem.compiler.passes.transpose_sinking import drop_moves
 
 
 def prepare(graph: Graph) -> Graph:

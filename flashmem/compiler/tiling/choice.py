@@ -20,8 +20,8 @@ from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.operators.tiling_interface import Span, outermost
-from flashmem.graph.bands import Band, Chain, alike, units
-from flashmem.graph.fusion import Layer
+from flashmem.compiler.passes.fusion import Layer
+from flashmem.compiler.tiling.patches import Band, Chain, alike, units
 
 WINDOW = 40
 """Layers that a chain has at most before, and behind, the one it is made for."""

@@ -1,4 +1,4 @@
-"""Plans for budgets that are too small for a graph as it is: chains of operators are computed in bands (`graph.bands`).
+"""Plans for budgets that are too small for a graph as it is: chains of operators are computed in bands (`compiler.tiling.patches`).
 
 How little the activations may take follows from what is missing. Bands for exactly that are tried, then those for a few fixed
 limits below it, the last of which is the least there can be. Of the lowest of these (`NEAR`) all are tried before a budget is
@@ -22,9 +22,9 @@ from flashmem.codegen.storage import stored_in_half
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.memory.aliases import Ranges
-from flashmem.graph.band_choice import BandChoice, Memory
-from flashmem.graph.bands import Chain, in_bands
-from flashmem.graph.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.tiling.choice import BandChoice, Memory
+from flashmem.compiler.tiling.patches import Chain, in_bands
 from flashmem.request import Options
 from flashmem.target.descriptor import DeviceDescriptor
 

@@ -18,7 +18,7 @@ from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import Part, Span
-from flashmem.graph.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import Layer, fuse
 
 
 @dataclass(frozen=True)
