@@ -34,7 +34,7 @@ from benchmarks.kernel_cases import ATTENTION, REFERENCE, Case, cases
 from benchmarks.kernel_peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
-from flashmem.codegen.program import Generated
+from flashmem.compiler.lowering.program import Generated
 from flashmem.profiler.timing import Stand, generated
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime.executor import Command

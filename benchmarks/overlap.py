@@ -29,9 +29,9 @@ from typing import Any, get_args
 from benchmarks.command import Arguments, run_command
 from benchmarks.zoo import MODELS
 from flashmem.base.errors import BudgetError
-from flashmem.codegen.program import generate
 from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem

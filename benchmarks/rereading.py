@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.budgets import Precision
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError
-from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling.choice import BandChoice

@@ -17,25 +17,25 @@ from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
 from flashmem.bundle.writer import BundleWriter
-from flashmem.codegen.choices import Choices
-from flashmem.codegen.emitter import Cuts as SlicesOfWeights
-from flashmem.codegen.program import Generated, generate, sharing_weights, stored_by, write_weights
-from flashmem.codegen.slicing import FINEST, Slicing
-from flashmem.codegen.steady import with_steady
-from flashmem.codegen.stored_weights import NOTHING_STORED, StoredWeights
-from flashmem.codegen.tuned import digest
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
+from flashmem.compiler.lowering.program import Generated, generate, sharing_weights, stored_by, write_weights
+from flashmem.compiler.lowering.steady import with_steady
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
+from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.tuning_database import digest
 from flashmem.compiler.tiling.search import fitting_bands
 from flashmem.compiler.weights.granularity import first_attempt
+from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
+from flashmem.compiler.weights.slicing import FINEST, Slicing
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits

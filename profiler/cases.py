@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from flashmem.base.types import TransferMode
-from flashmem.codegen.program import generate
-from flashmem.codegen.slicing import Slicing
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, Value
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.weights.slicing import Slicing
 from flashmem.target.descriptor import DeviceDescriptor, Tile
 
 from .dataset import SAMPLE

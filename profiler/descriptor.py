@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmem.base.files import written_whole
 from flashmem.base.resources import read_bytes
-from flashmem.codegen.tuned import SUFFIX
+from flashmem.compiler.selection.tuning_database import SUFFIX
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 

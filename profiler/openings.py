@@ -7,9 +7,9 @@ from pathlib import Path
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import BundleWriter
-from flashmem.codegen.program import generate
 from flashmem.compile import plan_program
 from flashmem.compiler.ir.graph import Graph, GraphPort
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import Limits

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashmem.base.types import MemoryPath
-from flashmem.codegen.tuned import Product
 from flashmem.compiler.ir.graph import Graph, Node
+from flashmem.compiler.selection.tuning_database import Product
 from flashmem.zoo.graphs import zoo_graph
 
 from .sketch import Sketch

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES
-from flashmem.codegen.program import Generated, generate
-from flashmem.codegen.slicing import Slicing
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.weights.slicing import Slicing
 from flashmem.program.tensors import Slice
 from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Command, Resources, make_steps

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
-from flashmem.codegen.program import Generated
-from flashmem.codegen.tuned import SUFFIX, VERSION, Product, Table, Timing, read_table
-from flashmem.codegen.variants import candidates, estimate
+from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.selection.configs import candidates, estimate
+from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Product, Table, Timing, read_table
 from flashmem.request import device_here
 from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.opencl import Program

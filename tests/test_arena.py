@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmem.base.types import TENSOR_ALIGNMENT
-from flashmem.codegen import arena
-from flashmem.codegen.arena import Rectangle, alive, place_blocks
+from flashmem.compiler.memory import arena
+from flashmem.compiler.memory.arena import Rectangle, alive, place_blocks
 
 LAYERS = 12
 

@@ -12,9 +12,9 @@ from attention_cases import FORMS, Model, plain, read_elsewhere
 from compared import DEVICES, answers_of, require_right
 
 import flashmem
-from flashmem.codegen.program import generate
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare

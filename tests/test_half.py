@@ -24,13 +24,13 @@ from zoo_data import DATA, examples
 
 import flashmem
 from flashmem.base.types import TENSOR_ALIGNMENT
-from flashmem.codegen.choices import Choices
-from flashmem.codegen.program import generate
-from flashmem.codegen.storage import SMALL
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.graph import Graph, Node
+from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.memory.precision import SMALL
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.selection.selector import Choices
 from flashmem.planning.limits import read_limits
 from flashmem.request import resolve
 from flashmem.target.descriptor import Variant, load_descriptor

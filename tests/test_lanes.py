@@ -21,9 +21,9 @@ from onnx import TensorProto, helper
 
 from flashmem.base.errors import BundleError
 from flashmem.bundle.lane_bounds import check_lanes
-from flashmem.codegen.program import Generated
-from flashmem.codegen.templates import KernelLibrary
 from flashmem.compile import plan_graph, read_graph
+from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice

@@ -7,7 +7,7 @@ import pytest
 from operators_page import PAGE, page
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.codegen.emitters import EMITTERS
+from flashmem.compiler.lowering.registry import EMITTERS
 from flashmem.compiler.operators import FAMILIES, REGISTRY
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
 

@@ -10,8 +10,8 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
-from flashmem.codegen.program import generate
 from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse

@@ -21,11 +21,11 @@ from test_quantised import run_ort
 import flashmem
 from flashmem.base.types import TEXEL_BYTES, MemoryPath
 from flashmem.bundle.bundle import Bundle
-from flashmem.codegen.packing import WASTED, PackedSlice, Packing
-from flashmem.codegen.program import generate
-from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.weights.packing import WASTED, PackedSlice, Packing
+from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.program.program import raw_bytes
 from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.opencl import list_devices

@@ -15,8 +15,8 @@ from benchmarks import overlap, simulation
 from benchmarks.rates_fit import fitted, scaled
 from benchmarks.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
-from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import Limits

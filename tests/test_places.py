@@ -20,11 +20,11 @@ from onnx import helper, numpy_helper
 import flashmem
 from flashmem.base.types import ITEMSIZE
 from flashmem.bundle.kernel_bounds import check_reach
-from flashmem.codegen import places
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.program import Generated, generate
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Value
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.program import Generated, generate
+from flashmem.compiler.memory import buffers as places
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import Layer, fuse
@@ -168,7 +168,7 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
         begins.append((layer, len(emitter.launches)))
         emit(emitter, layer)
 
-    from flashmem.codegen import program as module
+    from flashmem.compiler.lowering import program as module
 
     emit = module.emit
     with monkeypatch.context() as patched:

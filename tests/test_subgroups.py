@@ -13,8 +13,8 @@ from compared import PLACES, Nodes
 
 import flashmem
 from flashmem.base.types import MemoryPath
-from flashmem.codegen.choices import Choices
-from flashmem.codegen.variants import Product, choose
+from flashmem.compiler.selection.configs import Product, choose
+from flashmem.compiler.selection.selector import Choices
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import Rows
 from flashmem.profiler.tuning import Case, Request, tune

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import flashmem
-from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
-from flashmem.codegen.program import generate
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.graph import Graph, Placeholder
 from flashmem.compiler.ir.portable import PortableGraph, portable
+from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.decompose import normalize
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
-from flashmem.codegen.choices import Choices, fewest, packed_bytes
-from flashmem.codegen.tuned import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
-from flashmem.codegen.variants import choose, seconds
 from flashmem.compile import _key
+from flashmem.compiler.selection.configs import choose, seconds
+from flashmem.compiler.selection.selector import Choices, fewest, packed_bytes
+from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits

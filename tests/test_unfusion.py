@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from planning_problems import layers_of
 
 import flashmem
-from flashmem.codegen.program import generate
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import is_elementwise, why_unsupported
 from flashmem.compiler.passes.decompose import normalize
 from flashmem.compiler.passes.fusion import fuse
@@ -113,7 +113,7 @@ def test_a_cut_operator_begins_a_layer(name: str) -> None:
 
 _GENERATED = """
 import hashlib, sys
-from flashmem.codegen.program import generate
+from flashmem.compiler.lowering.program import generate
 from flashmem.compile import read_graph
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import read_limits

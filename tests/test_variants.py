@@ -19,9 +19,9 @@ from inputs import floats
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize
-from flashmem.codegen.choices import Choices, packed_bytes
-from flashmem.codegen.packing import Storage
-from flashmem.codegen.variants import Product, candidates, choose, seconds
+from flashmem.compiler.selection.configs import Product, candidates, choose, seconds
+from flashmem.compiler.selection.selector import Choices, packed_bytes
+from flashmem.compiler.weights.packing import Storage
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.devices import HALF_ARITHMETIC, descriptor_for
 from flashmem.runtime.opencl import list_devices

@@ -13,10 +13,10 @@ from inputs import floats
 
 import flashmem
 from flashmem.base.types import MemoryPath
-from flashmem.codegen.choices import Choices, packed_bytes
-from flashmem.codegen.emitters.convolution import transformed_weights
-from flashmem.codegen.tuned import SUFFIX, Product, Table, Timing
-from flashmem.codegen.variants import choose
+from flashmem.compiler.lowering.convolution import transformed_weights
+from flashmem.compiler.selection.configs import choose
+from flashmem.compiler.selection.selector import Choices, packed_bytes
+from flashmem.compiler.selection.tuning_database import SUFFIX, Product, Table, Timing
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, Variant, load_descriptor
 

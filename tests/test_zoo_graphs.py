@@ -12,9 +12,9 @@ import pytest
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE
-from flashmem.codegen.program import generate
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare

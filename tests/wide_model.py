@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from compared import Nodes
 
-from flashmem.codegen.choices import Choices, Use
+from flashmem.compiler.selection.selector import Choices, Use
 from flashmem.target.descriptor import Variant
 
 Wide = tuple[Path, dict[str, Any], list[Any]]

@@ -17,10 +17,10 @@ from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import BundleWriter
-from flashmem.codegen.program import Generated
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.ir.portable import PortableGraph
+from flashmem.compiler.lowering.program import Generated
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program

@@ -10,10 +10,10 @@ from flashmem.base.errors import NoDeviceError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import read_variants
-from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES
 from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.portable import portable
+from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import Limits
 from flashmem.request import Options, choose_mode, device_here, find_descriptor

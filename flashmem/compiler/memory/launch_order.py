@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashmem.base.types import StoredType
-from flashmem.codegen.places import held_by, read_by
-from flashmem.codegen.row_gather import host_indices
-from flashmem.codegen.storage import stored_in_half
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.lowering.host_embedding import host_indices
 from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.buffers import held_by, read_by
+from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 from flashmem.program.launches import LaunchOrder
@@ -18,7 +18,7 @@ from flashmem.program.launches import LaunchOrder
 def in_lowest_order(graph: Graph, layers: Sequence[Layer], *, half: bool = False) -> tuple[list[Layer], LaunchOrder]:
     """`layers`, which are given in an order that works, in the one of the lowest peak that was found, and how good that is.
 
-    `half`: activations are stored in half, where that can be (`codegen.storage`). Rows that the host picks are there from the
+    `half`: activations are stored in half, where that can be (`compiler.memory.precision`). Rows that the host picks are there from the
     start. A layer counts as one launch, what lies between the launches of one is not seen; nor is what overwrites its operand.
     """
     ranges = Ranges(graph, half=half)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.codegen.program import Generated
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties

@@ -15,16 +15,16 @@ from typing import Literal
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import ITEMSIZE, StoredType
 from flashmem.base.units import format_size
-from flashmem.codegen.places import least_alive
-from flashmem.codegen.row_gather import host_indices
-from flashmem.codegen.slicing import LEAST_BYTES
-from flashmem.codegen.storage import stored_in_half
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.lowering.host_embedding import host_indices
 from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.buffers import least_alive
+from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.compiler.tiling.choice import BandChoice, Memory
 from flashmem.compiler.tiling.patches import Chain, in_bands
+from flashmem.compiler.weights.slicing import LEAST_BYTES
 from flashmem.request import Options
 from flashmem.target.descriptor import DeviceDescriptor
 

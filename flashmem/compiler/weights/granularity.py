@@ -1,6 +1,6 @@
 """How large slices may grow under a limit: tried from coarse to fine.
 
-Where nothing limits memory, slices are as large as the device likes (`codegen/slicing.py`). Under a limit, a slice is in flight
+Where nothing limits memory, slices are as large as the device likes (`compiler/weights/slicing.py`). Under a limit, a slice is in flight
 as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that works. A program is
 planned with slices of any size, then with smaller ones while that answers sooner, or until one fits at all.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
-from flashmem.codegen.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.compiler.passes.unfusion import Attempt, Pipeline
+from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
-from flashmem.codegen.emitter import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
 from flashmem.compiler.ir.graph import Graph, NibbleConstant, Node, Value, pack_nibbles
+from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.program.tensors import RowGather
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.expression import Expression
 from flashmem.compiler.ir.broadcast import best_split, matrix_of
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.pointwise import Expression
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.codegen.attention_form import Rows, form_of
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.expression import Expression
-from flashmem.codegen.variants import Product
 from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.views import Dimension
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.pointwise import Expression
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.passes.fusion import Layer
+from flashmem.compiler.selection.attention_form import Rows, form_of
+from flashmem.compiler.selection.configs import Product
 from flashmem.program.launches import Arg, KernelShape
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashmem.base.types import DType
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.movement import move
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.graph import Node
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import KernelShape

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flashmem.codegen.emitter import Held
+from flashmem.compiler.lowering.context import Held
 from flashmem.program.tensors import Port, RowGather
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flashmem.codegen.program import Generated
+from flashmem.compiler.lowering.program import Generated
 from flashmem.program.kernel_text import kernel_source, kernel_texts
 from flashmem.program.launches import Arg, Joined, Launch, SteadyLaunch
 from flashmem.program.program import Program

@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, StoredType
-from flashmem.codegen.choices import Choices
-from flashmem.codegen.expression import Expression
-from flashmem.codegen.packing import PackedSlice, Packing
-from flashmem.codegen.packing_list import PackingList, Pieces
-from flashmem.codegen.places import Place, Places
-from flashmem.codegen.slicing import MOST_BYTES, Slicing
-from flashmem.codegen.stored_weights import NOTHING_STORED, PackedWeight, Placements, StoredWeights
-from flashmem.codegen.templates import KernelLibrary
-from flashmem.codegen.variants import Product
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
+from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import unreshaped
+from flashmem.compiler.memory.buffers import Place, Places
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.compiler.passes.fusion import Layer
+from flashmem.compiler.selection.configs import Product
+from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.weights.packing import PackedSlice, Packing
+from flashmem.compiler.weights.packing_list import PackingList, Pieces
+from flashmem.compiler.weights.sharing import NOTHING_STORED, PackedWeight, Placements, StoredWeights
+from flashmem.compiler.weights.slicing import MOST_BYTES, Slicing
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor, Variant

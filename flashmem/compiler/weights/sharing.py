@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
-from flashmem.codegen.packing import PackedSlice, Packing
 from flashmem.compiler.ir.graph import Constant, FileConstant, NibbleConstant, Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.weights.packing import PackedSlice, Packing
 from flashmem.program.launches import Arg
 from flashmem.program.tensors import Slice
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flashmem.codegen.attention_form import LEAST_BLOCK
-from flashmem.codegen.tuned import Product as Product
-from flashmem.codegen.tuned import tuned_table
+from flashmem.compiler.selection.attention_form import LEAST_BLOCK
+from flashmem.compiler.selection.tuning_database import Product as Product
+from flashmem.compiler.selection.tuning_database import tuned_table
 from flashmem.target.descriptor import DeviceDescriptor, Variant
 
 

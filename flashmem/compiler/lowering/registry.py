@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.attention import emit_attention
-from flashmem.codegen.emitters.contraction import emit_deform_convolution, emit_matmul
-from flashmem.codegen.emitters.convolution import emit_convolution
-from flashmem.codegen.emitters.elementwise import emit_elementwise
-from flashmem.codegen.emitters.indexing import emit_gather_at, emit_place, emit_scatter
-from flashmem.codegen.emitters.movement import (
+from flashmem.compiler.lowering.attention import emit_attention
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.contraction import emit_deform_convolution, emit_matmul
+from flashmem.compiler.lowering.convolution import emit_convolution
+from flashmem.compiler.lowering.elementwise import emit_elementwise
+from flashmem.compiler.lowering.indexing import emit_gather_at, emit_place, emit_scatter
+from flashmem.compiler.lowering.movement import (
     emit_concat,
     emit_expand,
     emit_frames,
@@ -20,11 +20,11 @@ from flashmem.codegen.emitters.movement import (
     emit_tile,
     emit_transpose,
 )
-from flashmem.codegen.emitters.recurrent import emit_recurrent
-from flashmem.codegen.emitters.reduction import emit_determinant, emit_group_normalization, emit_lrn, emit_reduction
-from flashmem.codegen.emitters.sampling import emit_grid_sample, emit_roi_align
-from flashmem.codegen.emitters.selection import emit_extreme, emit_scan, emit_top
-from flashmem.codegen.emitters.spatial import emit_pool, emit_resize, emit_unpool
+from flashmem.compiler.lowering.recurrent import emit_recurrent
+from flashmem.compiler.lowering.reduction import emit_determinant, emit_group_normalization, emit_lrn, emit_reduction
+from flashmem.compiler.lowering.sampling import emit_grid_sample, emit_roi_align
+from flashmem.compiler.lowering.selection import emit_extreme, emit_scan, emit_top
+from flashmem.compiler.lowering.spatial import emit_pool, emit_resize, emit_unpool
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.passes.fusion import Layer
 

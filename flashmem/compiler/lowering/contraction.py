@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.movement import move
-from flashmem.codegen.packing import PackedSlice, Packing, weight_columns, weight_matrix
-from flashmem.codegen.scaling import Kept, read_both, read_weights
-from flashmem.codegen.tile import Tile
-from flashmem.codegen.variants import Product, cut
 from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.movement import move
+from flashmem.compiler.lowering.quantisation import Kept, read_both, read_weights
+from flashmem.compiler.lowering.tile import Tile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
+from flashmem.compiler.selection.configs import Product, cut
+from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 
@@ -39,7 +39,7 @@ def _tile(
     winograd: bool = False,
 ) -> Tile:
     """The variant for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
-    `winograd`: as in `codegen.choices.Use`.
+    `winograd`: as in `compiler.selection.selector.Use`.
     """
     node, weights = layer.main, product.storage
     scalar, activation = REGISTER[node.outputs[0].dtype], emitter.stored(node.input(0))
@@ -130,7 +130,7 @@ def emit_packed(
     """Pack the weights and launch `template` once for each slice.
 
     `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether variants that
-    share what they read can compute it. `winograd`: see `codegen.choices.Use`; another variant was chosen. `row`: elements of a
+    share what they read can compute it. `winograd`: see `compiler.selection.selector.Use`; another variant was chosen. `row`: elements of a
     row of taps, where they lie side by side in the image and taps are short; 0 elsewhere. `context`: what else it takes.
     """
     node = layer.main

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmem.codegen.packing import PackedSlice, Packing
+from flashmem.compiler.weights.packing import PackedSlice, Packing
 
 LEAST_BYTES = 4 << 20
 """A few slices of this size in flight keep a disk busy, and the smallest budget is not much more than two of them."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
-from flashmem.codegen.arena import Use, alive, shapes
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.arena import Use, alive, shapes
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.passes.fusion import Layer
 

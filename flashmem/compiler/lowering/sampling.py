@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flashmem.codegen.emitter import Emitter
+from flashmem.compiler.lowering.context import Emitter
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from flashmem.codegen.emitter import Emitter
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.lowering.context import Emitter
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import DType
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.packing import Storage, weight_columns
 from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.lowering.context import Emitter
 from flashmem.compiler.operators.vector import STORED
+from flashmem.compiler.weights.packing import Storage, weight_columns
 from flashmem.program.launches import Arg
 
 LEAST_BLOCK = 2

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from flashmem.base.types import DType
-from flashmem.codegen.scaling import Scaling
-from flashmem.codegen.variants import panel
+from flashmem.compiler.lowering.quantisation import Scaling
 from flashmem.compiler.operators.vector import STORED, Vector
+from flashmem.compiler.selection.configs import panel
 from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import Variant
 

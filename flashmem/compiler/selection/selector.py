@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.base.types import Optimize
-from flashmem.codegen.variants import Product, cut, panel, seconds, transformed
+from flashmem.compiler.selection.configs import Product, cut, panel, seconds, transformed
 from flashmem.target.descriptor import DeviceDescriptor, Variant
 
 BUILD_SECONDS = 0.1

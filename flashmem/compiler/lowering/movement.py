@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.places import parts_in_place
 from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.memory.buffers import parts_in_place
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape

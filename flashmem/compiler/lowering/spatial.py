@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.movement import move
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.operators.resize import height_taps
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal

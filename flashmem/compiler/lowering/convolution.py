@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.contraction import choice, emit_depthwise, emit_packed, placed
-from flashmem.codegen.packing import Packing
-from flashmem.codegen.tile import Tile
-from flashmem.codegen.variants import Product, cut, transformed
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.contraction import choice, emit_depthwise, emit_packed, placed
+from flashmem.compiler.lowering.tile import Tile
 from flashmem.compiler.passes.fusion import Layer
+from flashmem.compiler.selection.configs import Product, cut, transformed
+from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 from flashmem.base.types import DType
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.expression import Expression
-from flashmem.codegen.variants import Product
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.pointwise import Expression
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
+from flashmem.compiler.selection.configs import Product
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import Variant
 

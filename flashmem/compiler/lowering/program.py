@@ -10,21 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, StoredType
-from flashmem.codegen.arena import Use, place_blocks, shapes
-from flashmem.codegen.choices import Choices
-from flashmem.codegen.emitter import Cuts, Emitter
-from flashmem.codegen.emitters import emit
-from flashmem.codegen.outputs import read_early
-from flashmem.codegen.packing_list import OnPiece, PackingList, WeightSink
-from flashmem.codegen.places import find_places
-from flashmem.codegen.row_gather import host_indices, place_rows
-from flashmem.codegen.slicing import FINEST, Slicing
-from flashmem.codegen.storage import stored_in_half
-from flashmem.codegen.stored_weights import NOTHING_STORED, Placements, StoredWeights
-from flashmem.codegen.templates import KernelLibrary
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
+from flashmem.compiler.lowering.context import Cuts, Emitter
+from flashmem.compiler.lowering.host_embedding import host_indices, place_rows
+from flashmem.compiler.lowering.outputs import read_early
+from flashmem.compiler.lowering.registry import emit
+from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.arena import Use, place_blocks, shapes
+from flashmem.compiler.memory.buffers import find_places
+from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.passes.fusion import Layer
+from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
+from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
+from flashmem.compiler.weights.slicing import FINEST, Slicing
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last

@@ -6,9 +6,9 @@ Every step runs the same kernels with other numbers. The weights of the recurren
 
 from __future__ import annotations
 
-from flashmem.codegen.emitter import Emitter
-from flashmem.codegen.emitters.contraction import emit_matmul
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.contraction import emit_matmul
 from flashmem.compiler.operators.recurrent import GATES
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.passes.fusion import Layer
