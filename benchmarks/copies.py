@@ -25,9 +25,9 @@ from contextlib import AbstractContextManager, nullcontext
 from benchmarks.command import Arguments, run_command
 from flashmem.base.units import parse_size
 from flashmem.request import device_here
-from flashmem.runtime.copier import Copier, CopyEvent
-from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Context, Memory
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Context, Memory
+from flashmem.runtime.opencl.copier import Copier, CopyEvent
 
 FILE, SLICE = 480 << 20, 12 << 20
 

@@ -12,8 +12,8 @@ import numpy as np
 import flashmem
 from benchmarks.command import run_command
 from flashmem.demo import ocr, run
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 
 
 def main() -> None:

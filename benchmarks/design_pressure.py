@@ -26,7 +26,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.inputs import complete_inputs
 from flashmem.runtime.designs import Designs, State
 from flashmem.runtime.manager import Manager
-from flashmem.runtime.pressure import sample
+from flashmem.runtime.memory.pressure import sample
 
 Kind = Literal["core", "memory"]
 

@@ -38,7 +38,7 @@ from flashmem.compiler.lowering.program import Generated
 from flashmem.profiler.timing import Stand, generated
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime.executor import Command
-from flashmem.runtime.opencl import Program
+from flashmem.runtime.opencl.context import Program
 
 Row = dict[str, Any]
 _AHEAD = 8

@@ -36,9 +36,9 @@ from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
 from flashmem.request import device_here, find_descriptor
 from flashmem.runtime.executor import Resources, Step, make_steps
+from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.lanes import LayerMoves, Move, Ride
-from flashmem.runtime.opencl import Launch
-from flashmem.runtime.program_cache import CompiledKernels
+from flashmem.runtime.opencl.context import Launch
 
 Row = dict[str, Any]
 SHARES = (0.2, 1.0, 3.0)

@@ -34,9 +34,9 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.request import device_here, resolve
-from flashmem.runtime.copier import Copier
-from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Context
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.session import RunReport
 from flashmem.schedule.loads import Span
 from flashmem.zoo.graphs import zoo_graph

@@ -33,7 +33,7 @@ from flashmem import Bundle, Runtime
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.units import format_size, parse_size
 from flashmem.inputs import complete_inputs
-from flashmem.runtime.accounts import Account
+from flashmem.runtime.memory.accounts import Account
 from flashmem.runtime.tenant import Tenant
 
 _STEADY = 3

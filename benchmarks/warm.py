@@ -40,7 +40,7 @@ WAYS = ("prepared", "unprepared", "resident")
 def worker(args: argparse.Namespace) -> None:
     """The answers of one session, in this process."""
     from flashmem import Bundle, Session
-    from flashmem.runtime.opencl import Context, find_device
+    from flashmem.runtime.opencl.context import Context, find_device
 
     driver = Context(find_device(args.device)).queue()
     ports = Bundle.open(args.bundle).program.inputs

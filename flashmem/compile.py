@@ -44,8 +44,8 @@ from flashmem.planning.planner import completed, make_plan, plan_problem, planni
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
 from flashmem.request import Optimize, Options, resolve
-from flashmem.runtime.kernel_builder import KernelBuilder, Wish
-from flashmem.runtime.kernel_builder import with_binaries as carrying
+from flashmem.runtime.kernels.ahead import KernelBuilder, Wish
+from flashmem.runtime.kernels.ahead import with_binaries as carrying
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 

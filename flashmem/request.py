@@ -15,8 +15,8 @@ from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
 from flashmem.base.types import Optimize as Optimize
 from flashmem.base.units import format_size, parse_size
 from flashmem.planning.limits import Limits
-from flashmem.runtime.devices import Device, descriptor_for
-from flashmem.runtime.opencl import find_device
+from flashmem.runtime.opencl.context import find_device
+from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.plan import Strategy as PlannedStrategy
 from flashmem.schedule.residency import Strategy
@@ -86,7 +86,7 @@ def find_descriptor(
     """The descriptor of a device that is here, or one that was written down: shipped, by its name, or a file.
 
     Args:
-        device: "auto" or a name, as `runtime.devices.choose` understands them; a shipped descriptor's name; a TOML file.
+        device: "auto" or a name, as `runtime.opencl.devices.choose` understands them; a shipped descriptor's name; a TOML file.
         memory_path: the one to take, as the descriptor's first; "auto" leaves their order.
         own: what "auto" stands for, where that is known (a bundle's own).
 

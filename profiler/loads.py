@@ -17,9 +17,9 @@ from flashmem.base.pages import page_size
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Places
-from flashmem.runtime.ledger import Ledger
 from flashmem.runtime.loader import LoaderRun
-from flashmem.runtime.opencl import Context
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.transfer import Transfer
 from flashmem.runtime.transfer_modes import make_transfer
 from flashmem.runtime.weight_file import WeightFile

@@ -23,10 +23,10 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.weights.slicing import Slicing
 from flashmem.program.tensors import Slice
-from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Command, Resources, make_steps
-from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Context, Memory, Program, event_seconds
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Context, Memory, Program, event_seconds
+from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor
 
 _BLOCK = 16 << 20  # bytes written at a time

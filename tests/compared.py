@@ -18,7 +18,7 @@ from rounding import EPS, Answer, evaluated, spread_of
 
 import flashmem
 from flashmem.base.errors import UnsupportedModelError
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 Array = NDArray[Any]
 _NAMES = [device.descriptor_name for device in list_devices()]

@@ -153,7 +153,7 @@ def _everywhere(task: tuple[str, tuple[tuple[str, str], ...]]) -> str:
 
 
 def _devices() -> tuple[str, ...]:
-    from flashmem.runtime.opencl import list_devices
+    from flashmem.runtime.opencl.context import list_devices
 
     return tuple(device.descriptor_name for device in list_devices())
 

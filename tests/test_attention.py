@@ -19,7 +19,7 @@ from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.request import find_device
-from flashmem.runtime.devices import descriptor_for
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.target.descriptor import Variant, load_descriptor
 
 DATA = Path(__file__).parent / "data"

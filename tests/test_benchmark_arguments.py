@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 ROOT = Path(__file__).parent.parent
 OF_ZOO = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "parser.add_zoo(" in path.read_text())

@@ -22,12 +22,12 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.commands import compiling
 from flashmem.doctor import selftest, surroundings
 from flashmem.profiler import sessions
-from flashmem.runtime import kernel_processes
-from flashmem.runtime.kernel_list import Wanted
-from flashmem.runtime.kernel_processes import Builders
-from flashmem.runtime.opencl import Context, list_devices
-from flashmem.runtime.program_cache import CachedKernels, kernel_key
-from flashmem.runtime.program_files import ProgramCache
+from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels.build_processes import Builders
+from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
+from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.required import Wanted
+from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.sweeping import points
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
@@ -73,8 +73,8 @@ _BUILD = """
 import sys, time
 from types import SimpleNamespace
 from flashmem.runtime import kernel_processes
-from flashmem.runtime.kernel_list import Wanted
-from flashmem.runtime.opencl import find_device
+from flashmem.runtime.kernels.required import Wanted
+from flashmem.runtime.opencl.context import find_device
 start = kernel_processes._start
 def started(*given):
     child = start(*given)

@@ -18,7 +18,7 @@ from command_line import Command, command_line
 
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.options import BUNDLE_OPTIONS
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.plan import Status
 
 DATA = Path(__file__).parent / "data"

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 from command_line import Command, command_line
 
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.plan import Status
 
 DATA = Path(__file__).parent / "data"

@@ -21,11 +21,11 @@ import flashmem
 from flashmem import Session
 from flashmem.bundle.writer import replace_binaries
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime import compile_target
-from flashmem.runtime.kernel_list import Use, Wanted
-from flashmem.runtime.opencl import Context, find_device, list_devices
-from flashmem.runtime.program_cache import CachedKernels, kernel_key
-from flashmem.runtime.program_files import ProgramCache, packed_entries, unpacked_entries
+from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
+from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
+from flashmem.runtime.kernels.required import Use, Wanted
+from flashmem.runtime.opencl import compile_target
+from flashmem.runtime.opencl.context import Context, find_device, list_devices
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
 FORCED = {"intel-cpu": {"CL_CONFIG_CPU_TARGET_ARCH": "core-avx2"}, "pocl": {"POCL_LLVM_CPU_NAME": "haswell"}}

@@ -15,7 +15,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.commands.verify import compare
 from flashmem.demo import ocr
 from flashmem.demo.run import PAGE, draw_page, open_image
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = [device.descriptor_name for device in list_devices()]
 SHAPES = {"detector": ocr.DETECTOR_SHAPE, "recogniser": ocr.LINE_SHAPE}

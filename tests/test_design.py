@@ -23,7 +23,7 @@ from flashmem.design.rass import optimality, solve
 from flashmem.design.written import described, solved
 from flashmem.runtime.designs import Design, Designs, Part, State, SwitchingRule
 from flashmem.runtime.manager import Manager
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DATA = Path(__file__).parent / "data"
 GB = 10**9

@@ -20,8 +20,8 @@ from flashmem.design.application import Application, Constraint, Measure, Object
 from flashmem.design.metrics import Candidate, Profile, allowed
 from flashmem.design.written import Solved, described, solved
 from flashmem.runtime.designs import State
-from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.pressure import sample
+from flashmem.runtime.memory.pressure import sample
+from flashmem.runtime.opencl.context import list_devices
 
 DATA = Path(__file__).parent / "data"
 

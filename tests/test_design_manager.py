@@ -15,8 +15,8 @@ from mini_bundle import write_mini_bundle
 from flashmem.base.errors import BundleError, MissingFileError, RunError, UserError
 from flashmem.runtime.designs import Design, Designs, Part, State, SwitchingRule
 from flashmem.runtime.manager import Manager
-from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.pressure import Sample
+from flashmem.runtime.memory.pressure import Sample
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.session import Session
 from flashmem.runtime.watch import (
     LOAD_HIGH,

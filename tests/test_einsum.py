@@ -19,7 +19,7 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.decompose import normalize
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = [(device.descriptor_name, path) for device in list_devices() for path in ("buffer", "texture")]
 Array = NDArray[Any]

@@ -14,7 +14,7 @@ from flashmem.base.errors import RunError
 from flashmem.runtime import executor as module
 from flashmem.runtime.executor import LAYERS_APART, Command, Executor, Step
 from flashmem.runtime.moving import InterleaveTransfer
-from flashmem.runtime.opencl import Context, Queue, list_devices
+from flashmem.runtime.opencl.context import Context, Queue, list_devices
 from flashmem.runtime.transfer import Transfer
 
 
@@ -186,7 +186,7 @@ def test_a_driver_that_refuses_for_a_moment_is_asked_again(monkeypatch: pytest.M
     queue, data = context.queue(), context.buffer(4 * 64)
     queue.write(data, np.zeros(64, np.int32))
     kernel = context.build(SOURCE, []).kernel("add", [data, np.int32(1)])
-    monkeypatch.setattr("flashmem.runtime.opencl.enqueue_function", lambda alone: lambda *arguments: -4)
+    monkeypatch.setattr("flashmem.runtime.opencl.context.enqueue_function", lambda alone: lambda *arguments: -4)
     asked: list[Any] = []
     launch = Queue.launch
     monkeypatch.setattr(Queue, "launch", lambda queue, each: asked.append(each) or launch(queue, each))

@@ -29,9 +29,10 @@ from flashmem.bundle.manifest import BINARIES
 from flashmem.commands.bundles import check_bundle
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.request import find_device
-from flashmem.runtime import kernel_builder, kernel_processes
-from flashmem.runtime.kernel_list import SMALL_GRID
-from flashmem.runtime.opencl import Context
+from flashmem.runtime.kernels import ahead as kernel_builder
+from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels.required import SMALL_GRID
+from flashmem.runtime.opencl.context import Context
 
 IDS = ["-".join(place) for place in PLACES]
 DEVICES = list(dict.fromkeys(device for device, _ in PLACES))

@@ -29,11 +29,11 @@ from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
 from flashmem.request import Options
 from flashmem.runtime import lanes
-from flashmem.runtime.devices import Device
 from flashmem.runtime.executor import Executor, Resources, make_steps
+from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move, Ride
-from flashmem.runtime.opencl import Context, list_devices
-from flashmem.runtime.program_cache import CompiledKernels
+from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import Variant, load_descriptor
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]

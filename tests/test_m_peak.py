@@ -18,7 +18,7 @@ from flashmem.base import resources
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.opencl import find_device
+from flashmem.runtime.opencl.context import find_device
 
 MODEL = Path(__file__).parent / "data" / "vit-tiny.onnx"
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")

@@ -15,7 +15,7 @@ from benchmarks import activations, command, hard_limit
 from benchmarks.activations import alive
 from benchmarks.activations_page import draw, page
 from benchmarks.budgets import compiled_at_smallest, keep, read_rows
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DATA = Path(__file__).parent / "data"
 

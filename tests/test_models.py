@@ -16,8 +16,8 @@ from zoo_data import DATA, EXPORTS, examples
 
 import flashmem
 from flashmem.base.errors import BudgetError
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 
 OPEN_SIZE = 12  # tokens, of the models whose sequence is open
 MODELS = sorted(EXPORTS)

@@ -20,7 +20,7 @@ from onnx_nodes import PASSES, PATHS, cases, check, operator, outcome, read_list
 
 import flashmem.onnx_backend as backend
 from flashmem.base.errors import NoDeviceError, UnsupportedModelError, UserError
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = sorted(list_devices(), key=lambda device: device.descriptor_name == "pocl")
 LISTED = read_list()

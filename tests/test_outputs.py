@@ -20,8 +20,8 @@ from flashmem import Bundle, Session
 from flashmem.base.errors import BudgetError, BundleError, RunError
 from flashmem.bundle.validation import check_bundle
 from flashmem.program.program import copied_outputs, fixed_bytes, output_bytes
-from flashmem.runtime import arena
-from flashmem.runtime.opencl import Queue, list_devices
+from flashmem.runtime.memory import arena
+from flashmem.runtime.opencl.context import Queue, list_devices
 from flashmem.target.descriptor import load_descriptor
 
 DEVICES = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]

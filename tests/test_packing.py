@@ -27,8 +27,8 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.weights.packing import WASTED, PackedSlice, Packing
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.program.program import raw_bytes
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.zoo.graphs import zoo_graph
 

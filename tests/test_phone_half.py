@@ -27,7 +27,7 @@ from flashmem.profiler import openings, packing
 from flashmem.profiler.dataset import read_dataset
 from flashmem.profiler.kit import Kit
 from flashmem.profiler.run import retrain
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.target.descriptor import load_descriptor
 
 MODEL = ROOT / "tests/data/resnet-tiny.onnx"

@@ -16,8 +16,8 @@ from mini_bundle import write_mini_bundle
 
 from flashmem.base import paths
 from flashmem.base.errors import RunError
-from flashmem.runtime import pocl
-from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.opencl import pocl
+from flashmem.runtime.opencl.context import Context, list_devices
 
 POCL = [device for device in list_devices() if device.compiles_at_launch]
 

@@ -20,10 +20,11 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, UserError
-from flashmem.runtime import cores, kernel_processes, preparation
-from flashmem.runtime.kernel_list import Wanted
+from flashmem.runtime import cores, preparation
+from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels.cache import CachedKernels
+from flashmem.runtime.kernels.required import Wanted
 from flashmem.runtime.placement import Placement
-from flashmem.runtime.program_cache import CachedKernels
 from flashmem.runtime.run import Run
 from flashmem.target.descriptor import load_descriptor
 

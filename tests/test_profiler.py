@@ -31,8 +31,8 @@ from flashmem.profiler.rates import lane_contention
 from flashmem.profiler.report import agreement, held_out, repeats
 from flashmem.profiler.train import save, train
 from flashmem.program.launches import KernelShape, Launch
-from flashmem.runtime.devices import Device, descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
 
 POCL = load_descriptor("pocl")

@@ -14,8 +14,8 @@ from flashmem.planning.capacity.predictor import Predictor
 from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.report import judged_by_shipped
-from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.processor import processor_of
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.processor import processor_of
 from flashmem.target.descriptor import load_descriptor
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"

@@ -26,8 +26,8 @@ from flashmem.profiler.cases import Made, elementwise_target
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.models import read_models
 from flashmem.profiler.rates import MachineRates
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.target.descriptor import load_descriptor
 
 DATA = Path(__file__).parent / "data"

@@ -25,11 +25,11 @@ from mini_bundle import write_mini_bundle
 
 from flashmem import Session
 from flashmem.base.errors import RunError
-from flashmem.runtime import opencl
-from flashmem.runtime.kernel_list import Use, Wanted
-from flashmem.runtime.opencl import Context, list_devices
-from flashmem.runtime.program_cache import CachedKernels, kernel_key
-from flashmem.runtime.program_files import ProgramCache, packed_entries, unpacked_entries
+from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
+from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
+from flashmem.runtime.kernels.required import Use, Wanted
+from flashmem.runtime.opencl import context as opencl
+from flashmem.runtime.opencl.context import Context, list_devices
 
 KEY = "ab" * 32
 SOURCE = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"
@@ -39,7 +39,7 @@ _RUN_BUNDLE = """
 import json, sys, time
 import numpy as np
 from flashmem import Session
-from flashmem.runtime.opencl import find_device
+from flashmem.runtime.opencl.context import find_device
 from flashmem.runtime.report import process_peak_rss
 find_device(sys.argv[2])
 before = process_peak_rss()

@@ -23,8 +23,8 @@ from test_exact_types import Model
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 
 Array = NDArray[Any]
 DATA = Path(__file__).parent / "data"

@@ -14,7 +14,7 @@ from random_graphs.graph import draw
 from random_graphs.judge import Precision, judge
 from random_graphs.listed import listed
 
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = [device.descriptor_name for device in list_devices()]
 PLACES: list[tuple[str, str, Precision]] = [(device, path, "fp32") for device in DEVICES for path in ("buffer", "texture")]

@@ -23,10 +23,10 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
 from flashmem.runtime import executor as module
-from flashmem.runtime.devices import descriptor_for
 from flashmem.runtime.executor import FEWEST, Command, Executor, Step
-from flashmem.runtime.launching import COMMAND_BUFFERS, CommandBuffers, RecordableQueues, Recording
-from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.opencl.launching import COMMAND_BUFFERS, CommandBuffers, RecordableQueues, Recording
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 DEVICES = [device for device in list_devices() if COMMAND_BUFFERS in device.extensions]
@@ -184,7 +184,7 @@ def test_a_driver_that_fails_to_record_is_told_of_once(device: Any, monkeypatch:
     with pytest.warns(FlashmemWarning, match=r"failed to record a launch: OUT_OF_RESOURCES .*launched one by one") as told:
         np.testing.assert_array_equal(answer(queue, data, executor, 4), expected)
     assert len(told) == 1
-    monkeypatch.setattr("flashmem.runtime.opencl.functions_of", lambda platform: lambda name: None)
+    monkeypatch.setattr("flashmem.runtime.opencl.context.functions_of", lambda platform: lambda name: None)
     with pytest.warns(FlashmemWarning, match="the driver lacks clCreateCommandBufferKHR, so kernels are launched one by one"):
         assert context.recorder(queue) is None
     without = Context(replace(device, extensions=frozenset()))
@@ -282,7 +282,7 @@ class Handle:
 
 
 def launches() -> list[Any]:
-    from flashmem.runtime.launching import Launch
+    from flashmem.runtime.opencl.launching import Launch
 
     return [Launch(Handle(1), Handle(10 + n), (64, n + 1), (8, 1) if n else None) for n in range(3)]
 

@@ -16,7 +16,7 @@ import flashmem
 from flashmem.base.errors import UnsupportedModelError
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.operators import why_unsupported
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = [(device.descriptor_name, path) for device in list_devices() for path in ("buffer", "texture")]
 STEPS, BATCH, WIDTH, HIDDEN = 4, 3, 5, 6

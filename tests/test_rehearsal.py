@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mini_bundle import write_mini_bundle
 
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 TOOLS = Path(__file__).parent.parent / "tools"
 

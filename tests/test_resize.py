@@ -19,7 +19,7 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.passes.decompose import normalize
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 Floats = NDArray[np.float32]
 

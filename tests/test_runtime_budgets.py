@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError
-from flashmem.runtime.accounts import Account
 from flashmem.runtime.common import Place
 from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.many import OnPressure
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.memory.accounts import Account
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.weight_file import WeightFile
 
 DEVICES = [str(number) for number in range(len(list_devices()))]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flashmem.commands.devices import show_devices
-from flashmem.runtime import processor
-from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor, no_device
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl import processor
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor, no_device
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 ADRENO, ARM, MESA = "QUALCOMM Snapdragon(TM)", "ARM Platform", "rusticl"

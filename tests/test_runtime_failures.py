@@ -15,10 +15,10 @@ from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError, BundleError, FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime import preparation
-from flashmem.runtime.devices import choose, descriptor_for
 from flashmem.runtime.executor import Executor
-from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Context, list_devices
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.devices import choose, descriptor_for
 from flashmem.runtime.run import Run
 
 MODES = ("map", "alias", "dma", "interleave")

@@ -14,7 +14,7 @@ import pytest
 from mini_bundle import write_mini_bundle
 
 import flashmem
-from flashmem.runtime import icd
+from flashmem.runtime.opencl import icd
 
 OFFLINE = (
     "ortools", "xgboost", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "jinja2", "typer", "rich", "google", "pandas",
@@ -157,7 +157,7 @@ def test_pyopencl_has_what_it_does_not_document_and_is_bound_by_a_series() -> No
 
 
 def test_no_driver_at_all_is_one_sentence(tmp_path: Path) -> None:
-    code = "from flashmem.runtime.opencl import find_device; find_device()"
+    code = "from flashmem.runtime.opencl.context import find_device; find_device()"
     environment = {**os.environ, icd.VARIABLE: str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert "NoDeviceError: no OpenCL device is here; install a driver" in done.stderr

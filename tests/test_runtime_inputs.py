@@ -18,7 +18,7 @@ import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.types import StoredType
 from flashmem.program.tensors import Port, RowGather, Tensor, port_dtype
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.weight_file import WeightFile
 

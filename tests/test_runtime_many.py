@@ -25,9 +25,9 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.planning import replanning as again
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.kernels.cache import CachedKernels
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.planner import ShortTurns
-from flashmem.runtime.program_cache import CachedKernels
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.run import Run
 

@@ -14,9 +14,9 @@ from flashmem import Session
 from flashmem.base.errors import BudgetError
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.devices import Device, descriptor_for
 from flashmem.runtime.lanes import layer_moves, needed_slices
-from flashmem.runtime.opencl import Queue, list_devices
+from flashmem.runtime.opencl.context import Queue, list_devices
+from flashmem.runtime.opencl.devices import Device, descriptor_for
 
 MemoryPath = Literal["buffer", "texture"]
 Channel = Literal["float", "half"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.runtime.pressure import QUIET_SECONDS, STEP, Follower, Sample, State, sample, wanted
+from flashmem.runtime.memory.pressure import QUIET_SECONDS, STEP, Follower, Sample, State, sample, wanted
 
 GB = 1 << 30
 
@@ -81,7 +81,7 @@ def test_what_it_holds_itself_does_not_move_it() -> None:
 
 
 def test_a_follower_hands_budgets_on_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashmem.runtime.pressure.SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr("flashmem.runtime.memory.pressure.SAMPLE_SECONDS", 0.01)
     root, told = tree(tmp_path, {"proc/meminfo": MEMINFO}), list[int]()
     follower = Follower(lambda: 0, told.append, time.perf_counter, root)
     follower.start()

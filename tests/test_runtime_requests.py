@@ -22,10 +22,10 @@ from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, RunError, UserError
 from flashmem.planning import replanning as again
 from flashmem.runtime import player, tenant
-from flashmem.runtime.accounts import Changes
 from flashmem.runtime.executor import Executor
+from flashmem.runtime.memory.accounts import Changes
 from flashmem.runtime.occupancy import Occupancy
-from flashmem.runtime.opencl import Context
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.preparation import Preparation
 from flashmem.runtime.requests import Answer

@@ -23,8 +23,8 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BundleError, UserError
 from flashmem.bundle.shape_variants import checked_variants, fitting, list_text, read_variants, stored_again
 from flashmem.bundle.validation import check_variants
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 
 PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 IDS = [f"{device.descriptor_name}-{path}" for device, path in PLACES]

@@ -12,8 +12,8 @@ from flashmem import Session
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.devices import Device, descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.simulation.scenario import Strategy, describe, layout_for
 from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, Rates

@@ -39,8 +39,8 @@ from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.request import Options
-from flashmem.runtime.devices import Device, descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.loads import bands

@@ -22,8 +22,8 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.opg import limits as paper_limits
 from flashmem.planning.why import reasons
 from flashmem.request import Options
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, Strategy
 
 DATA = Path(__file__).parent / "data"

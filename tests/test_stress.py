@@ -11,8 +11,8 @@ import pytest
 from zoo_data import DATA
 
 from benchmarks import stress
-from flashmem.runtime.copier import Copier, CopyEvent
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.copier import Copier, CopyEvent
 
 ARGUMENTS = ("--paths", "buffer", "--jobs", "1", "--each", "3", "--delay", "0.2")
 

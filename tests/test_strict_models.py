@@ -20,7 +20,7 @@ from zoo_data import DATA, EXPORTS, examples
 
 import flashmem
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.plan import passing_bytes
 

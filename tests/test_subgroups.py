@@ -19,8 +19,8 @@ from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import Rows
 from flashmem.profiler.tuning import Case, Request, tune
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import Context, find_device, list_devices
+from flashmem.runtime.opencl.context import Context, find_device, list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.target.descriptor import SHUFFLES, Variant, load_descriptor
 
 SHARED = Variant("shared", ("reduce_rows",), 1, 4, 4, split=64)
@@ -158,7 +158,7 @@ def test_who_shuffles(name: str, wanted: bool, tmp_path: Path) -> None:
 def test_a_driver_without_the_extension_gets_no_such_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
     listed = replace(load_descriptor(device.descriptor_name), variants=(SHARED, shuffled(SHARED)))
-    monkeypatch.setattr("flashmem.runtime.devices.load_descriptor", lambda name: listed)
+    monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extension in (*SHUFFLES, "cl_khr_fp64"):
         here = descriptor_for(replace(device, version="OpenCL 3.0", extensions=frozenset({extension}))).variants
         assert here == ((SHARED, shuffled(SHARED)) if extension in SHUFFLES else (SHARED,))

@@ -19,7 +19,7 @@ import pytest
 from command_line import Command, command_line
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.sweeping.executors import executor
 from flashmem.sweeping.grid import split_list
 

@@ -19,7 +19,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.planning.limits import Limits
 from flashmem.request import Options
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject, measured, simulated
 from flashmem.sweeping.subjects import subject_of

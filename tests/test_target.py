@@ -17,9 +17,9 @@ from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.model import Roofline, default_model
-from flashmem.runtime.devices import Device
 from flashmem.runtime.many import Runtime
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.session import Session
 from flashmem.runtime.target import playable
 from flashmem.target.descriptor import load_descriptor

@@ -25,9 +25,9 @@ from examples import file_type, notes, romanise_name, similar_sentences, speech_
 from examples.trained import Run, Trained
 from flashmem.commands.verify import TOLERANCE, compare
 from flashmem.demo.run import PAGE
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.program_cache import CachedKernels
+from flashmem.runtime.kernels.cache import CachedKernels
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 
 PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 

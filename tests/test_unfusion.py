@@ -28,7 +28,7 @@ from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.passes.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import load_descriptor

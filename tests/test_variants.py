@@ -23,8 +23,8 @@ from flashmem.compiler.selection.configs import Product, candidates, choose, sec
 from flashmem.compiler.selection.selector import Choices, packed_bytes
 from flashmem.compiler.weights.packing import Storage
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.devices import HALF_ARITHMETIC, descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, Variant, descriptor_names, load_descriptor
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic")
@@ -190,7 +190,7 @@ def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
 def test_a_device_without_arithmetic_in_half_gets_no_such_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     device = list_devices()[0]
     listed = replace(load_descriptor(device.descriptor_name), variants=tuple(HALVES))
-    monkeypatch.setattr("flashmem.runtime.devices.load_descriptor", lambda name: listed)
+    monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
     for extensions, wanted in (({HALF_ARITHMETIC}, tuple(HALVES)), (set[str](), ())):
         assert descriptor_for(replace(device, extensions=frozenset(extensions))).variants == wanted
 

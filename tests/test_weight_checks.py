@@ -17,8 +17,8 @@ from flashmem import Runtime
 from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
 from flashmem.bundle import checksums as digests
-from flashmem.runtime.devices import descriptor_for
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.session import Session
 from flashmem.runtime.weight_file import CheckedTable, WeightFile
 

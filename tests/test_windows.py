@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.passes.decompose import normalize
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = list_devices()
 Case = tuple[str, dict[str, Any]]

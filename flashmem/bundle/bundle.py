@@ -11,7 +11,7 @@ A bundle is a folder, NAME.flashmem, with a manifest and the folder that it name
         digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.bundle.checksums)
         weights.bin      weights, packed as the kernels read them, and constants
         binaries.bin     compiled kernels for one device, if it was asked to carry them: entries of the program cache
-                         (flashmem.runtime.program_cache)
+                         (flashmem.runtime.kernels.cache)
 
 A model compiled for several shapes has the first five once more for each further *shape variant* (program.1.json ...), and one
 weights.bin: a weight that two variants read is there once. Their constants begin at the same place; each has as many of these

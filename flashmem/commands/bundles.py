@@ -13,7 +13,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.cache import Entry
 from flashmem.bundle.shape_variants import port_shapes
 from flashmem.console import emit_json, print_table, say
-from flashmem.runtime.program_files import ProgramCache
+from flashmem.runtime.kernels.cache_files import ProgramCache
 
 
 def check_bundle(path: Path, *, as_json: bool) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 from flashmem.base.units import format_size
 from flashmem.console import emit_json, out
-from flashmem.runtime.devices import Device, choose, descriptor_for, no_device, why_not
-from flashmem.runtime.opencl import list_devices
-from flashmem.runtime.processor import processor_of, rates_are_of, rates_said
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import Device, choose, descriptor_for, no_device, why_not
+from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_said
 
 
 def show_devices(*, as_json: bool) -> None:

@@ -18,7 +18,7 @@ from flashmem.doctor.selftest import Result, disk, run_apart
 from flashmem.doctor.surroundings import Surroundings, look
 
 if TYPE_CHECKING:
-    from flashmem.runtime.devices import Device
+    from flashmem.runtime.opencl.devices import Device
 
 
 def examine(*, as_json: bool) -> bool:
@@ -43,7 +43,7 @@ def examine(*, as_json: bool) -> bool:
 def _devices() -> tuple[tuple[Device, ...], str]:
     """The devices, and why they cannot be listed, or ""."""
     try:
-        from flashmem.runtime.opencl import list_devices
+        from flashmem.runtime.opencl.context import list_devices
 
         return list_devices(), ""
     except UserError as error:  # pyopencl is missing, or finds no loader
@@ -73,7 +73,7 @@ def _report(
 
 def _facts(device: Device) -> dict[str, Any]:
     """A device's limits, and the transfer modes that it has or has not."""
-    from flashmem.runtime.devices import descriptor_for, why_not
+    from flashmem.runtime.opencl.devices import descriptor_for, why_not
 
     values = {name: value for name, value in vars(device).items() if name != "handle"}
     descriptor = descriptor_for(device)
@@ -99,8 +99,8 @@ def _print_surroundings(around: Surroundings, found: Iterable[Step]) -> None:
 
 
 def _print_device(number: int, device: Device, results: Iterable[Result]) -> None:
-    from flashmem.runtime.devices import descriptor_for, why_not
-    from flashmem.runtime.processor import rates_said
+    from flashmem.runtime.opencl.devices import descriptor_for, why_not
+    from flashmem.runtime.opencl.processor import rates_said
 
     descriptor = descriptor_for(device)
     print(f"\n{number}  {device.platform}: {device.name}, driver {device.driver_version}")

@@ -47,8 +47,8 @@ def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name
     """
     from flashmem.profiler.kit import Kit
     from flashmem.profiler.measure import LEAST_LAUNCHES, Request, measure
-    from flashmem.runtime.devices import descriptor_for
-    from flashmem.runtime.opencl import find_device
+    from flashmem.runtime.opencl.context import find_device
+    from flashmem.runtime.opencl.devices import descriptor_for
 
     _check_output(output, name)
     held = Kit(kit)

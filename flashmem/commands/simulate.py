@@ -18,7 +18,7 @@ from flashmem.console import emit_json, print_facts
 from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request import choose_budget, choose_mode, choose_strategy, find_descriptor
-from flashmem.runtime.processor import rates_said
+from flashmem.runtime.opencl.processor import rates_said
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import Strategy
 from flashmem.simulation.scenario import Disk, describe, layout_for

@@ -13,7 +13,7 @@ from flashmem.design.metrics import Candidate, Profile
 from flashmem.inputs import complete_inputs
 from flashmem.program.program import raw_bytes
 from flashmem.request import choose_mode, device_here
-from flashmem.runtime.opencl import list_devices
+from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.session import Session
 from flashmem.simulation.scenario import describe, layout_for
 from flashmem.simulation.simulator import simulate

@@ -25,7 +25,7 @@ from flashmem.base.errors import RunError
 from flashmem.base.paths import make_private
 
 if TYPE_CHECKING:
-    from flashmem.runtime.opencl import Queue
+    from flashmem.runtime.opencl.context import Queue
 
 _WIDTH, _ROWS = 64, 48  # texels; no multiple of 64 rows
 _TEXEL = 16
@@ -85,7 +85,7 @@ def _ending(code: int, errors: str) -> str:
 
 def tests(number: int, folder: Path) -> Iterator[Result]:
     """The tests of one device, one after the other."""
-    from flashmem.runtime.opencl import Context, list_devices
+    from flashmem.runtime.opencl.context import Context, list_devices
 
     device = list_devices()[number]
     context = Context(device)

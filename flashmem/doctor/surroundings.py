@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from flashmem.base.pages import SYSTEM_PAGE
-from flashmem.runtime.devices import is_android
-from flashmem.runtime.icd import pip_runtimes
+from flashmem.runtime.opencl.devices import is_android
+from flashmem.runtime.opencl.icd import pip_runtimes
 
 Family = Literal["adreno", "mali", "powervr"]
 

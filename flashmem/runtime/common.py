@@ -15,7 +15,7 @@ from contextlib import suppress
 from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
 from flashmem.program.tensors import Slice
-from flashmem.runtime.accounts import Account
+from flashmem.runtime.memory.accounts import Account
 from flashmem.runtime.weight_file import Bytes, WeightFile
 from flashmem.schedule.loads import Band
 

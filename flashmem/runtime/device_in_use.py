@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from weakref import WeakValueDictionary
 
-from flashmem.runtime.accounts import Budget
 from flashmem.runtime.common import Places
-from flashmem.runtime.devices import Device
-from flashmem.runtime.launching import Recorder
-from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Context, Program, Queue
+from flashmem.runtime.memory.accounts import Budget
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Context, Program, Queue
+from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.launching import Recorder
 from flashmem.runtime.report import process_rss
 
 

@@ -7,8 +7,8 @@ from functools import partial
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Place, Places
-from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Context, Memory, Queue
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Context, Memory, Queue
 from flashmem.runtime.transfer import Transfer, Turn, in_pool, view
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.schedule.loads import Band, whole_words

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.designs import Design, Designs, Part, State
-from flashmem.runtime.opencl import find_device
-from flashmem.runtime.pressure import Sample, sample
+from flashmem.runtime.memory.pressure import Sample, sample
+from flashmem.runtime.opencl.context import find_device
 from flashmem.runtime.session import Session
 from flashmem.runtime.watch import Ticks, Watch, load_of_others, ticks
 

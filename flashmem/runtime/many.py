@@ -30,10 +30,10 @@ from flashmem.request import device_here
 from flashmem.runtime.device_in_use import DeviceInUse
 from flashmem.runtime.failures import RequestError, forget_locals, why_closed
 from flashmem.runtime.futures import FencedFuture, complete, complete_cancelled
+from flashmem.runtime.memory.pressure import Follower
 from flashmem.runtime.occupancy import Occupancy
 from flashmem.runtime.player import Player
 from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
-from flashmem.runtime.pressure import Follower
 from flashmem.runtime.requests import Answer, Model
 from flashmem.runtime.tenant import Tenant
 
@@ -61,7 +61,7 @@ class Runtime:
 
         Args:
             budget: most bytes that all models together hold on the device and in host staging; None for no limit, "auto" for
-                what the system can spare (`flashmem.runtime.pressure`).
+                what the system can spare (`flashmem.runtime.memory.pressure`).
             device: "auto", or what `flashmem.request.device_here` understands.
             on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
                 end in what it was granted before, "fail" ends it with a BudgetError at the next layer.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from flashmem.program.tensors import Slice
-from flashmem.runtime.copier import Copier, CopyEvent
-from flashmem.runtime.ledger import Ledger
-from flashmem.runtime.opencl import Bytes, Context, Memory, Queue
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
+from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.transfer import Transfer, Turn, in_pool
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.schedule.loads import WORD, Band, whole_words

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from flashmem.runtime.accounts import Account, Category
+from flashmem.runtime.memory.accounts import Account, Category
 from flashmem.schedule.loads import Span
 
 

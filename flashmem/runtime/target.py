@@ -14,7 +14,7 @@ from flashmem.base.pages import page_size
 from flashmem.base.types import TEXEL_BYTES, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
-from flashmem.runtime.devices import Device, descriptor_for
+from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 
 

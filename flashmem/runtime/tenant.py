@@ -17,7 +17,7 @@ from flashmem.planning.carried_instance import carried_problem
 from flashmem.program.program import fixed_bytes
 from flashmem.request import choose_mode
 from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.opencl import Queue
+from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opened import Kernels, OpenedBundle
 from flashmem.runtime.placement import Placement
 from flashmem.runtime.preparation import Preparation

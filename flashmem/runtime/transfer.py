@@ -15,8 +15,8 @@ from typing import Protocol
 
 from flashmem.bundle.checksums import Digest, digest
 from flashmem.program.tensors import Slice
-from flashmem.runtime.copier import CopyEvent
-from flashmem.runtime.opencl import Bytes, Context, Event, Memory
+from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
+from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.schedule.loads import Band, Step, whole_words
 

@@ -11,9 +11,9 @@ from flashmem.bundle.checksums import Digest
 from flashmem.program.tensors import Slice
 from flashmem.runtime.common import Places
 from flashmem.runtime.in_place import AliasTransfer, MapTransfer
-from flashmem.runtime.ledger import Ledger
+from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.moving import DmaTransfer, InterleaveTransfer
-from flashmem.runtime.opencl import Context
+from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.transfer import Transfer
 from flashmem.runtime.weight_file import WeightFile
 from flashmem.schedule.plan import PoolLayout

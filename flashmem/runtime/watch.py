@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashmem.runtime.designs import State
-from flashmem.runtime.pressure import Sample
+from flashmem.runtime.memory.pressure import Sample
 
 RUNS = 2
 SLOW = 1.5

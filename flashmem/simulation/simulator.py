@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from flashmem.runtime.accounts import Category
+from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.loads import LOOKED_AT, Span
 from flashmem.simulation.events import Events, Process, Work

@@ -207,7 +207,7 @@ class DeviceDescriptor:
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
-    measured_on: str = ""  # the processor of measured rates, as `runtime.processor.processor_of` names it
+    measured_on: str = ""  # the processor of measured rates, as `runtime.opencl.processor.processor_of` names it
     sources: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flashmem.runtime import binding, opencl
+from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import context as opencl
 from strict_device.calls import StrictOpenCL
 from strict_device.library import StrictLibrary
 from strict_device.profiles import Profile

@@ -1,7 +1,7 @@
 """OpenCL, as flashmem uses it. Only this file, `launching.py` and `copier.py` call it, all by way of `binding.py`: so that the
 binding can be changed, and every call be checked (tests/strict_device).
 
-Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.ledger`), which counts them.
+Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.memory.ledger`), which counts them.
 Every OpenCL error becomes a `RunError` with the error's name and a hint.
 """
 
@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.types import Channel
-from flashmem.runtime import binding
-from flashmem.runtime.binding import QUIET as _QUIET
-from flashmem.runtime.binding import cl as cl
-from flashmem.runtime.binding import explained as _explained
-from flashmem.runtime.binding import run_error as _run_error
-from flashmem.runtime.binding import without_invokers as _without_invokers
-from flashmem.runtime.compile_target import compile_target, driver_variables
-from flashmem.runtime.devices import IMAGE_FROM_BUFFER, Device, choose
-from flashmem.runtime.devices import descriptor_for as descriptor_for
-from flashmem.runtime.devices import why_not as why_not
-from flashmem.runtime.icd import vendors_folder
-from flashmem.runtime.launching import (
+from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl.binding import QUIET as _QUIET
+from flashmem.runtime.opencl.binding import cl as cl
+from flashmem.runtime.opencl.binding import explained as _explained
+from flashmem.runtime.opencl.binding import run_error as _run_error
+from flashmem.runtime.opencl.binding import without_invokers as _without_invokers
+from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
+from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose
+from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
+from flashmem.runtime.opencl.devices import why_not as why_not
+from flashmem.runtime.opencl.icd import vendors_folder
+from flashmem.runtime.opencl.launching import (
     COMMAND_BUFFERS,
     RECORDABLE_QUEUES,
     CommandBuffers,
@@ -43,7 +43,7 @@ from flashmem.runtime.launching import (
     functions_of,
     not_recorded,
 )
-from flashmem.runtime.pocl import check_room, one_thread_a_core, writable_pocl_cache
+from flashmem.runtime.opencl.pocl import check_room, one_thread_a_core, writable_pocl_cache
 
 Bytes = NDArray[np.uint8]
 Memory = Any  # cl.Buffer | cl.Image: handles that the rest of the runtime only passes on

@@ -31,10 +31,10 @@ from typing import Any
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.devices import HALF_ARITHMETIC, Device
-from flashmem.runtime.kernel_list import Wanted, variant
-from flashmem.runtime.opencl import Context, Kernel, Program
-from flashmem.runtime.program_files import ProgramCache, unpacked_entries
+from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
+from flashmem.runtime.kernels.required import Wanted, variant
+from flashmem.runtime.opencl.context import Context, Kernel, Program
+from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, Device
 
 Build = Callable[[Mapping[str, Wanted]], Mapping[str, bytes]]
 """Gives the binaries of kernels by key, and leaves them in the cache. Raises RunError."""

@@ -44,7 +44,7 @@ def main() -> None:
 
 def _answer(key: str, folder: Path, pocl: Path, answers: Any) -> None:
     from flashmem.base.errors import RunError
-    from flashmem.runtime.opencl import Context, list_devices
+    from flashmem.runtime.opencl.context import Context, list_devices
 
     device = next((device for device in list_devices() if device.key == key), None)
     context = Context(device) if device is not None else None

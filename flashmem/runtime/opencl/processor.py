@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashmem.runtime.devices import Device
+from flashmem.runtime.opencl.devices import Device
 from flashmem.target.descriptor import DeviceDescriptor
 
 _CPUINFO = Path("/proc/cpuinfo")

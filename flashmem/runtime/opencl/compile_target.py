@@ -13,7 +13,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flashmem.runtime.icd import pip_runtimes
+from flashmem.runtime.opencl.icd import pip_runtimes
 
 _PREFIXES = {"portable computing language": ("POCL_",), "intel": ("CL_CONFIG_", "VOLCANO_", "IGC_")}
 _HARMLESS = frozenset(

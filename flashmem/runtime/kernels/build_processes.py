@@ -1,7 +1,7 @@
 """Processes that build kernels.
 
 Compilers inside of drivers use one processor and hundreds of megabytes, which stay with the process. So each kernel goes to a
-child process (`flashmem.runtime.kernel_worker`), which builds it, runs it where the driver compiles at the first launch, and
+child process (`flashmem.runtime.kernels.build_worker`), which builds it, runs it where the driver compiles at the first launch, and
 leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end with their
 parent, and when a build takes longer than `LONGEST`. What compilers print is read where a child fails, and nowhere else.
 
@@ -31,11 +31,11 @@ from flashmem.base.errors import RunError
 from flashmem.base.paths import no_temporary_folder, temporary_parent
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
-from flashmem.runtime.compile_target import driver_variables
-from flashmem.runtime.devices import Device
-from flashmem.runtime.kernel_list import SMALL_GRID, Size, Use, Wanted, variant
-from flashmem.runtime.pocl import ROOM_BYTES
-from flashmem.runtime.program_files import ProgramCache
+from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.required import SMALL_GRID, Size, Use, Wanted, variant
+from flashmem.runtime.opencl.compile_target import driver_variables
+from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.opencl.pocl import ROOM_BYTES
 
 LONGEST = 600.0
 """Seconds that one kernel may take: hundreds of times what compilers take for the largest ones of shipped models."""
@@ -304,7 +304,7 @@ def _start(device: Device, folder: str, errors: Path) -> subprocess.Popen[bytes]
     environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
     with errors.open("wb") as stderr:
         return subprocess.Popen(
-            python_module("flashmem.runtime.kernel_worker", device.key, folder, str(os.getpid())),
+            python_module("flashmem.runtime.kernels.build_worker", device.key, folder, str(os.getpid())),
             env=module_environment({**environment, **device.variables}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

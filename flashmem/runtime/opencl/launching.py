@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flashmem.base.errors import RunError
-from flashmem.runtime import binding
-from flashmem.runtime.binding import checked
+from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl.binding import checked
 
 COMMAND_BUFFERS = "cl_khr_command_buffer"
 RECORDABLE_QUEUES = "cl_qcom_recordable_queues"

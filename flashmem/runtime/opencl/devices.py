@@ -47,7 +47,7 @@ class Device:
     handle: Any = field(repr=False, compare=False)
     local_memory_bytes: int = 0  # of a work-group; 0: not known
     max_group_items: int = 0  # of a work-group; 0: not known
-    target: str = ""  # what its driver compiles for (`flashmem.runtime.compile_target`)
+    target: str = ""  # what its driver compiles for (`flashmem.runtime.opencl.compile_target`)
     variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, as it was started
 
     @property

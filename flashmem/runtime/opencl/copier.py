@@ -16,9 +16,9 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from flashmem.runtime import binding
-from flashmem.runtime.binding import checked
-from flashmem.runtime.opencl import Bytes, Context, Memory
+from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl.binding import checked
+from flashmem.runtime.opencl.context import Bytes, Context, Memory
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _NOT_BLOCKING, _NO_EVENTS = ctypes.c_uint(0), ctypes.c_uint(0)

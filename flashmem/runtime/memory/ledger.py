@@ -1,7 +1,7 @@
 """The ledger: the only way the runtime gets memory.
 
 It counts every byte held on the device and in host staging by category, refuses what would pass the budget, and remembers the
-total over time (`flashmem.runtime.accounts`). Host arrays, buffers, textures and resident pages of the mapped weight file all
+total over time (`flashmem.runtime.memory.accounts`). Host arrays, buffers, textures and resident pages of the mapped weight file all
 count.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from flashmem.base.errors import RunError
 from flashmem.base.types import TEXEL_BYTES, Channel
-from flashmem.runtime.accounts import Account, Budget, Category
-from flashmem.runtime.opencl import Bytes, Context, Memory, release
+from flashmem.runtime.memory.accounts import Account, Budget, Category
+from flashmem.runtime.opencl.context import Bytes, Context, Memory, release
 
 
 class Ledger(Account):
