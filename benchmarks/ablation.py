@@ -42,9 +42,9 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
+from flashmem.options import Options, choose_mode
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.request import Options, choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate

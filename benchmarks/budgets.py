@@ -12,8 +12,8 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
 from flashmem.compile import read_graph
+from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.request import resolve
 from flashmem.smallest import smallest_budget as found
 
 Row = dict[str, Any]

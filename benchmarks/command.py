@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from flashmem.base.errors import UserError
 from flashmem.console import EXIT_USER_ERROR, exit_codes, prepare_streams, say
-from flashmem.request import device_here
+from flashmem.options import device_here
 
 
 class Arguments(argparse.ArgumentParser):

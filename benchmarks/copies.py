@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from benchmarks.command import Arguments, run_command
 from flashmem.base.units import parse_size
-from flashmem.request import device_here
+from flashmem.options import device_here
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory
 from flashmem.runtime.opencl.copier import Copier, CopyEvent

@@ -35,7 +35,7 @@ from flashmem.design.application import Measure, read_application
 from flashmem.design.metrics import Candidate, value
 from flashmem.design.profiles import Profiling, candidates, processors_here
 from flashmem.design.written import Solved, described, solved, write
-from flashmem.runtime.designs import Designs, State
+from flashmem.runtime.application.designs import Designs, State
 
 TASKS = ("see=resnet50:0.7613,vit-b16:0.8107", "read=gptneo-125m", "depth=depthanything-s")
 """Accuracy is the top-1 of torchvision's first weights; the other tasks have one model each, and no objective of it. Half

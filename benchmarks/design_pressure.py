@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flashmem.bundle.bundle import Bundle
-from flashmem.inputs import complete_inputs
-from flashmem.runtime.designs import Designs, State
-from flashmem.runtime.manager import Manager
+from flashmem.runtime.application.designs import Designs, State
+from flashmem.runtime.application.manager import Manager
+from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.memory.pressure import sample
 
 Kind = Literal["core", "memory"]

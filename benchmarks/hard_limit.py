@@ -21,7 +21,7 @@ from benchmarks.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_ro
 from benchmarks.command import Arguments, run_command
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.processes import run_worker
-from flashmem.request import device_here
+from flashmem.options import device_here
 from flashmem.zoo.export import INPUTS
 from flashmem.zoo.models import names, tiny_names
 

@@ -21,8 +21,8 @@ import flashmem
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.request import resolve
 from flashmem.zoo.graphs import zoo_graph
 from flashmem.zoo.models import find
 

@@ -29,16 +29,16 @@ from flashmem.base.errors import RunError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.ir.graph import Graph
+from flashmem.options import device_here, find_descriptor
 from flashmem.profiler.shapes import Attention, Convolution, Matmul
 from flashmem.profiler.sketch import Sketch
 from flashmem.profiler.timing import Stand, generated
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
-from flashmem.request import device_here, find_descriptor
-from flashmem.runtime.executor import Resources, Step, make_steps
+from flashmem.runtime.engine.executor import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
-from flashmem.runtime.lanes import LayerMoves, Move, Ride
 from flashmem.runtime.opencl.context import Launch
+from flashmem.runtime.streaming.interleaved import LayerMoves, Move, Ride
 
 Row = dict[str, Any]
 SHARES = (0.2, 1.0, 3.0)

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.command import Arguments, run_command
 from flashmem.profiler.launches import nothing_steps
-from flashmem.runtime.executor import Executor
+from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.opencl.context import Context, cl, list_devices, wait
 from flashmem.runtime.opencl.devices import Device, no_device
 

@@ -31,9 +31,9 @@ from flashmem.base.units import parse_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import device_here, resolve
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
-from flashmem.request import device_here, resolve
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier

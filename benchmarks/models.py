@@ -47,8 +47,8 @@ from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
 from flashmem.commands.verify import compare
 from flashmem.compile import plan_graph, read_graph
+from flashmem.options import device_here, resolve
 from flashmem.planning.limits import read_limits
-from flashmem.request import device_here, resolve
 from flashmem.zoo.export import INPUTS, NOTES
 from flashmem.zoo.models import names, tiny_names
 

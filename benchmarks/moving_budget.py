@@ -32,9 +32,9 @@ from benchmarks.command import Arguments, run_command
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.units import format_size, parse_size
-from flashmem.inputs import complete_inputs
+from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.memory.accounts import Account
-from flashmem.runtime.tenant import Tenant
+from flashmem.runtime.serving.loaded_model import Tenant
 
 _STEADY = 3
 """Runs of a runtime that keeps its budget; the last two count."""

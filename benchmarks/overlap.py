@@ -33,10 +33,10 @@ from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.options import Options, choose_mode
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.request import Options, choose_mode
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import simulate

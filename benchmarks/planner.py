@@ -32,6 +32,7 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import Options, resolve
 from flashmem.planning.baselines import Baseline, operators_of
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import forced_preload
@@ -39,7 +40,6 @@ from flashmem.planning.limits import read_limits
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.planner import completed, plan_problem, planning_problem
 from flashmem.program.program import Program
-from flashmem.request import Options, resolve
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate

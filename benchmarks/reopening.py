@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.command import Arguments, run_command
 from benchmarks.requests import State
 from flashmem import Bundle, Runtime
-from flashmem.inputs import complete_inputs
+from flashmem.runtime.engine.inputs import complete_inputs
 
 GROWTH = 2 << 10
 """Bytes for each time: a page of 4 KiB for every second one. What is held of a model is a hundred times that."""

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.command import Arguments, run_command
 from benchmarks.worker import vm
 from flashmem import Bundle, Runtime, Session
-from flashmem.inputs import complete_inputs
+from flashmem.runtime.engine.inputs import complete_inputs
 
 GROWTH = 4 << 20
 """Bytes by which the process may grow in a round: what allocators leave in other places. A leak of one small answer in each

@@ -26,12 +26,12 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling.choice import BandChoice
 from flashmem.compiler.tiling.patches import Chain, in_bands
 from flashmem.compiler.tiling.search import Bands
+from flashmem.options import Options, resolve
 from flashmem.planning.limits import read_limits
 from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
-from flashmem.request import Options, resolve
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.zoo.models import names, tiny_names
 

@@ -28,8 +28,8 @@ from flashmem.base.units import parse_size
 from flashmem.compile import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.options import resolve
 from flashmem.planning.limits import Limits
-from flashmem.request import resolve
 from flashmem.schedule.plan import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

@@ -41,11 +41,11 @@ from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle
+from flashmem.options import device_here, find_descriptor
 from flashmem.program.program import Program
-from flashmem.request import device_here, find_descriptor
-from flashmem.runtime import loader
-from flashmem.runtime.fitted import fit
-from flashmem.runtime.target import playable
+from flashmem.runtime.engine.compatibility import playable
+from flashmem.runtime.engine.fitted import fit
+from flashmem.runtime.streaming import loader
 from flashmem.schedule.loads import Step
 from flashmem.zoo.graph_file import write_random
 

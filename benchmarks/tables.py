@@ -31,10 +31,10 @@ from flashmem.base.errors import UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import Options, choose_mode
 from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
-from flashmem.request import Options, choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import describe
 from flashmem.simulation.simulator import Prediction, simulate

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle as Bundle
     from flashmem.compile import compile as compile
-    from flashmem.runtime.manager import Manager as Manager
-    from flashmem.runtime.many import Runtime as Runtime
-    from flashmem.runtime.report import RunReport as RunReport
+    from flashmem.runtime.application.manager import Manager as Manager
+    from flashmem.runtime.engine.report import RunReport as RunReport
+    from flashmem.runtime.serving.runtime import Runtime as Runtime
     from flashmem.runtime.session import Session as Session
 
 __version__ = "0.1.0"
@@ -27,9 +27,9 @@ __all__ = ["Bundle", "Manager", "RunReport", "Runtime", "Session", "__version__"
 
 _HOMES = {
     "Bundle": "flashmem.bundle.bundle",
-    "Manager": "flashmem.runtime.manager",
-    "RunReport": "flashmem.runtime.report",
-    "Runtime": "flashmem.runtime.many",
+    "Manager": "flashmem.runtime.application.manager",
+    "RunReport": "flashmem.runtime.engine.report",
+    "Runtime": "flashmem.runtime.serving.runtime",
     "Session": "flashmem.runtime.session",
     "compile": "flashmem.compile",
 }

@@ -36,6 +36,7 @@ from flashmem.compiler.tiling.search import fitting_bands
 from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
+from flashmem.options import Optimize, Options, resolve
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits
@@ -43,7 +44,6 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
-from flashmem.request import Optimize, Options, resolve
 from flashmem.runtime.kernels.ahead import KernelBuilder, Wish
 from flashmem.runtime.kernels.ahead import with_binaries as carrying
 from flashmem.schedule.instance import Problem

@@ -21,7 +21,7 @@ from flashmem.bundle.writer import replace_plan, replace_plans
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import plan_problem, planning_problem
-from flashmem.runtime.report import RunReport
+from flashmem.runtime.engine.report import RunReport
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.loads import Span
 from flashmem.schedule.plan import OverlapPlan

@@ -26,12 +26,12 @@ from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program as BundleProgram
 from flashmem.program.tensors import Slice
-from flashmem.runtime.executor import Executor, Resources, Step, make_steps
+from flashmem.runtime.engine.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
-from flashmem.runtime.lanes import LayerMoves, Move, Ride
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.streaming.interleaved import LayerMoves, Move, Ride
 from flashmem.schedule.loads import WORD
 from flashmem.target.descriptor import DeviceDescriptor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from time import perf_counter
 
-from flashmem.runtime.executor import Command, Executor, Step
+from flashmem.runtime.engine.executor import Command, Executor, Step
 from flashmem.runtime.opencl.context import Context, Queue
 
 SOURCE = "__kernel void nothing(__global float* data) { if (get_global_id(0) == 1000000) data[0] = 1.0f; }"

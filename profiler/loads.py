@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from flashmem.base.pages import page_size
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.program.tensors import Slice
-from flashmem.runtime.common import Places
-from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.transfer import Transfer
-from flashmem.runtime.transfer_modes import make_transfer
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.shared_pages import Places
+from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.runtime.streaming.transfer_modes import make_transfer
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, whole
 from flashmem.schedule.plan import PoolLayout, TextureSlot
 

@@ -12,8 +12,8 @@ from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import Options
 from flashmem.planning.limits import Limits
-from flashmem.request import Options
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .sketch import Sketch

@@ -23,7 +23,7 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.weights.slicing import Slicing
 from flashmem.program.tensors import Slice
-from flashmem.runtime.executor import Command, Resources, make_steps
+from flashmem.runtime.engine.executor import Command, Resources, make_steps
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Program, event_seconds
 from flashmem.runtime.opencl.devices import Device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmem.runtime.many import Runtime
+from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 
 APART = (

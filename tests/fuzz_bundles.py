@@ -79,7 +79,7 @@ def make_bases(folder: Path, *, compiled: bool) -> list[Base]:
     """Bundles with hand-written kernels on both memory paths; with `compiled`, also of three small models."""
     import flashmem
     from flashmem.bundle.bundle import Bundle
-    from flashmem.inputs import complete_inputs
+    from flashmem.runtime.engine.inputs import complete_inputs
 
     bases = []
     for path in ("buffer", "texture"):

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
-from flashmem.inputs import read_inputs
 from flashmem.program.tensors import Port
+from flashmem.runtime.engine.inputs import read_inputs
 
 _ARRAYS: dict[str, NDArray[Any]] = {
     "image": np.linspace(-1, 1, 96, dtype=np.float32).reshape(1, 3, 4, 8),

@@ -26,7 +26,7 @@ from flashmem.bundle.writer import replace_binaries
 from flashmem.commands.bundles import check_bundle, clear_cache, list_cache
 from flashmem.runtime.kernels import cache_files as program_files
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.weight_file import WeightFile
 
 FILES = ("manifest.json", *variant_files(0), "weights.bin")
 

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.commands.verify import compare, reference
-from flashmem.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, RowGather
-from flashmem.runtime.ports import numpy_dtype
+from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
+from flashmem.runtime.engine.ports import numpy_dtype
 
 
 def program(*inputs: Port, rows: dict[str, int] | None = None) -> Program:

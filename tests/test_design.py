@@ -21,8 +21,8 @@ from flashmem.design.application import Application, Constraint, Measure, Object
 from flashmem.design.metrics import Candidate, Profile
 from flashmem.design.rass import optimality, solve
 from flashmem.design.written import described, solved
-from flashmem.runtime.designs import Design, Designs, Part, State, SwitchingRule
-from flashmem.runtime.manager import Manager
+from flashmem.runtime.application.designs import Design, Designs, Part, State, SwitchingRule
+from flashmem.runtime.application.manager import Manager
 from flashmem.runtime.opencl.context import list_devices
 
 DATA = Path(__file__).parent / "data"

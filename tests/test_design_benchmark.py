@@ -19,7 +19,7 @@ from flashmem.base.errors import UserError
 from flashmem.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant
 from flashmem.design.metrics import Candidate, Profile, allowed
 from flashmem.design.written import Solved, described, solved
-from flashmem.runtime.designs import State
+from flashmem.runtime.application.designs import State
 from flashmem.runtime.memory.pressure import sample
 from flashmem.runtime.opencl.context import list_devices
 

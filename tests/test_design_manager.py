@@ -13,12 +13,9 @@ import pytest
 from mini_bundle import write_mini_bundle
 
 from flashmem.base.errors import BundleError, MissingFileError, RunError, UserError
-from flashmem.runtime.designs import Design, Designs, Part, State, SwitchingRule
-from flashmem.runtime.manager import Manager
-from flashmem.runtime.memory.pressure import Sample
-from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.session import Session
-from flashmem.runtime.watch import (
+from flashmem.runtime.application.designs import Design, Designs, Part, State, SwitchingRule
+from flashmem.runtime.application.manager import Manager
+from flashmem.runtime.application.watch import (
     LOAD_HIGH,
     LOAD_LOW,
     LONGEST_REST,
@@ -30,6 +27,9 @@ from flashmem.runtime.watch import (
     load_of_others,
     ticks,
 )
+from flashmem.runtime.memory.pressure import Sample
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.session import Session
 
 GB = 10**9
 

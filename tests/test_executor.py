@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmem.base.errors import RunError
-from flashmem.runtime import executor as module
-from flashmem.runtime.executor import LAYERS_APART, Command, Executor, Step
-from flashmem.runtime.moving import InterleaveTransfer
+from flashmem.runtime.engine import executor as module
+from flashmem.runtime.engine.executor import LAYERS_APART, Command, Executor, Step
 from flashmem.runtime.opencl.context import Context, Queue, list_devices
-from flashmem.runtime.transfer import Transfer
+from flashmem.runtime.streaming.copied import InterleaveTransfer
+from flashmem.runtime.streaming.transfer import Transfer
 
 
 class FakeQueue:

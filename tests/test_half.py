@@ -31,8 +31,8 @@ from flashmem.compiler.memory.precision import SMALL
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.compiler.selection.selector import Choices
+from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.request import resolve
 from flashmem.target.descriptor import Variant, load_descriptor
 
 Array = NDArray[Any]

@@ -27,8 +27,8 @@ from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, RunError, UserError
 from flashmem.bundle.manifest import BINARIES
 from flashmem.commands.bundles import check_bundle
+from flashmem.options import find_device
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.request import find_device
 from flashmem.runtime.kernels import ahead as kernel_builder
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import SMALL_GRID
@@ -245,7 +245,7 @@ def test_a_bundle_carries_its_kernels(carrying: Any, empty: Path, nothing_is_bui
 def test_kernels_for_another_driver_are_not_used(carrying: Any, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, device, inputs, expected = carrying
     other = replace(find_device(device), driver_version="another")
-    monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: other)
+    monkeypatch.setattr("flashmem.options.find_device", lambda *_, **__: other)
     loaded: list[bytes] = []
     monkeypatch.setattr(Context, "load", lambda _, binary, options: loaded.append(binary))
     with Session(bundle, device=device, build_apart=False) as session:

@@ -24,16 +24,16 @@ from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.compile import plan_graph, read_graph
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.lowering.templates import KernelLibrary
+from flashmem.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
-from flashmem.request import Options
-from flashmem.runtime import lanes
-from flashmem.runtime.executor import Executor, Resources, make_steps
+from flashmem.runtime.engine.executor import Executor, Resources, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
-from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Move, Ride
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.streaming import interleaved as lanes
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Move, Ride
 from flashmem.target.descriptor import Variant, load_descriptor
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]

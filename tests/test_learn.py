@@ -16,7 +16,7 @@ from flashmem.bundle.writer import replace_plan
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.run import RunOptions, run_model
 from flashmem.learn import KEY, Learned, learn, observed
-from flashmem.runtime.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.loads import Span
 

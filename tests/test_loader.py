@@ -19,13 +19,13 @@ from mini_bundle import write_mini_bundle
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.program.tensors import Slice
-from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.moving import InterleaveTransfer
 from flashmem.runtime.opencl.context import Context, Queue, list_devices
 from flashmem.runtime.opencl.copier import Copier
-from flashmem.runtime.transfer import Transfer, Turn
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.copied import InterleaveTransfer
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.transfer import Transfer, Turn
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Band, Load
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import free_from

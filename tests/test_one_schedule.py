@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
+from flashmem.options import Options
 from flashmem.planning.latency.clock import needed_at, play
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import later_seconds
@@ -24,7 +25,6 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan, planning_problem
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
-from flashmem.request import Options
 from flashmem.schedule.instance import Problem, build_problem
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import Scenario, describe

@@ -24,7 +24,7 @@ from flashmem import Bundle, RunReport, Session
 from flashmem.base.errors import BudgetError, MissingFileError, UnsupportedModelError
 from flashmem.commands.plan_zoo import ZooPlan
 from flashmem.planning.opg.srpt import SrptPlan
-from flashmem.runtime.failures import RequestError
+from flashmem.runtime.engine.failures import RequestError
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
 
 UNIMPORTED = {"flashmem.__main__", "flashmem.zoo.__main__"}

@@ -20,12 +20,13 @@ from wide_model import Wide, close_to, equal, wide_model, with_parted
 import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, UserError
-from flashmem.runtime import cores, preparation
+from flashmem.runtime.engine import cores
+from flashmem.runtime.engine import prefetch as preparation
+from flashmem.runtime.engine.bound_program import Placement
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.required import Wanted
-from flashmem.runtime.placement import Placement
-from flashmem.runtime.run import Run
 from flashmem.target.descriptor import load_descriptor
 
 PLACES = [(device, path) for device, path in PLACES if load_descriptor(device).tile.columns == 32]  # as wide as PARTED's panels

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 import flashmem
 from flashmem.base.errors import BudgetError
-from flashmem.inputs import write_outputs
+from flashmem.runtime.engine.inputs import write_outputs
 from flashmem.runtime.opencl.context import list_devices
 
 ROWS = 4096  # an output of 64 MiB

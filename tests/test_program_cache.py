@@ -40,7 +40,7 @@ import json, sys, time
 import numpy as np
 from flashmem import Session
 from flashmem.runtime.opencl.context import find_device
-from flashmem.runtime.report import process_peak_rss
+from flashmem.runtime.engine.report import process_peak_rss
 find_device(sys.argv[2])
 before = process_peak_rss()
 with Session(sys.argv[1], device=sys.argv[2], mode=sys.argv[3], build_apart=sys.argv[5] == "apart") as session:

@@ -22,8 +22,8 @@ from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.bundle.bundle import Bundle
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.launches import recording_pays
-from flashmem.runtime import executor as module
-from flashmem.runtime.executor import FEWEST, Command, Executor, Step
+from flashmem.runtime.engine import executor as module
+from flashmem.runtime.engine.executor import FEWEST, Command, Executor, Step
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.launching import COMMAND_BUFFERS, CommandBuffers, RecordableQueues, Recording

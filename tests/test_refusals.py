@@ -18,11 +18,11 @@ from flashmem.compile import plan_graph, read_graph
 from flashmem.compiler.passes.unfusion import Pipeline
 from flashmem.compiler.tiling import search as banding
 from flashmem.compiler.tiling.choice import BandChoice
+from flashmem.options import Options
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds
 from flashmem.planning.latency import first_answer as latency
 from flashmem.planning.limits import Limits
-from flashmem.request import Options
 from flashmem.target.descriptor import load_descriptor
 
 

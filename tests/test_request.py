@@ -15,7 +15,7 @@ from flashmem.base.errors import BudgetError, NoDeviceError, UserError
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.commands.simulate import SimulateOptions, simulate_model
-from flashmem.request import choose_budget, choose_mode, find_descriptor
+from flashmem.options import choose_budget, choose_mode, find_descriptor
 from flashmem.sweeping.grid import Grid
 from flashmem.sweeping.subjects import target_of
 from flashmem.target.descriptor import load_descriptor

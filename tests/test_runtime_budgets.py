@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError
-from flashmem.runtime.common import Place
-from flashmem.runtime.loader import LoaderRun
-from flashmem.runtime.many import OnPressure
 from flashmem.runtime.memory.accounts import Account
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.serving.runtime import OnPressure
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.shared_pages import Place
+from flashmem.runtime.streaming.weight_file import WeightFile
 
 DEVICES = [str(number) for number in range(len(list_devices()))]
 

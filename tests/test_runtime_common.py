@@ -20,14 +20,14 @@ from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
 from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Slice
-from flashmem.runtime.common import Place, Places
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import packed_entries
 from flashmem.runtime.kernels.required import wanted_kernels
 from flashmem.runtime.memory.accounts import Account, Budget
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.shared_pages import Place, Places
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import pages, whole
 from flashmem.target.descriptor import MemoryPath
 

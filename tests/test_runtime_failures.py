@@ -14,12 +14,12 @@ from mini_bundle import MiniModel, write_mini_bundle
 from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError, BundleError, FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime import preparation
-from flashmem.runtime.executor import Executor
+from flashmem.runtime.engine import prefetch as preparation
+from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import choose, descriptor_for
-from flashmem.runtime.run import Run
 
 MODES = ("map", "alias", "dma", "interleave")
 
@@ -49,7 +49,7 @@ def test_a_file_truncated_while_open_is_one_clear_error(mode: str, device: int, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_truncated_while_open_fails_preloading_too(mode: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmem.runtime.placement import Placement
+    from flashmem.runtime.engine.bound_program import Placement
 
     preload = Placement.preload
 

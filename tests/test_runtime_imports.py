@@ -59,7 +59,7 @@ _REPLAN_BLOCKED = (
     _REFUSING
     + """
 import flashmem
-from flashmem.inputs import complete_inputs
+from flashmem.runtime.engine.inputs import complete_inputs
 with flashmem.Runtime() as runtime:
     model = runtime.open(sys.argv[1])
     inputs = complete_inputs(model.bundle.program, {}, 0)

@@ -18,9 +18,9 @@ import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.types import StoredType
 from flashmem.program.tensors import Port, RowGather, Tensor, port_dtype
+from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.ports import from_device, gather_rows, numpy_dtype, to_device
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.weight_file import WeightFile
 
 Inputs = dict[str, Any]
 
@@ -114,7 +114,7 @@ def test_an_input_in_any_order_is_copied_to_its_place_and_nowhere_else(
     device: int, order: str, hands_over: bool, sums: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`hands_over`: the device uses the host's memory; it does not on GPUs."""
-    monkeypatch.setattr("flashmem.runtime.opened.uses_host_memory", lambda _: hands_over)
+    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda _: hands_over)
     rng = np.random.default_rng(0)
     [name], x = [port.name for port in sums.program.inputs], ORDERS[order](rng.standard_normal((1024, 512), np.float32))
     assert not x.flags.c_contiguous

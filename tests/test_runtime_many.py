@@ -25,11 +25,11 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.planning import replanning as again
 from flashmem.program.program import fixed_bytes
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.planner import ShortTurns
-from flashmem.runtime.requests import Answer, Model
-from flashmem.runtime.run import Run
+from flashmem.runtime.serving.first_plans import ShortTurns
+from flashmem.runtime.serving.requests import Answer, Model
 
 DEVICES = range(len(list_devices()))
 DATA = Path(__file__).parent / "data"

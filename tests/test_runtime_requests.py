@@ -21,15 +21,16 @@ import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, RunError, UserError
 from flashmem.planning import replanning as again
-from flashmem.runtime import player, tenant
-from flashmem.runtime.executor import Executor
+from flashmem.runtime.engine.bound_program import Placement
+from flashmem.runtime.engine.executor import Executor
+from flashmem.runtime.engine.prefetch import Preparation
 from flashmem.runtime.memory.accounts import Changes
-from flashmem.runtime.occupancy import Occupancy
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.placement import Placement
-from flashmem.runtime.preparation import Preparation
-from flashmem.runtime.requests import Answer
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.serving import loaded_model as tenant
+from flashmem.runtime.serving import worker as player
+from flashmem.runtime.serving.arbiter import Occupancy
+from flashmem.runtime.serving.requests import Answer
+from flashmem.runtime.streaming.weight_file import WeightFile
 
 DATA = Path(__file__).parent / "data"
 
@@ -203,7 +204,7 @@ def test_no_request_waits_while_a_budget_is_set(bundle: Bundle, monkeypatch: pyt
 
     monkeypatch.setattr(again, "smallest_budget", later)
     monkeypatch.setattr(Executor, "run", layers)
-    monkeypatch.setattr("flashmem.runtime.planner.Planner.wake", lambda _: None)  # asks for it, too
+    monkeypatch.setattr("flashmem.runtime.serving.first_plans.Planner.wake", lambda _: None)  # asks for it, too
     with Runtime(prepare=False) as runtime:
         opened = runtime.open(bundle, mode="map")
         answers = [opened.submit(inputs)]

@@ -31,6 +31,7 @@ from flashmem.compiler.passes.decompose import normalize
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.weights.packing import Packing
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
+from flashmem.options import Options
 from flashmem.planning.latency.clock import Timing
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
@@ -38,10 +39,9 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
-from flashmem.request import Options
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.loads import bands
 from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, passing_bytes

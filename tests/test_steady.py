@@ -24,8 +24,8 @@ from flashmem.bundle.kernel_bounds import check_reach
 from flashmem.bundle.validation import check_bundle
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime import preparation
-from flashmem.runtime.cores import little_cores
+from flashmem.runtime.engine import prefetch as preparation
+from flashmem.runtime.engine.cores import little_cores
 from flashmem.target.descriptor import load_descriptor
 
 

@@ -17,11 +17,11 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
+from flashmem.options import Options
 from flashmem.planning import planner
 from flashmem.planning.limits import Limits
 from flashmem.planning.opg import limits as paper_limits
 from flashmem.planning.why import reasons
-from flashmem.request import Options
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, Strategy

@@ -26,10 +26,10 @@ from flashmem.doctor import selftest
 from flashmem.program.launches import Arg
 from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Tensor
-from flashmem.runtime.executor import Resources, _Binder
+from flashmem.runtime.engine.executor import Resources, _Binder
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
-from flashmem.runtime.tenant import Tenant
+from flashmem.runtime.serving.loaded_model import Tenant
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.plan import passing_bytes
 

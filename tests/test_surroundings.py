@@ -23,9 +23,9 @@ from flashmem import Session
 from flashmem.base import paths
 from flashmem.base.errors import RunError, UserError
 from flashmem.compiler.frontend.mapped_file import load_mapped
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl import icd, pocl
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.runtime.run import Run
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
 CACHES = ("HOME", "XDG_CACHE_HOME", "POCL_CACHE_DIR", "FLASHMEM_CACHE_DIR")

@@ -17,8 +17,8 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.decompose import normalize
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.options import Options
 from flashmem.planning.limits import Limits
-from flashmem.request import Options
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject, measured, simulated

@@ -17,11 +17,11 @@ from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.model import Roofline, default_model
-from flashmem.runtime.many import Runtime
+from flashmem.runtime.engine.compatibility import playable
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
-from flashmem.runtime.target import playable
 from flashmem.target.descriptor import load_descriptor
 
 DATA = Path(__file__).parent / "data"

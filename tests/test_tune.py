@@ -17,6 +17,7 @@ from flashmem.compile import _key
 from flashmem.compiler.selection.configs import choose, seconds
 from flashmem.compiler.selection.selector import Choices, fewest, packed_bytes
 from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
+from flashmem.options import Options
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits
@@ -26,7 +27,6 @@ from flashmem.profiler.descriptor import name_table, write_descriptor
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, Request, Result, cases, summary, tune
-from flashmem.request import Options
 from flashmem.target.descriptor import DeviceDescriptor, Tile, Variant, load_descriptor
 
 VARIANTS = (

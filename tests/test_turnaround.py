@@ -16,7 +16,7 @@ from mini_bundle import write_mini_bundle
 from flashmem.base.errors import RunError, UserError
 from flashmem.commands.queue import Request, read_trace
 from flashmem.runtime.memory.accounts import Account, Budget
-from flashmem.runtime.sharing import Need, Turn, latest_needed, may_keep, spare
+from flashmem.runtime.serving.sharing import Need, Turn, latest_needed, may_keep, spare
 from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 
 

@@ -117,7 +117,7 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compile import read_graph
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import read_limits
-from flashmem.request import resolve
+from flashmem.options import resolve
 options = resolve(read_limits(), device="generic-cpu")
 graph = read_graph(sys.argv[1], options)
 made = generate(graph, fuse(graph), options.descriptor)

@@ -20,7 +20,7 @@ from flashmem.bundle import checksums as digests
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.session import Session
-from flashmem.runtime.weight_file import CheckedTable, WeightFile
+from flashmem.runtime.streaming.weight_file import CheckedTable, WeightFile
 
 CASES = [
     (number, path, mode)

@@ -65,7 +65,7 @@ class CompileOptions:
         return read_limits(**self._given(_LIMITS))
 
     def target(self) -> dict[str, Any]:
-        """What to compile for, as `flashmem.request.resolve` takes it."""
+        """What to compile for, as `flashmem.options.resolve` takes it."""
         return self._given(_TARGET)
 
     def keywords(self) -> dict[str, Any]:

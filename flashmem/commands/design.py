@@ -12,7 +12,7 @@ from flashmem.console import emit_json, print_facts, print_table, say
 from flashmem.design.application import Application, Objective, read_application
 from flashmem.design.profiles import Profiling, candidates
 from flashmem.design.written import Solved, described, solved, write
-from flashmem.runtime.designs import Designs, SwitchingRule
+from flashmem.runtime.application.designs import Designs, SwitchingRule
 
 
 @dataclass(frozen=True)

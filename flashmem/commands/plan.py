@@ -127,7 +127,7 @@ def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
     """Of each shape variant by itself."""
     with offline_half("planning"):
         from flashmem.compile import read_graph
-        from flashmem.request import resolve
+        from flashmem.options import resolve
         from flashmem.smallest import smallest_budget
     found = []
     for shapes in read_variants(options.shape):

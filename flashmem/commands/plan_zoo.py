@@ -47,7 +47,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     with offline_half("planning"):
         from flashmem.compile import plan_graph
         from flashmem.compiler.passes.pipeline import prepare
-        from flashmem.request import resolve
+        from flashmem.options import resolve
         from flashmem.zoo.graphs import zoo_graph
 
     graph = zoo_graph(name)

@@ -17,9 +17,9 @@ from flashmem.base.files import check_target
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.console import emit_json, print_facts, print_table
-from flashmem.inputs import complete_inputs
-from flashmem.runtime.many import Runtime
-from flashmem.runtime.requests import Answer
+from flashmem.runtime.engine.inputs import complete_inputs
+from flashmem.runtime.serving.requests import Answer
+from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
 from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 

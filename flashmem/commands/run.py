@@ -21,8 +21,8 @@ from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.trace import write_trace
 from flashmem.console import emit_json, print_facts, say, waiting
-from flashmem.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
-from flashmem.runtime.report import RunReport, process_rss
+from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
+from flashmem.runtime.engine.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
+from flashmem.options import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program.program import Program, fixed_bytes
-from flashmem.request import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.runtime.opencl.processor import rates_said
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import Strategy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashmem.base.files import written_whole
 
 if TYPE_CHECKING:
-    from flashmem.runtime.report import RunReport
+    from flashmem.runtime.engine.report import RunReport
     from flashmem.schedule.loads import Span
 
 _TRACKS = {"layer": 1, "load": 2}

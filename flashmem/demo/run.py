@@ -29,7 +29,7 @@ from flashmem.runtime.session import Session
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from flashmem.runtime.report import RunReport
+    from flashmem.runtime.engine.report import RunReport
 
 PAGE = (
     (44, "The Analytical Engine"),

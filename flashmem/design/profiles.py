@@ -10,9 +10,9 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compile import compile as compile_model
 from flashmem.design.application import Application, Processor, Task, Variant
 from flashmem.design.metrics import Candidate, Profile
-from flashmem.inputs import complete_inputs
+from flashmem.options import choose_mode, device_here
 from flashmem.program.program import raw_bytes
-from flashmem.request import choose_mode, device_here
+from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.session import Session
 from flashmem.simulation.scenario import describe, layout_for

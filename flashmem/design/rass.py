@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.runtime.designs import SwitchingRule
+from flashmem.runtime.application.designs import SwitchingRule
 
 MOST_SETS = 3
 """Sets of processors that designs are kept for (section 4.3.4)."""

@@ -19,7 +19,7 @@ from flashmem.design.application import Application
 from flashmem.design.metrics import Candidate, Decision
 from flashmem.design.profiles import compiled
 from flashmem.design.rass import Solution, solve
-from flashmem.runtime.designs import FILE, Design, Designs, Part
+from flashmem.runtime.application.designs import FILE, Design, Designs, Part
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
-from flashmem.runtime.lanes import LayerMoves, Ride, layer_moves, needed_slices
 from flashmem.runtime.memory.accounts import Category
+from flashmem.runtime.streaming.interleaved import LayerMoves, Ride, layer_moves, needed_slices
 from flashmem.schedule.instance import build_problem
 from flashmem.schedule.loads import Band, Load, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
@@ -233,7 +233,7 @@ def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
 
 @dataclass(frozen=True)
 class _Travel:
-    """How slices travel in one mode (runtime/transfer_modes.py)."""
+    """How slices travel in one mode (runtime/streaming/transfer_modes.py)."""
 
     mode: TransferMode
     layout: PoolLayout

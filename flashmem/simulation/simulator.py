@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.memory.accounts import Category
-from flashmem.runtime.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.loads import LOOKED_AT, Span
 from flashmem.simulation.events import Events, Process, Work
 from flashmem.simulation.scenario import Machine, Scenario, SimulatedLoad
@@ -214,7 +214,7 @@ class _Player:
 
 
 class _Loader:
-    """Loader threads on one sequence of loads (runtime/loader.py)."""
+    """Loader threads on one sequence of loads (runtime/streaming/loader.py)."""
 
     def __init__(
         self, player: _Player, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int

@@ -16,7 +16,7 @@ from typing import Any
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.validation import check_bundle
 from flashmem.console import exit_codes
-from flashmem.inputs import complete_inputs
+from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.session import Session
 from flashmem.schedule.plan import OverlapPlan
 

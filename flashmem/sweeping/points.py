@@ -21,10 +21,10 @@ from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.ir.portable import PortableGraph
 from flashmem.compiler.lowering.program import Generated
+from flashmem.options import Options, device_here
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
-from flashmem.request import Options, device_here
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.simulation.scenario import Disk, describe
 from flashmem.simulation.simulator import simulate

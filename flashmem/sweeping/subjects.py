@@ -15,8 +15,8 @@ from flashmem.compile import read_graph
 from flashmem.compiler.ir.portable import portable
 from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import Options, choose_mode, device_here, find_descriptor
 from flashmem.planning.limits import Limits
-from flashmem.request import Options, choose_mode, device_here, find_descriptor
 from flashmem.sweeping.grid import Point
 from flashmem.sweeping.points import Subject
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names

@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 COMMANDS = (
-    "flashmem.__main__", "flashmem.cli_plain", "flashmem.runtime.session", "flashmem.runtime.many", "flashmem.runtime.manager",
+    "flashmem.__main__", "flashmem.cli_plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime", "flashmem.runtime.application.manager",
     "flashmem.planning.replanning", "flashmem.planning.capacity.model", "flashmem.runtime.kernels.build_worker", "flashmem.learn",
     "flashmem.commands.bundles", "flashmem.commands.devices", "flashmem.commands.doctor", "flashmem.commands.profile",
     "flashmem.commands.run", "flashmem.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",

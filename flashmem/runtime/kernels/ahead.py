@@ -12,17 +12,17 @@ from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import replace_binaries
+from flashmem.options import choose_mode, device_for
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program
-from flashmem.request import choose_mode, device_for
 from flashmem.runtime.kernels.build_processes import Builders
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
 from flashmem.runtime.kernels.required import wanted_kernels
 from flashmem.runtime.kernels.steady import new_kernels
-from flashmem.runtime.lanes import LayerMoves, layer_moves
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor
 

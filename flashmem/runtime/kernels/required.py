@@ -9,7 +9,7 @@ from flashmem.base.errors import RunError
 from flashmem.program.kernel_text import Source, kernel_texts
 from flashmem.program.launches import Arg
 from flashmem.program.program import Program
-from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Ride
 
 SMALL_GRID = 65535
 """PoCL compiles a kernel anew for launches of that many work-items or more in a direction."""

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from flashmem.program.kernel_text import Source, kernel_texts
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import Program
-from flashmem.runtime.executor import Executor, Kernels
+from flashmem.runtime.engine.executor import Executor, Kernels
 from flashmem.runtime.kernels.required import Use, Wanted, variant
-from flashmem.runtime.lanes import LayerMoves
 from flashmem.runtime.opencl.context import Kernel
+from flashmem.runtime.streaming.interleaved import LayerMoves
 
 
 @dataclass(frozen=True)

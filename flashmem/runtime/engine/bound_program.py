@@ -15,18 +15,18 @@ from flashmem.bundle.checksums import digest
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.program.program import output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, array_bytes
-from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.executor import Executor, Resources, Step, make_steps
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.executor import Executor, Resources, Step, make_steps
+from flashmem.runtime.engine.opened import Kernels, OpenedBundle
 from flashmem.runtime.kernels.steady import Either, NamedKernels, Steady, needed_residents, playable
-from flashmem.runtime.lanes import needed_slices
-from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.memory.arena import Bytes, move_out, new_pages
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.moving import InterleaveTransfer
 from flashmem.runtime.opencl.context import Event, Memory, Queue
-from flashmem.runtime.opened import Kernels, OpenedBundle
-from flashmem.runtime.transfer import Transfer
-from flashmem.runtime.transfer_modes import make_transfer
+from flashmem.runtime.streaming.copied import InterleaveTransfer
+from flashmem.runtime.streaming.interleaved import needed_slices
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.runtime.streaming.transfer_modes import make_transfer
 from flashmem.schedule.loads import Schedule, scheduled, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places

@@ -13,17 +13,17 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.options import choose_mode
 from flashmem.planning.carried_instance import carried_problem
 from flashmem.program.program import fixed_bytes
-from flashmem.request import choose_mode
-from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.engine.bound_program import Placement
+from flashmem.runtime.engine.compatibility import laid_out, playable
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.opened import Kernels, OpenedBundle
+from flashmem.runtime.engine.prefetch import Preparation
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.opened import Kernels, OpenedBundle
-from flashmem.runtime.placement import Placement
-from flashmem.runtime.preparation import Preparation
-from flashmem.runtime.run import Run
-from flashmem.runtime.sharing import Need, Turn
-from flashmem.runtime.target import laid_out, playable
+from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.schedule.loads import Load, kept_within, pages
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import streamed_layout

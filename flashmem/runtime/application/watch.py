@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flashmem.runtime.designs import State
+from flashmem.runtime.application.designs import State
 from flashmem.runtime.memory.pressure import Sample
 
 RUNS = 2

@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import cached_property
 from weakref import WeakValueDictionary
 
-from flashmem.runtime.common import Places
+from flashmem.runtime.engine.report import process_rss
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Program, Queue
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.opencl.launching import Recorder
-from flashmem.runtime.report import process_rss
+from flashmem.runtime.streaming.shared_pages import Places
 
 
 class DeviceInUse:
-    """A device for as long as somebody uses it. Placements (`flashmem.runtime.placement`) come and go on it."""
+    """A device for as long as somebody uses it. Placements (`flashmem.runtime.engine.bound_program`) come and go on it."""
 
     def __init__(self, device: Device, budget: int | None, *, profiling: bool = False) -> None:
         """Make the context and the queue.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.runtime.engine.opened import program_on
 from flashmem.runtime.opencl.devices import Device
-from flashmem.runtime.opened import program_on
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError
 from flashmem.program.program import copied_outputs
 from flashmem.program.tensors import Port
-from flashmem.runtime.loader import LoaderRun
+from flashmem.runtime.engine.bound_program import Placement
+from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.opencl.context import Event, wait
-from flashmem.runtime.placement import Placement
-from flashmem.runtime.ports import from_device, gather_rows, numpy_dtype, to_device
+from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.schedule.loads import Load, Schedule, Span
 
 Array = NDArray[Any]

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Port
-from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.failures import of_the_request
-from flashmem.runtime.occupancy import Occupancy
-from flashmem.runtime.planner import Planner
-from flashmem.runtime.report import Latency, MemoryUse, RunReport
-from flashmem.runtime.requests import Answer
-from flashmem.runtime.run import Played, Run, check_status, collect, write_inputs
-from flashmem.runtime.tenant import Tenant
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.failures import of_the_request
+from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.engine.run import Played, Run, check_status, collect, write_inputs
+from flashmem.runtime.serving.arbiter import Occupancy
+from flashmem.runtime.serving.first_plans import Planner
+from flashmem.runtime.serving.loaded_model import Tenant
+from flashmem.runtime.serving.requests import Answer
 from flashmem.schedule.loads import Span
 
 Array = NDArray[Any]

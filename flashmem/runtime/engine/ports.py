@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
 from flashmem.program.tensors import Port, RowGather, Tensor, panel_bytes
-from flashmem.runtime.weight_file import Reader
+from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
 

@@ -10,14 +10,14 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Digest, table_blocks
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program
-from flashmem.runtime.device_in_use import DeviceInUse
+from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import Wanted, wanted_kernels
-from flashmem.runtime.lanes import LayerMoves, layer_moves
 from flashmem.runtime.opencl.devices import Device
-from flashmem.runtime.weight_file import CheckedTable, Reader, WeightFile
+from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
+from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
 from flashmem.schedule.plan import OverlapPlan
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
-from flashmem.runtime.futures import FencedFuture
-from flashmem.runtime.report import RunReport
-from flashmem.runtime.tenant import Tenant
+from flashmem.runtime.engine.report import RunReport
+from flashmem.runtime.serving.futures import FencedFuture
+from flashmem.runtime.serving.loaded_model import Tenant
 
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle
-    from flashmem.runtime.many import Runtime
+    from flashmem.runtime.serving.runtime import Runtime
 
 Array = NDArray[Any]
 

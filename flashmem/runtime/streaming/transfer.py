@@ -17,7 +17,7 @@ from flashmem.bundle.checksums import Digest, digest
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.copier import CopyEvent
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Band, Step, whole_words
 
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import ClassVar
 
 from flashmem.base.errors import BudgetError
-from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.occupancy import Occupancy
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.serving.arbiter import Occupancy
 
 _TURN_SECONDS = 1e-4
 """As long as a plan keeps others from the interpreter while it is being made."""

@@ -9,8 +9,8 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
-from flashmem.runtime.transfer import Transfer, Turn, in_pool
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import WORD, Band, whole_words
 from flashmem.schedule.plan import PoolLayout
 

@@ -11,11 +11,11 @@ from math import inf
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.pages import whole_pages
 from flashmem.base.units import format_size
-from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.placement import Placement
-from flashmem.runtime.run import Run
-from flashmem.runtime.sharing import Need, latest_needed, may_keep, spare
-from flashmem.runtime.tenant import Tenant
+from flashmem.runtime.engine.bound_program import Placement
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.run import Run
+from flashmem.runtime.serving.loaded_model import Tenant
+from flashmem.runtime.serving.sharing import Need, latest_needed, may_keep, spare
 from flashmem.schedule.loads import Load
 from flashmem.schedule.plan import OverlapPlan
 

@@ -3,7 +3,7 @@
     with flashmem.Manager("app.designs") as manager:
         words = manager.run("read", {"ids": ids})
 
-Which design is in force is looked up in a table (`runtime/designs.py`) by what `runtime/watch.py` says of processors and
+Which design is in force is looked up in a table (`runtime/application/designs.py`) by what `runtime/application/watch.py` says of processors and
 memory, before each run, so a run that has begun is finished where it began. A switch closes the sessions that the next design
 does not have, before any other is opened, so that both are never held at once; what it has instead is opened by the next run of
 each task, which then pays for its own weights and for no other's.
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.designs import Design, Designs, Part, State
+from flashmem.runtime.application.designs import Design, Designs, Part, State
+from flashmem.runtime.application.watch import Ticks, Watch, load_of_others, ticks
 from flashmem.runtime.memory.pressure import Sample, sample
 from flashmem.runtime.opencl.context import find_device
 from flashmem.runtime.session import Session
-from flashmem.runtime.watch import Ticks, Watch, load_of_others, ticks
 
 Inputs = Mapping[str, Any]
 

@@ -22,11 +22,11 @@ from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.program.launches import Arg
 from flashmem.program.launches import Launch as Launched
 from flashmem.program.program import Program as BundleProgram
-from flashmem.runtime.lanes import COPY_GROUP, LayerMoves, Ride
-from flashmem.runtime.loader import LoaderRun
 from flashmem.runtime.opencl.context import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
 from flashmem.runtime.opencl.launching import Launch, Recorder, Recording, not_recorded
-from flashmem.runtime.transfer import Transfer
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Ride
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import Span
 
 LAYERS_APART = (4, 64)

@@ -16,7 +16,7 @@ from itertools import islice
 
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
-from flashmem.runtime.transfer import Transfer
+from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import LOOKED_AT, Load, Span, Step
 
 

@@ -1,6 +1,6 @@
 """Several models under one budget: requests in the order in which they come, weights in the room that others leave.
 
-What users call, and the one thread that takes requests in their order; `flashmem.runtime.player` plays each of them
+What users call, and the one thread that takes requests in their order; `flashmem.runtime.serving.worker` plays each of them
 (docs/many-models.md).
 """
 
@@ -26,16 +26,16 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.request import device_here
-from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.failures import RequestError, forget_locals, why_closed
-from flashmem.runtime.futures import FencedFuture, complete, complete_cancelled
+from flashmem.options import device_here
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.failures import RequestError, forget_locals, why_closed
+from flashmem.runtime.engine.ports import arrays_by_name, check_inputs, chosen_outputs
 from flashmem.runtime.memory.pressure import Follower
-from flashmem.runtime.occupancy import Occupancy
-from flashmem.runtime.player import Player
-from flashmem.runtime.ports import arrays_by_name, check_inputs, chosen_outputs
-from flashmem.runtime.requests import Answer, Model
-from flashmem.runtime.tenant import Tenant
+from flashmem.runtime.serving.arbiter import Occupancy
+from flashmem.runtime.serving.futures import FencedFuture, complete, complete_cancelled
+from flashmem.runtime.serving.loaded_model import Tenant
+from flashmem.runtime.serving.requests import Answer, Model
+from flashmem.runtime.serving.worker import Player
 
 Array = NDArray[Any]
 OnPressure = Literal["finish", "fail"]
@@ -62,7 +62,7 @@ class Runtime:
         Args:
             budget: most bytes that all models together hold on the device and in host staging; None for no limit, "auto" for
                 what the system can spare (`flashmem.runtime.memory.pressure`).
-            device: "auto", or what `flashmem.request.device_here` understands.
+            device: "auto", or what `flashmem.options.device_here` understands.
             on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
                 end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
             verify_weights: compare every slice and table row that is read with its digest, as a `Session` does; a damaged one

@@ -15,17 +15,17 @@ from contextlib import suppress
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.program.launches import SteadyLaunch
-from flashmem.runtime.cores import prefer_little
-from flashmem.runtime.device_in_use import DeviceInUse
-from flashmem.runtime.failures import said
+from flashmem.runtime.engine.bound_program import Placement
+from flashmem.runtime.engine.cores import prefer_little
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.failures import said
+from flashmem.runtime.engine.opened import OpenedBundle
+from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels.build_processes import Builders, build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import Wanted, wanted_kernels
 from flashmem.runtime.kernels.steady import Steady, new_kernels
-from flashmem.runtime.opened import OpenedBundle
-from flashmem.runtime.placement import Placement
-from flashmem.runtime.run import Run
 from flashmem.schedule.plan import OverlapPlan
 
 _REMEMBERED = 2

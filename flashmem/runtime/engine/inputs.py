@@ -20,7 +20,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import written_whole
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, port_dtype
-from flashmem.runtime.ports import check_inputs, numpy_dtype
+from flashmem.runtime.engine.ports import check_inputs, numpy_dtype
 
 Arrays = dict[str, NDArray[Any]]
 

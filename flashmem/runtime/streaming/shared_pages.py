@@ -16,7 +16,7 @@ from flashmem.base.errors import RunError
 from flashmem.base.pages import whole_pages
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.accounts import Account
-from flashmem.runtime.weight_file import Bytes, WeightFile
+from flashmem.runtime.streaming.weight_file import Bytes, WeightFile
 from flashmem.schedule.loads import Band
 
 

@@ -9,13 +9,13 @@ from typing import cast
 from flashmem.base.types import TransferMode
 from flashmem.bundle.checksums import Digest
 from flashmem.program.tensors import Slice
-from flashmem.runtime.common import Places
-from flashmem.runtime.in_place import AliasTransfer, MapTransfer
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.moving import DmaTransfer, InterleaveTransfer
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.transfer import Transfer
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.copied import DmaTransfer, InterleaveTransfer
+from flashmem.runtime.streaming.in_place import AliasTransfer, MapTransfer
+from flashmem.runtime.streaming.shared_pages import Places
+from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.plan import PoolLayout
 
 

@@ -6,11 +6,11 @@ from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 from flashmem.program.tensors import Slice
-from flashmem.runtime.common import Place, Places
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Queue
-from flashmem.runtime.transfer import Transfer, Turn, in_pool, view
-from flashmem.runtime.weight_file import WeightFile
+from flashmem.runtime.streaming.shared_pages import Place, Places
+from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool, view
+from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Band, whole_words
 from flashmem.schedule.plan import PoolLayout
 
