@@ -46,9 +46,9 @@ from flashmem.options import Options, choose_mode
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.simulation.scenario import describe
-from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import simulate
 
 SEPARATE, REWRITTEN = "kernels copy: + adaptive unfusion", "kernels copy: + kernel rewriting"
 WHOLE_SEPARATE, WHOLE_REWRITTEN = "kernels copy: + OPG", "kernels copy: kernel rewriting without unfusion"

@@ -45,8 +45,8 @@ from flashmem.commands.verify import compare
 from flashmem.options import device_here
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program
-from flashmem.zoo.export import INPUTS
-from flashmem.zoo.models import names, tiny_names
+from flashmem.tools.zoo.export import INPUTS
+from flashmem.tools.zoo.models import names, tiny_names
 
 _MAPPED_BYTES = 4 << 30  # of weights: beyond that, ONNX Runtime reads them in place and keeps no second copy
 _KEY = ("model", "precision", "device")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flashmem.plots.figure import COLOURS, figure, legend_below, plain_axes
+from flashmem.tools.plots.figure import COLOURS, figure, legend_below, plain_axes
 
 Row = dict[str, Any]
 

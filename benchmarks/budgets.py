@@ -14,7 +14,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compile import read_graph
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.smallest import smallest_budget as found
+from flashmem.tools.smallest_budget import smallest_budget as found
 
 Row = dict[str, Any]
 Precision = Literal["fp32", "fp16"]

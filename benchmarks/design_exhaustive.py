@@ -1,6 +1,6 @@
 """What RASS should have chosen, found by trying every decision with plain arithmetic; and what simpler ways would choose.
 
-Nothing here comes from `flashmem.design.metrics` or `rass.py`: the formulas of docs/design.md are written out once more.
+Nothing here comes from `flashmem.tools.design.metrics` or `rass.py`: the formulas of docs/design.md are written out once more.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flashmem.base.errors import UserError
-from flashmem.design.application import Application, Measure, Task
-from flashmem.design.metrics import Candidate, Decision
-from flashmem.design.written import Solved, solved
+from flashmem.tools.design.application import Application, Measure, Task
+from flashmem.tools.design.metrics import Candidate, Decision
+from flashmem.tools.design.written import Solved, solved
 
 BETTER_HIGH = ("accuracy", "throughput", "system-throughput", "fairness")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
+from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
 _HIGHEST = 10.0
 """Ratios above it are drawn up to it and written out."""

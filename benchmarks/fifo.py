@@ -195,7 +195,7 @@ def main() -> None:
         args.json.write_text(json.dumps({"rows": rows, "hard": hard}))
     if args.plot is not None:
         from flashmem.base.units import parse_size
-        from flashmem.plots.queue import draw_queue
+        from flashmem.tools.plots.queue import draw_queue
 
         drawn = {"one runtime": rows["runtime"][0]["over_time"], "a session for each request": rows["sessions"][0]["over_time"]}
         draw_queue(args.plot, drawn, parse_size(args.budget))

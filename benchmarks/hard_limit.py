@@ -22,8 +22,8 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.processes import run_worker
 from flashmem.options import device_here
-from flashmem.zoo.export import INPUTS
-from flashmem.zoo.models import names, tiny_names
+from flashmem.tools.zoo.export import INPUTS
+from flashmem.tools.zoo.models import names, tiny_names
 
 ABOVE = 48 << 20
 _MIB = 1 << 20

@@ -23,8 +23,8 @@ from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.zoo.graphs import zoo_graph
-from flashmem.zoo.models import find
+from flashmem.tools.zoo.graphs import zoo_graph
+from flashmem.tools.zoo.models import find
 
 Row = dict[str, Any]
 MODELS = ("resnet50", "vit-b16", "gptneo-125m")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
+from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
 Row = dict[str, Any]
 

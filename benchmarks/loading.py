@@ -39,7 +39,7 @@ from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.session import RunReport
 from flashmem.schedule.loads import Span
-from flashmem.zoo.graphs import zoo_graph
+from flashmem.tools.zoo.graphs import zoo_graph
 
 MODELS = ("gptneo-125m", "vit-b16", "resnet50")
 

@@ -49,8 +49,8 @@ from flashmem.commands.verify import compare
 from flashmem.compile import plan_graph, read_graph
 from flashmem.options import device_here, resolve
 from flashmem.planning.limits import read_limits
-from flashmem.zoo.export import INPUTS, NOTES
-from flashmem.zoo.models import names, tiny_names
+from flashmem.tools.zoo.export import INPUTS, NOTES
+from flashmem.tools.zoo.models import names, tiny_names
 
 BUDGETS = {"gptneo-2.7b": 600_000_000}
 """Instead of a share of the weights."""
@@ -180,7 +180,9 @@ def export_missing(name: str, zoo: Path, python: str) -> None:
     """Write `zoo/NAME` with the interpreter `python`, in a process of its own, whose memory is given back."""
     if not (zoo / name / "model.onnx").is_file():
         print(f"{name}: exporting", file=sys.stderr, flush=True)
-        subprocess.run([python, "-m", "flashmem.zoo", name, str(zoo / name), "--notes"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [python, "-m", "flashmem.tools.zoo", name, str(zoo / name), "--notes"], check=True, stdout=subprocess.DEVNULL
+        )
 
 
 def keep(row: Row, path: Path) -> list[Row]:

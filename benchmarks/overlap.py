@@ -38,9 +38,9 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.schedule.plan import OverlapPlan, Strategy
-from flashmem.simulation.scenario import describe
-from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import simulate
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 RATIOS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
@@ -151,7 +151,7 @@ def _line(first: object, rows: list[dict[str, float]]) -> None:
 
 def plot(path: Path, results: list[dict[str, Any]]) -> None:
     """A strategy's seconds over ours against the ratio: a panel for each device, a line for each strategy."""
-    from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
+    from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
     devices = list(dict.fromkeys(result["device"] for result in results))
     with figure(path, columns=len(devices), size=(4.6 * len(devices), 3.8), sharey=True, squeeze=False) as (drawn, axes):

@@ -18,8 +18,8 @@ from flashmem.profiler.bench import Bench
 from flashmem.profiler.bench import Pace as References
 from flashmem.profiler.dataset import SUFFIX, read_dataset
 from flashmem.runtime.opencl.context import find_device
-from flashmem.simulation.scenario import Scenario
 from flashmem.target.descriptor import DeviceDescriptor
+from flashmem.tools.simulation.scenario import Scenario
 
 _DEVICES = Path(__file__).resolve().parents[1] / "devices"
 

@@ -41,10 +41,10 @@ from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.planner import completed, plan_problem, planning_problem
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.simulation.scenario import Disk, describe
-from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import load_descriptor
-from flashmem.zoo.graphs import check_architecture, zoo_graph
+from flashmem.tools.simulation.scenario import Disk, describe
+from flashmem.tools.simulation.simulator import simulate
+from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
 
 TABLE_4 = {
     "gptneo-125m": "OPTIMAL, 45 s", "gptneo-1.3b": "FEASIBLE, 121 s", "gptneo-2.7b": "FEASIBLE, 121 s",

@@ -33,7 +33,7 @@ from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.zoo.models import names, tiny_names
+from flashmem.tools.zoo.models import names, tiny_names
 
 MODELS = (
     "sam2-large", "sam2-tiny", "sd15-unet", "whisper-medium-encoder", "whisper-medium-decoder", "depthanything-l",

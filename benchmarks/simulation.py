@@ -33,9 +33,9 @@ from benchmarks.rates_fit import fitted
 from benchmarks.zoo import planned_again, within
 from flashmem.base.units import parse_size
 from flashmem.options import find_descriptor
-from flashmem.simulation.scenario import describe
-from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import simulate
 
 BUDGETS = {
     "resnet50": ("48MB", "64MB", "96MB"),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.stress --device D [--minutes 30] [--runs 5000] [--models gpt2 ...] [--bundles DIR] [--jobs N]
 
-Whole models with random weights (`flashmem.zoo.graph_file`) are compiled for every memory path that the device has, with no
+Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path that the device has, with no
 budget, with half of what holds everything, and with the smallest that works. Then fresh sessions of all of them, in every
 transfer mode, take turns in an order that `--seed` draws: each makes `--each` runs, and its loader threads sleep for a random
 time between any two steps of a load. Inputs alternate; the reference is a session of the same bundle with every weight
@@ -47,7 +47,7 @@ from flashmem.runtime.engine.compatibility import playable
 from flashmem.runtime.engine.fitted import fit
 from flashmem.runtime.streaming import loader
 from flashmem.schedule.loads import Step
-from flashmem.zoo.graph_file import write_random
+from flashmem.tools.zoo.graph_file import write_random
 
 Array = NDArray[Any]
 

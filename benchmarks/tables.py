@@ -36,11 +36,11 @@ from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.simulation.scenario import describe
-from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.zoo.graphs import zoo_graph
-from flashmem.zoo.models import find
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import Prediction, simulate
+from flashmem.tools.zoo.graphs import zoo_graph
+from flashmem.tools.zoo.models import find
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def show(name: str, rows: dict[str, list[dict[str, Any]]]) -> None:
 
 def draw(path: Path, found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
     """Milliseconds by answer, a panel for each model; dashed: everything resident."""
-    from flashmem.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
+    from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
 
     with figure(path, columns=len(found), size=(4.2 * len(found), 3.8), squeeze=False) as (drawn, axes):
         for panel, (name, rows) in zip(axes[0], found.items(), strict=True):
@@ -180,7 +180,7 @@ def main() -> None:
     if args.zoo is None or args.answers < FIFTH:
         parser.error(f"name the folder of the exported models with --zoo, and {FIFTH} answers at least")
     if args.plot is not None:
-        from flashmem.plots.figure import require_matplotlib
+        from flashmem.tools.plots.figure import require_matplotlib
 
         require_matplotlib()
     found = {}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.planning.capacity.features import MAX_RATIO
-from flashmem.plots.figure import COLOURS, figure, plain_axes
+from flashmem.tools.plots.figure import COLOURS, figure, plain_axes
 
 from .dataset import SUFFIX, Row, read_dataset
 from .report import HeldOut, curves, default_path, operator_type

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.selection.tuning_database import Product
-from flashmem.zoo.graphs import zoo_graph
+from flashmem.tools.zoo.graphs import zoo_graph
 
 from .sketch import Sketch
 

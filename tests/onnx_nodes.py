@@ -117,7 +117,7 @@ def outcome(case: Any, device: str, path: str) -> str:
     Raises:
         AssertionError: it runs and gives something else than it should.
     """
-    import flashmem.onnx_backend as backend
+    import flashmem.tools.onnx_backend as backend
     from flashmem.base.errors import UnsupportedModelError, UserError
 
     try:

@@ -20,7 +20,6 @@ from mini_bundle import MiniModel, write_mini_bundle
 from flashmem import Session
 from flashmem.base.errors import RunError, UserError
 from flashmem.commands import compiling
-from flashmem.doctor import selftest, surroundings
 from flashmem.profiler import sessions
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.build_processes import Builders
@@ -28,7 +27,8 @@ from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import Wanted
 from flashmem.runtime.opencl.context import Context, list_devices
-from flashmem.sweeping import points
+from flashmem.tools.doctor import selftest, surroundings
+from flashmem.tools.sweep import points
 
 CPUS = [device.descriptor_name for device in list_devices() if device.kind == "cpu"]
 

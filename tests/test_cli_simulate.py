@@ -358,7 +358,7 @@ def test_what_is_not_installed_is_named(
 
 
 def test_two_sweeps_do_not_write_to_one_file(flashmem: Command, tmp_path: Path) -> None:
-    from flashmem.sweeping.results import ResultFile
+    from flashmem.tools.sweep.results import ResultFile
 
     with ResultFile(tmp_path / "s.csv"):
         outcome = flashmem(*SWEEP, "-o", tmp_path / "s.csv")

@@ -16,7 +16,7 @@ from onnx import helper
 from flashmem.base.errors import UnsupportedModelError, UserError
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
-from flashmem.zoo.graph_file import graph_to_onnx
+from flashmem.tools.zoo.graph_file import graph_to_onnx
 
 LOOP = """
 agraph (float[2, 3] x, float[3] w) => (float[N, 3] last, float[M, 2, 3] all)

@@ -16,14 +16,23 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flashmem.base.errors import UserError
-from flashmem.design import metrics
-from flashmem.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant, read_application
-from flashmem.design.metrics import Candidate, Profile
-from flashmem.design.rass import optimality, solve
-from flashmem.design.written import described, solved
 from flashmem.runtime.application.designs import Design, Designs, Part, State, SwitchingRule
 from flashmem.runtime.application.manager import Manager
 from flashmem.runtime.opencl.context import list_devices
+from flashmem.tools.design import metrics
+from flashmem.tools.design.application import (
+    Application,
+    Constraint,
+    Measure,
+    Objective,
+    Processor,
+    Task,
+    Variant,
+    read_application,
+)
+from flashmem.tools.design.metrics import Candidate, Profile
+from flashmem.tools.design.rass import optimality, solve
+from flashmem.tools.design.written import described, solved
 
 DATA = Path(__file__).parent / "data"
 GB = 10**9

@@ -16,12 +16,12 @@ from benchmarks import design
 from benchmarks import design_exhaustive as plain
 from benchmarks.design_pressure import _HOLD, LEFT, MadeUp, states
 from flashmem.base.errors import UserError
-from flashmem.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant
-from flashmem.design.metrics import Candidate, Profile, allowed
-from flashmem.design.written import Solved, described, solved
 from flashmem.runtime.application.designs import State
 from flashmem.runtime.memory.pressure import sample
 from flashmem.runtime.opencl.context import list_devices
+from flashmem.tools.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant
+from flashmem.tools.design.metrics import Candidate, Profile, allowed
+from flashmem.tools.design.written import Solved, described, solved
 
 DATA = Path(__file__).parent / "data"
 

@@ -10,10 +10,10 @@ import pytest
 from command_line import Command, command_line
 
 from flashmem.commands import doctor
-from flashmem.doctor.advice import ADRENO_LINE, MALI_LINE, next_lines, steps
-from flashmem.doctor.selftest import Result, disk, run_apart
-from flashmem.doctor.surroundings import FORBIDDEN, Surroundings, look
 from flashmem.runtime.opencl.context import list_devices
+from flashmem.tools.doctor.advice import ADRENO_LINE, MALI_LINE, next_lines, steps
+from flashmem.tools.doctor.selftest import Result, disk, run_apart
+from flashmem.tools.doctor.surroundings import FORBIDDEN, Surroundings, look
 
 PREFIX = "/data/data/com.termux/files/usr"
 FORBIDS = f'library "libOpenCL.so" needed or dlopened by "python3" is {FORBIDDEN} "default"'

@@ -15,10 +15,10 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.writer import replace_plan
 from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.run import RunOptions, run_model
-from flashmem.learn import KEY, Learned, learn, observed
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.loads import Span
+from flashmem.tools.learn import KEY, Learned, learn, observed
 
 MODEL = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 

@@ -27,9 +27,9 @@ from flashmem.program.launches import Launch
 from flashmem.program.program import Program
 from flashmem.schedule.instance import Problem, build_problem
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.simulation.scenario import Scenario, describe
-from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, Rates
+from flashmem.tools.simulation.scenario import Scenario, describe
+from flashmem.tools.simulation.simulator import simulate
 
 MODELS = ("gptneo-tiny.onnx", "vit-tiny.onnx", "resnet-tiny.onnx")
 MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")

@@ -21,7 +21,7 @@ from flashmem.base.errors import MissingFileError, UnsupportedModelError, UserEr
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.ir.graph import ArrayConstant, FileConstant, Graph
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.zoo.graph_file import graph_to_onnx
+from flashmem.tools.zoo.graph_file import graph_to_onnx
 
 TINY = sorted(EXPORTS)
 OPEN_SHAPES = {"gptneo-tiny-dynamic": {"input_ids": (1, 16)}, "gptneo-tiny-dynamic-legacy": {"input_ids": (2, 11)}}

@@ -1,4 +1,4 @@
-"""The node tests of the onnx package, against `flashmem.onnx_backend` and the checked-in list (`onnx_nodes.py`).
+"""The node tests of the onnx package, against `flashmem.tools.onnx_backend` and the checked-in list (`onnx_nodes.py`).
 
 Every test meets every device, on one memory path on the first and on the other on the next. On the first device each test is
 a model of its own; on the others those of a batch are merged into one model: on PoCL, building a program costs most.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 from onnx_nodes import PASSES, PATHS, cases, check, operator, outcome, read_list
 
-import flashmem.onnx_backend as backend
+import flashmem.tools.onnx_backend as backend
 from flashmem.base.errors import NoDeviceError, UnsupportedModelError, UserError
 from flashmem.runtime.opencl.context import list_devices
 

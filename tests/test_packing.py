@@ -30,7 +30,7 @@ from flashmem.program.program import raw_bytes
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.zoo.graphs import zoo_graph
+from flashmem.tools.zoo.graphs import zoo_graph
 
 Array = NDArray[Any]
 

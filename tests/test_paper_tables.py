@@ -24,8 +24,8 @@ from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
-from flashmem.simulation.scenario import describe
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
+from flashmem.tools.simulation.scenario import describe
 
 BASE = DeviceDescriptor("made-up", rates=Rates(gemm_flops=100e9, disk_bandwidth=1e9, launch_seconds=10e-6))
 

@@ -27,7 +27,7 @@ from flashmem.planning.opg.srpt import SrptPlan
 from flashmem.runtime.engine.failures import RequestError
 from flashmem.schedule.plan import OverlapPlan, PlanViolation
 
-UNIMPORTED = {"flashmem.__main__", "flashmem.zoo.__main__"}
+UNIMPORTED = {"flashmem.__main__", "flashmem.tools.zoo.__main__"}
 """Modules that do something as they are imported."""
 
 NEEDED = {"torch", "dask", "distributed", "ray", "matplotlib", "onnxruntime", "transformers", "diffusers"}

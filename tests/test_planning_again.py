@@ -11,12 +11,12 @@ import flashmem
 from flashmem import Bundle
 from flashmem.base.errors import BudgetError, BundleError
 from flashmem.bundle.writer import replace_plan
-from flashmem.learn import limits_of
 from flashmem.planning.carried_instance import KEY, carried_problem
 from flashmem.planning.planner import planning_problem
 from flashmem.planning.replanning import plan_again, smallest_budget
 from flashmem.program.program import fixed_bytes
 from flashmem.schedule.instance import Problem
+from flashmem.tools.learn import limits_of
 
 MODES = ("map", "alias", "dma", "interleave")
 

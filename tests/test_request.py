@@ -16,9 +16,9 @@ from flashmem.commands.compiling import CompileOptions
 from flashmem.commands.plan_zoo import plan_architecture
 from flashmem.commands.simulate import SimulateOptions, simulate_model
 from flashmem.options import choose_budget, choose_mode, find_descriptor
-from flashmem.sweeping.grid import Grid
-from flashmem.sweeping.subjects import target_of
 from flashmem.target.descriptor import load_descriptor
+from flashmem.tools.sweep.grid import Grid
+from flashmem.tools.sweep.subjects import target_of
 
 RESNET = Path(__file__).parent / "data/resnet-tiny.onnx"
 Asker = Callable[[str, str], Any]

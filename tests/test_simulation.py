@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmem.simulation.events import Events, Process, Work
-from flashmem.simulation.scenario import Allocation, Machine, Scenario, SimulatedLayer, SimulatedLoad
-from flashmem.simulation.simulator import Prediction, simulate
+from flashmem.tools.simulation.events import Events, Process, Work
+from flashmem.tools.simulation.scenario import Allocation, Machine, Scenario, SimulatedLayer, SimulatedLoad
+from flashmem.tools.simulation.simulator import Prediction, simulate
 
 PLAIN = Machine(read_bandwidth=10.0, copy_bandwidth=20.0, threads=1)
 

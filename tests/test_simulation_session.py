@@ -14,9 +14,9 @@ from flashmem.base.types import TransferMode
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.simulation.scenario import Strategy, describe, layout_for
-from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, Rates
+from flashmem.tools.simulation.scenario import Strategy, describe, layout_for
+from flashmem.tools.simulation.simulator import simulate
 
 CASES = [
     pytest.param(device, path, mode, id=f"{device.descriptor_name}-{path}-{mode}")

@@ -45,11 +45,11 @@ from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.loads import bands
 from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, passing_bytes
-from flashmem.simulation.scenario import describe
-from flashmem.simulation.simulator import simulate
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
-from flashmem.zoo.graphs import zoo_graph
-from flashmem.zoo.net import Net
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import simulate
+from flashmem.tools.zoo.graphs import zoo_graph
+from flashmem.tools.zoo.net import Net
 
 KIB = 1 << 10
 

@@ -22,7 +22,6 @@ import flashmem
 from flashmem.base.errors import RunError
 from flashmem.base.types import MemoryPath
 from flashmem.bundle.bundle import Bundle
-from flashmem.doctor import selftest
 from flashmem.program.launches import Arg
 from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Tensor
@@ -32,6 +31,7 @@ from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.serving.loaded_model import Tenant
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.plan import passing_bytes
+from flashmem.tools.doctor import selftest
 
 MODELS = ("gptneo-tiny", "mobilenet-tiny", "regnet-tiny", "resnet-tiny", "vit-tiny")
 PATHS = ("buffer", "texture")

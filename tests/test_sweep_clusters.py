@@ -20,8 +20,8 @@ from command_line import Command, command_line
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.sweeping.executors import executor
-from flashmem.sweeping.grid import split_list
+from flashmem.tools.sweep.executors import executor
+from flashmem.tools.sweep.grid import split_list
 
 RESNET = Path(__file__).parent / "data" / "resnet-tiny.onnx"
 DEVICE = list_devices()[0].descriptor_name

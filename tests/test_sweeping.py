@@ -20,11 +20,11 @@ from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.sweeping.grid import Point
-from flashmem.sweeping.points import Subject, measured, simulated
-from flashmem.sweeping.subjects import subject_of
 from flashmem.target.descriptor import load_descriptor
-from flashmem.zoo.graphs import zoo_graph
+from flashmem.tools.sweep.grid import Point
+from flashmem.tools.sweep.points import Subject, measured, simulated
+from flashmem.tools.sweep.subjects import subject_of
+from flashmem.tools.zoo.graphs import zoo_graph
 
 DATA = Path(__file__).parent / "data"
 MODELS = sorted(DATA.glob("*-tiny.onnx"))

@@ -17,7 +17,7 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.commands.queue import Request, read_trace
 from flashmem.runtime.memory.accounts import Account, Budget
 from flashmem.runtime.serving.sharing import Need, Turn, latest_needed, may_keep, spare
-from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
+from flashmem.tools.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 
 
 @pytest.fixture

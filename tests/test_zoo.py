@@ -18,9 +18,9 @@ import pytest
 from zoo_data import DATA, EXPORTS
 
 from flashmem.base.errors import UserError
-from flashmem.zoo.export import INPUTS, NOTES, Exporter, export
-from flashmem.zoo.models import find, names, tiny_names
-from flashmem.zoo.recipe import ZooModel
+from flashmem.tools.zoo.export import INPUTS, NOTES, Exporter, export
+from flashmem.tools.zoo.models import find, names, tiny_names
+from flashmem.tools.zoo.recipe import ZooModel
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the zoo extra is not installed")
 

@@ -21,7 +21,7 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.program.program import Program
 from flashmem.schedule.instance import build_problem
 from flashmem.target.descriptor import load_descriptor
-from flashmem.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
+from flashmem.tools.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 
 DATA = Path(__file__).parent / "data"
 

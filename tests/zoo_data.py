@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.zoo.models import find
+from flashmem.tools.zoo.models import find
 
 DATA = Path(__file__).parent / "data"
 EXPORTS: dict[str, tuple[str, dict[str, Any]]] = runpy.run_path(str(DATA / "regenerate.py"))["EXPORTS"]

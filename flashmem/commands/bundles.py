@@ -49,7 +49,7 @@ def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
     Raises:
         UserError: no bundle, or nothing fits the budget; it names the smallest that does.
     """
-    from flashmem.learn import replan
+    from flashmem.tools.learn import replan
 
     return replan(Bundle.open(path), parse_size(budget, what="budget"), output).path
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from flashmem.base.units import format_size
 from flashmem.console import emit_json, print_facts, print_table, say
-from flashmem.design.application import Application, Objective, read_application
-from flashmem.design.profiles import Profiling, candidates
-from flashmem.design.written import Solved, described, solved, write
 from flashmem.runtime.application.designs import Designs, SwitchingRule
+from flashmem.tools.design.application import Application, Objective, read_application
+from flashmem.tools.design.profiles import Profiling, candidates
+from flashmem.tools.design.written import Solved, described, solved, write
 
 
 @dataclass(frozen=True)

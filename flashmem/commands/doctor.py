@@ -13,9 +13,9 @@ from flashmem.base.pages import page_size
 from flashmem.base.paths import cache_folder
 from flashmem.base.units import format_size
 from flashmem.console import emit_json
-from flashmem.doctor.advice import Step, next_lines, steps
-from flashmem.doctor.selftest import Result, disk, run_apart
-from flashmem.doctor.surroundings import Surroundings, look
+from flashmem.tools.doctor.advice import Step, next_lines, steps
+from flashmem.tools.doctor.selftest import Result, disk, run_apart
+from flashmem.tools.doctor.surroundings import Surroundings, look
 
 if TYPE_CHECKING:
     from flashmem.runtime.opencl.devices import Device

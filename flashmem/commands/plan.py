@@ -22,10 +22,10 @@ from flashmem.console import emit_json, print_facts, print_table
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.zoo.names import architecture
+from flashmem.tools.zoo.names import architecture
 
 if TYPE_CHECKING:
-    from flashmem.smallest import SmallestBudget
+    from flashmem.tools.smallest_budget import SmallestBudget
 
 _NAMES_SHOWN = 2
 _ROWS_SHOWN = 60
@@ -128,7 +128,7 @@ def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
     with offline_half("planning"):
         from flashmem.compile import read_graph
         from flashmem.options import resolve
-        from flashmem.smallest import smallest_budget
+        from flashmem.tools.smallest_budget import smallest_budget
     found = []
     for shapes in read_variants(options.shape):
         resolved = resolve(options.limits(), shapes=shapes, **options.target())

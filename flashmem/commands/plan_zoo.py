@@ -48,7 +48,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         from flashmem.compile import plan_graph
         from flashmem.compiler.passes.pipeline import prepare
         from flashmem.options import resolve
-        from flashmem.zoo.graphs import zoo_graph
+        from flashmem.tools.zoo.graphs import zoo_graph
 
     graph = zoo_graph(name)
     resolved = resolve(replace(options.limits(), unfusion=bool(options.unfusion)), **options.target())

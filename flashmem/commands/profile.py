@@ -108,7 +108,7 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
     """
     _need_extra()
     if figures is not None:
-        from flashmem.plots.figure import require_matplotlib
+        from flashmem.tools.plots.figure import require_matplotlib
 
         if figures.exists() and not figures.is_dir():
             raise UserError(f"--figures {figures} is not a folder; name one")

@@ -21,7 +21,7 @@ from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.serving.requests import Answer
 from flashmem.runtime.serving.runtime import Runtime
 from flashmem.runtime.session import Session
-from flashmem.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
+from flashmem.tools.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 
 _ALONE = 3
 """Runs of each model alone, at most."""
@@ -59,7 +59,7 @@ def play_queue(options: QueueOptions) -> None:
     """
     if options.plot is not None:
         check_target(options.plot, "--plot")
-        from flashmem.plots.figure import require_matplotlib
+        from flashmem.tools.plots.figure import require_matplotlib
 
         require_matplotlib()
     bundles = [Bundle.open(path) for path in options.bundles]
@@ -78,7 +78,7 @@ def play_queue(options: QueueOptions) -> None:
     answers, over_time, peak = _play(bundles, requests, options)
     report = _report(names, requests, answers, alone, options, peak)
     if options.plot is not None:
-        from flashmem.plots.queue import draw_queue
+        from flashmem.tools.plots.queue import draw_queue
 
         rows = {"one budget": over_time, "each model preloaded": _preloaded(bundles, requests, options.device)}
         draw_queue(options.plot, rows, report["budget_bytes"])

@@ -197,7 +197,7 @@ def _learn(outcome: Outcome) -> None:
         UserError: the offline half is not installed, or the bundle cannot be planned again.
     """
     with offline_half("--learn"):
-        from flashmem.learn import learn
+        from flashmem.tools.learn import learn
     before = outcome.bundle.plan
     after = learn(outcome.bundle, outcome.transfer_mode, outcome.reports).plan
     moved = sum(a.read_layer != b.read_layer for a, b in zip(before.weights, after.weights, strict=True))

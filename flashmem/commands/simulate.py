@@ -16,15 +16,15 @@ from flashmem.commands.plan_summary import summary
 from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.console import emit_json, print_facts
 from flashmem.options import choose_budget, choose_mode, choose_strategy, find_descriptor
-from flashmem.plots.figure import model_name, require_matplotlib
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import Strategy
-from flashmem.simulation.scenario import Disk, describe, layout_for
-from flashmem.simulation.simulator import Prediction, simulate
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.zoo.names import architecture
+from flashmem.tools.plots.figure import model_name, require_matplotlib
+from flashmem.tools.simulation.scenario import Disk, describe, layout_for
+from flashmem.tools.simulation.simulator import Prediction, simulate
+from flashmem.tools.zoo.names import architecture
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     budget = compiling.budget if model.is_dir() else None
     played = _play(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
-        from flashmem.plots.timeline import draw_timeline
+        from flashmem.tools.plots.timeline import draw_timeline
 
         draw_timeline(options.timeline, played.prediction, title=_title(played, options))
     if options.json:

@@ -14,10 +14,10 @@ from flashmem.base.files import check_target
 from flashmem.base.units import parse_shape, parse_size
 from flashmem.commands.stand_in_cache import have_cache
 from flashmem.console import ProgressCallback, progress, say
-from flashmem.sweeping.executors import EXECUTORS, default_jobs, executor
-from flashmem.sweeping.grid import Grid, Point, Row, numbers, sizes, words
-from flashmem.sweeping.results import ResultFile, read_rows
-from flashmem.zoo.names import architecture
+from flashmem.tools.sweep.executors import EXECUTORS, default_jobs, executor
+from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
+from flashmem.tools.sweep.results import ResultFile, read_rows
+from flashmem.tools.zoo.names import architecture
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def sweep(options: SweepOptions) -> None:
         have_cache()
     if options.plot is not None:
         check_target(options.plot, "--plot")
-        from flashmem.plots.figure import require_matplotlib
+        from flashmem.tools.plots.figure import require_matplotlib
 
         require_matplotlib()
     with ResultFile(options.output) as file:
@@ -147,14 +147,14 @@ class _Work:
 def _refuse_early(work: _Work) -> None:
     """Raises UserError for a subject that cannot be, before hours are spent on those named before it."""
     with offline_half("planning"):
-        from flashmem.sweeping.subjects import target_of
+        from flashmem.tools.sweep.subjects import target_of
     for _, points in work.groups():
         target_of(points[0])
 
 
 def _simulate(work: _Work, options: SweepOptions) -> None:
-    from flashmem.sweeping.points import simulated
-    from flashmem.sweeping.subjects import subject_of
+    from flashmem.tools.sweep.points import simulated
+    from flashmem.tools.sweep.subjects import subject_of
 
     with executor(options.executor, jobs=options.jobs or default_jobs(), address=options.address) as pool:
         for name, points in work.groups():
@@ -176,8 +176,8 @@ def _simulate(work: _Work, options: SweepOptions) -> None:
 
 def _measure(work: _Work, runs: int) -> list[str]:
     """One point at a time, so that none disturbs another; why points failed."""
-    from flashmem.sweeping.points import measured
-    from flashmem.sweeping.subjects import subject_of
+    from flashmem.tools.sweep.points import measured
+    from flashmem.tools.sweep.subjects import subject_of
 
     failed = []
     for name, points in work.groups():
@@ -198,7 +198,7 @@ def _conclude(options: SweepOptions) -> None:
     infeasible = sum(row["status"] == "infeasible" for row in rows)
     say(f"{len(rows)} points in {options.output}" + (f", {infeasible} of them infeasible" if infeasible else ""))
     if options.plot is not None:
-        from flashmem.plots.sweep import draw_sweep
+        from flashmem.tools.plots.sweep import draw_sweep
 
         for path in draw_sweep(options.plot, rows):
             say(f"drew {path}")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import cast
 
 from flashmem.console import print_table, say
-from flashmem.zoo.export import Exporter, export
-from flashmem.zoo.models import find, names
+from flashmem.tools.zoo.export import Exporter, export
+from flashmem.tools.zoo.models import find, names
 
 
 def list_models() -> None:
@@ -20,7 +20,7 @@ def list_models() -> None:
 
 
 def export_model(name: str, directory: Path, *, size: int | None, seed: int, exporter: str) -> Path:
-    """Writes `directory/model.onnx`, example inputs and notes; see `flashmem.zoo.export.export` for what it raises."""
+    """Writes `directory/model.onnx`, example inputs and notes; see `flashmem.tools.zoo.export.export` for what it raises."""
     model = find(name)
     say(f"exporting {name} with PyTorch, {size or model.default_size} {model.size_means}")
     return export(name, directory, size=size, seed=seed, exporter=cast(Exporter, exporter), notes=True)

@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 COMMANDS = (
     "flashmem.__main__", "flashmem.cli_plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime", "flashmem.runtime.application.manager",
-    "flashmem.planning.replanning", "flashmem.planning.capacity.model", "flashmem.runtime.kernels.build_worker", "flashmem.learn",
+    "flashmem.planning.replanning", "flashmem.planning.capacity.model", "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn",
     "flashmem.commands.bundles", "flashmem.commands.devices", "flashmem.commands.doctor", "flashmem.commands.profile",
-    "flashmem.commands.run", "flashmem.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
+    "flashmem.commands.run", "flashmem.tools.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
     "flashmem.profiler.opening", "flashmem.schedule.check",
 )  # fmt: skip
 """Where it is entered. What these import as they are imported comes along; what they import later is listed, or left out."""

@@ -1,0 +1,102 @@
+"""What each candidate takes alone (CARIn, section 4.2): measured by a session on the device, or played by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from flashmem.base.errors import BudgetError, UserError
+from flashmem.bundle.bundle import Bundle
+from flashmem.compile import compile as compile_model
+from flashmem.options import choose_mode, device_here
+from flashmem.program.program import raw_bytes
+from flashmem.runtime.engine.inputs import complete_inputs
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.session import Session
+from flashmem.tools.design.application import Application, Processor, Task, Variant
+from flashmem.tools.design.metrics import Candidate, Profile
+from flashmem.tools.simulation.scenario import describe, layout_for
+from flashmem.tools.simulation.simulator import simulate
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """`runs` later answers are measured after the first, or one is simulated (`simulated`); `seed` draws the inputs."""
+
+    runs: int = 20
+    simulated: bool = False
+    seed: int = 0
+
+
+def processors_here() -> tuple[Processor, ...]:
+    """The devices that are here, by their descriptors' names. All runtimes of the CPU are one processor.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = {
+        device.descriptor_name: Processor(device.descriptor_name, "cpu" if device.kind == "cpu" else device.descriptor_name)
+        for device in list_devices()
+    }
+    if not found:
+        raise UserError("no OpenCL device is here; name descriptors as [[device]] and add --simulate")
+    return tuple(found.values())
+
+
+def candidates(
+    application: Application, profiling: Profiling, say: Callable[[str], None] = lambda text: None
+) -> Iterator[Candidate]:
+    """Every model of every task on every device within every budget, profiled as it comes. What needs more memory than a budget
+    is left out, and `say` gets the sentence.
+
+    Raises:
+        UserError: a model or a device has to be changed.
+        RunError: a run failed.
+    """
+    for task in application.tasks:
+        for variant in task.variants:
+            for processor in application.processors or processors_here():
+                for budget in application.budgets:
+                    try:
+                        profile = _profile(task, variant, processor, budget, profiling)
+                    except BudgetError as refused:
+                        say(f"left out: {variant.title} on {processor.device}: {refused}")
+                        continue
+                    say(f"{task.name}: {variant.title} on {processor.device}: {profile.later[0] * 1e3:.1f} ms")
+                    yield Candidate(task.name, variant, processor, budget, profile)
+
+
+def compiled(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
+    """The candidate's bundle in the user's cache. Kernels are built if the device is `here`."""
+    device, shapes = processor.device, dict(variant.shapes)
+    return compile_model(variant.path, device=device, precision=variant.precision, shapes=shapes, budget=budget, build=here)
+
+
+def _profile(task: Task, variant: Variant, processor: Processor, budget: int | None, profiling: Profiling) -> Profile:
+    bundle = compiled(variant, processor, budget, here=not profiling.simulated)
+    if profiling.simulated:
+        first, later, memory = _simulated(bundle)
+    else:
+        first, later, memory = _measured(bundle, device_here(processor.device).descriptor_name, profiling)
+    macs = sum(launch.macs for launch in bundle.program.launches)
+    return Profile(first, later, memory, raw_bytes(bundle.program), macs)
+
+
+def _measured(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float, tuple[float, ...], int]:
+    inputs = complete_inputs(bundle.program, {}, profiling.seed)
+    with Session(bundle, device=device) as session:
+        reports = []
+        for _ in range(profiling.runs + 1):
+            session.run(None, inputs)
+            reports.append(session.last_run)
+    found = [report for report in reports if report is not None]
+    memory = max(report.memory.peak_bytes for report in found)
+    return found[0].latency.integrated, tuple(report.latency.exec for report in found[1:]), memory
+
+
+def _simulated(bundle: Bundle) -> tuple[float, tuple[float, ...], int]:
+    program, plan, descriptor = bundle.program, bundle.plan, bundle.descriptor
+    mode = choose_mode(descriptor, "auto", path=program.memory_path, planned=bundle.meta.get("mode"), strategy="stream")
+    plan = replace(plan, layouts={mode: layout_for(program, plan, mode)})
+    played = simulate(describe(program, plan, descriptor, mode, disk="cached"), bundle.budget_bytes)
+    return played.report.latency.integrated, (played.later,), played.report.memory.peak_bytes

@@ -1,0 +1,181 @@
+"""What the surroundings mean: one step after the other, and the line to type where a step fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from flashmem.tools.doctor.surroundings import FORBIDDEN, Driver, Surroundings
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that was looked at. `ok`: it is as it should be; None: it does not matter here.
+
+    `then` are the lines to type, in order; only the first failing step's are worth typing.
+    """
+
+    what: str
+    ok: bool | None
+    said: str
+    then: tuple[str, ...] = ()
+
+
+ADRENO_LINE = "export LD_LIBRARY_PATH=/vendor/lib64:$PREFIX/lib"
+MALI_LINE = "pkg install ocl-icd opencl-vendor-driver"
+PYOPENCL_LINES = (
+    "pkg install python python-numpy clang cmake ninja ocl-icd opencl-headers",
+    "pip install scikit-build-core nanobind pytools platformdirs typing_extensions",
+    "pip install --no-build-isolation --no-deps pyopencl",
+)
+"""There is no wheel of pyopencl for Android; without isolation its build uses Termux's numpy rather than compile one."""
+
+OWN_FOLDER = "$HOME/.opencl"
+
+
+def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
+    """What there is to say of the way to a device, from the bottom up. `devices`: names of those that OpenCL lists."""
+    found = [_driver(around)]
+    if around.android:
+        found += [*_namespaces(around), *_termux(around)]
+    found += [_loader(around), _icds(around), _binding(around), _devices(around, devices)]
+    return found
+
+
+def next_lines(found: Sequence[Step]) -> tuple[str, ...]:
+    """What to type now: the lines of the first step that fails and has any."""
+    return next((step.then for step in found if step.ok is False and step.then), ())
+
+
+def _driver(around: Surroundings) -> Step:
+    if around.drivers:
+        known = ", ".join(f"{driver.path} ({_FAMILIES[driver.family]})" for driver in around.drivers)
+        return Step("vendor's driver", True, known)
+    if around.android:
+        places = "/vendor/lib64, /system/vendor/lib64"
+        return Step(
+            "vendor's driver",
+            False,
+            f"none of libOpenCL.so, libGLES_mali.so and libPVROCL.so is in {places}: this phone has none",
+        )
+    if around.pip:
+        return Step("driver of pip", True, ", ".join(around.pip))
+    return Step("driver of pip", None, "none")
+
+
+_FAMILIES = {"adreno": "Qualcomm Adreno", "mali": "Arm Mali", "powervr": "Imagination PowerVR"}
+
+
+def _namespaces(around: Surroundings) -> list[Step]:
+    """Whether Android lets programs load the driver where it lies."""
+    found = []
+    if around.listed is not None:
+        said = "libOpenCL.so is" if around.listed else "libOpenCL.so is not"
+        found.append(Step("public libraries", around.listed or None, f"{said} among those that the vendor lets apps load"))
+    for driver in around.drivers:
+        if not driver.refusal:
+            found.append(Step("linker", True, f"{driver.path} can be loaded"))
+        elif FORBIDDEN in driver.refusal:
+            copies = driver.family == "adreno"  # of a Mali's, `opencl-vendor-driver` makes a copy
+            found.append(
+                Step("linker", False if copies and _adreno_is_first(around) else None, driver.refusal, _copied(driver))
+            )
+        else:
+            found.append(Step("linker", None, driver.refusal))
+    return found
+
+
+def _copied(driver: Driver) -> tuple[str, ...]:
+    """Copies of the driver and what it loads, where programs may load them."""
+    names = "libOpenCL*.so libadreno_*.so libgsl.so libCB.so libllvm-*.so libq3dtools_adreno.so"
+    return (
+        f"mkdir -p {OWN_FOLDER}",
+        f"cd {PurePosixPath(driver.path).parent} && cp {names} {OWN_FOLDER}/; cd -",
+        f"export LD_LIBRARY_PATH={OWN_FOLDER}:$PREFIX/lib",
+    )
+
+
+def _termux(around: Surroundings) -> list[Step]:
+    if not around.prefix:
+        return [
+            Step(
+                "Termux",
+                False,
+                "PREFIX is not set: this is not Termux's shell",
+                ("open Termux, and run flashmem doctor there",),
+            )
+        ]
+    if not around.drivers:
+        return []
+    family = around.drivers[0].family
+    return [_adreno(around)] if family == "adreno" else [_copying_package(around, around.drivers[0])]
+
+
+def _adreno_is_first(around: Surroundings) -> bool:
+    """Whether the linker meets the vendor's libOpenCL.so before Termux's."""
+    vendors = [i for i, part in enumerate(around.search) if "vendor/lib" in part or part.endswith("/.opencl")]
+    own = [i for i, part in enumerate(around.search) if part.rstrip("/") == f"{around.prefix}/lib"]
+    return bool(vendors) and (not own or vendors[0] < own[0])
+
+
+def _adreno(around: Surroundings) -> Step:
+    """An Adreno's driver is no ICD: it has to take the loader's place."""
+    if _adreno_is_first(around):
+        return Step("library path", True, "the vendor's folder comes before Termux's in LD_LIBRARY_PATH")
+    said = "LD_LIBRARY_PATH does not name the vendor's folder, so Termux's loader is used, which cannot use this driver"
+    if any("vendor/lib" in part for part in around.search):
+        said = "LD_LIBRARY_PATH has Termux's folder before the vendor's; the order matters: the first libOpenCL.so is taken"
+    line = ADRENO_LINE.replace("/vendor/lib64", str(PurePosixPath(around.drivers[0].path).parent))
+    return Step("library path", False, said, (line,))
+
+
+def _copying_package(around: Surroundings, driver: Driver) -> Step:
+    """Mali and PowerVR: the package copies the driver to where Termux's loader may load it."""
+    usual = {"libGLES_mali.so": "egl", "libPVROCL.so": "lib64"}
+    path = PurePosixPath(driver.path)
+    override = "" if path.parent.name == usual.get(path.name) else f"OVERRIDE_LIBOPENCL={driver.path} "
+    if not around.copied:
+        said = "the driver has not been copied to where Termux's loader may load it; the package opencl-vendor-driver does that"
+        installed = any(icd.library.endswith("opt/vendor/lib/libOpenCL.so") for icd in around.icds)
+        line = "pkg reinstall opencl-vendor-driver" if installed else MALI_LINE
+        return Step("opencl-vendor-driver", False, said, (override + line,))
+    if around.outdated:
+        said = f"{around.copied} is older than the vendor's driver: the system was updated since"
+        return Step("opencl-vendor-driver", False, said, (f"{override}pkg reinstall opencl-vendor-driver",))
+    return Step("opencl-vendor-driver", True, around.copied)
+
+
+def _loader(around: Surroundings) -> Step:
+    """The libOpenCL.so that programs are linked to; where pyopencl is here, the one that it has loaded."""
+    if around.loaded:
+        return Step("loader", True, around.loaded)
+    if around.loaders:
+        return Step("loader", True, ", ".join(around.loaders))
+    if around.android:
+        return Step("loader", False, "Termux has no libOpenCL.so", ("pkg install ocl-icd",))
+    return Step("loader", None, "no libOpenCL.so in the usual folders; pyopencl of pip brings one")
+
+
+def _icds(around: Surroundings) -> Step:
+    if not around.icds:
+        return Step("drivers of the loader", None, "no .icd file names one")
+    said = "; ".join(f"{icd.path}: {icd.broken or icd.library}" for icd in around.icds)
+    return Step("drivers of the loader", True if any(not icd.broken for icd in around.icds) else None, said)
+
+
+def _binding(around: Surroundings) -> Step:
+    if around.pyopencl:
+        return Step("pyopencl", True, around.pyopencl)
+    lines = PYOPENCL_LINES if around.android else ("pip install pyopencl",)
+    return Step("pyopencl", False, around.pyopencl_error or "it is not installed", lines)
+
+
+def _devices(around: Surroundings, devices: Sequence[str]) -> Step:
+    if devices:
+        return Step("devices", True, "; ".join(devices))
+    lines: tuple[str, ...] = ()
+    if not around.android:
+        x86 = around.machine.lower() in ("x86_64", "amd64")
+        lines = ("pip install intel-opencl-rt",) if x86 else ("apt-get install pocl-opencl-icd",)
+    return Step("devices", False, "OpenCL lists none", lines)

@@ -1,0 +1,296 @@
+"""A scenario played: host, loader threads and disk as processes over shared resources.
+
+What runs at the same time, and what waits for what, is as in runtime/{session,run,executor,loader}.py:
+
+- the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
+  cache ends no sooner than the disk brought it in;
+- loader threads free what may be freed, then take the next load whose gate is open; where loads pass through staging of a
+  thread's own, they read it there before that, and copy it then. They share one read rate, and one copy rate or a copy engine,
+  which does one copy after the other. What slices cost beside their bytes is the interpreter's time, one thread's at a time;
+- the device runs layers in order, each once its slices are there, for as long as the planner's clock says that it takes with
+  what the plan moves beside it. The host costs nothing and is never late: it always waits for the oldest layer in flight, so
+  gates open when a layer is done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.memory.accounts import Category
+from flashmem.schedule.loads import LOOKED_AT, Span
+from flashmem.tools.simulation.events import Events, Process, Work
+from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The first run as a session would report it, times counted from the session's creation; `later` runs in seconds.
+
+    `busy`: for how many seconds of the first run each resource was at work: disk, read, copy and compute; "slice" is what a
+    load costs beside its bytes, "time" what nothing shares. `load_threads` has the thread that made each of `report.loads`;
+    `disk` is what a cold disk read when.
+    """
+
+    report: RunReport
+    later: float
+    busy: dict[str, float]
+    load_threads: tuple[int, ...]
+    disk: tuple[Span, ...]
+
+
+def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
+    """Play the first run of a session, and a later one. `budget` is only written into the report."""
+    first = _Player(scenario)
+    integrated = first.play()
+    later = _Player(scenario.later()).play()
+    memory = first.memory
+    report = RunReport(
+        Latency(integrated, first.opened, integrated - first.opened),
+        MemoryUse(
+            memory.peak,
+            memory.average(integrated),
+            budget,
+            dict(memory.peak_by_category),
+            None,
+            tuple(memory.history),
+        ),
+        tuple(span for span, _ in first.loads),
+        tuple(first.layers),
+    )
+    return Prediction(report, later, first.events.busy, tuple(thread for _, thread in first.loads), tuple(first.disk))
+
+
+def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
+    """Units per second of each work: bytes (disk, read, copy), or seconds (compute, slices, time that nothing changes)."""
+    return {
+        "disk": machine.disk_bandwidth or 0.0,
+        "slice": 1.0,
+        "read": machine.read_bandwidth / max(1, busy.get("read", 0)),
+        "copy": machine.copy_bandwidth / max(1, busy.get("copy", 0)),
+        "compute": 1.0,
+        "time": 1.0,
+    }
+
+
+@dataclass
+class _Memory:
+    """Bytes held over time, as the ledger counts them."""
+
+    history: list[tuple[float, int]] = field(default_factory=list)
+    total: int = 0
+    peak: int = 0
+    by_category: dict[Category, int] = field(default_factory=dict)
+    peak_by_category: dict[Category, int] = field(default_factory=dict)
+
+    def change(self, now: float, category: Category, nbytes: int) -> None:
+        self.total += nbytes
+        self.by_category[category] = self.by_category.get(category, 0) + nbytes
+        self.history.append((now, self.total))
+        if self.total > self.peak:
+            self.peak, self.peak_by_category = self.total, dict(self.by_category)
+
+    def average(self, until: float) -> float:
+        moments = [*self.history, (until, 0)]
+        seconds = until - moments[0][0]
+        if seconds <= 0:
+            return float(self.total)
+        return sum(held * (after - at) for (at, held), (after, _) in pairwise(moments)) / seconds
+
+
+class _Player:
+    """One run of one scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.machine = scenario.machine
+        in_turn = ("slice", "copy") if self.machine.copy_engine else ("slice",)
+        self.events = Events(lambda busy: speeds(self.machine, busy), in_turn)
+        self.memory = _Memory()
+        self.opened = 0.0
+        self.loads: list[tuple[Span, int]] = []
+        self.layers: list[Span] = []
+        self.disk: list[Span] = []
+        self._disk_queue: deque[SimulatedLoad] = deque()
+        self._backlog = 0  # bytes announced and not read yet
+        self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the band
+        self._in_cache: set[tuple[str, int]] = set()
+
+    def play(self) -> float:
+        """Seconds until the outputs are in host memory."""
+        if self.machine.disk_bandwidth is not None:
+            self.events.start(self._disk())
+        self.events.run(self._host())
+        return self.events.now
+
+    # What the session does, in order.
+
+    def _host(self) -> Process:
+        scenario = self.scenario
+        self.events.start(self._announcer())
+        yield from self._open()
+        if scenario.resident_first:
+            yield from self._bring_in(scenario.loads, self.machine.threads)
+        self.opened = self.events.now
+        yield from self._storage(scenario.gathered_bytes)
+        yield Work("copy", scenario.input_bytes)
+        loads: tuple[SimulatedLoad, ...] = () if scenario.resident_first else scenario.loads
+        loader = _Loader(self, loads, scenario.frees, self.machine.threads)
+        yield from self._execute(loader)
+        loader.stop()
+        yield Work("copy", scenario.output_bytes)
+
+    def _open(self) -> Process:
+        """Everything that is not weights."""
+        scenario = self.scenario
+        yield Work("time", scenario.context_seconds)
+        self.memory.history.append((self.events.now, 0))  # the ledger begins
+        yield Work("time", scenario.kernel_seconds)
+        for allocation in scenario.allocations:
+            self.memory.change(self.events.now, allocation.category, allocation.nbytes)
+            if allocation.category == "constants":
+                yield from self._storage(scenario.constants_bytes)
+
+    def _storage(self, nbytes: int) -> Process:
+        """The host itself reads a part of the file that nobody announced."""
+        rates = (self.machine.read_bandwidth, self.machine.disk_bandwidth or float("inf"))
+        yield Work("time", nbytes / min(rates))
+
+    def _bring_in(self, loads: Sequence[SimulatedLoad], threads: int) -> Process:
+        """Loads before the first layer, waited for."""
+        loader = _Loader(self, loads, {}, threads)
+        yield lambda: not loader.is_missing_any
+        loader.stop()
+
+    def _execute(self, loader: _Loader) -> Process:
+        """Executor and compute queue: layers in order, each once its slices are there."""
+        for number, layer in enumerate(self.scenario.layers, start=1):
+            for name in layer.needs:
+                yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
+            start = self.events.now
+            yield Work("compute", layer.seconds)
+            self.layers.append(Span(layer.name, start, self.events.now))
+            loader.layer_done(number)
+
+    # What runs beside it.
+
+    def _announcer(self) -> Process:
+        """What the session announces while it opens."""
+        for load in self.scenario.loads[: self.scenario.announced]:
+            yield from self.announce(load)
+
+    def _disk(self) -> Process:
+        """Announced parts of the file, one after the other."""
+        while True:
+            yield lambda: bool(self._disk_queue)
+            load = self._disk_queue.popleft()
+            start = self.events.now
+            yield Work("disk", load.nbytes)
+            self.disk.append(Span(load.name, start, self.events.now))
+            self._backlog -= load.nbytes
+            self._in_cache.add((load.name, load.first))
+
+    def announce(self, load: SimulatedLoad) -> Process:
+        """Tell the disk to read it; waits while the disk has too much before it to take more."""
+        if self.machine.disk_bandwidth is None or (load.name, load.first) in self._announced:
+            return
+        self._announced.add((load.name, load.first))
+        yield lambda: not self._backlog or self._backlog + load.nbytes <= self.machine.disk_queue_bytes
+        self._disk_queue.append(load)
+        self._backlog += load.nbytes
+
+    def transfer(self, load: SimulatedLoad, is_open: Callable[[], bool]) -> Process:
+        """What a loader thread does with one load; `is_open`: whether its gate is."""
+        yield Work("slice", self.machine.load_seconds)
+        for index, (resource, nbytes) in enumerate(load.pieces):
+            if resource == "copy":
+                yield is_open
+            yield Work(resource, nbytes)
+            if index == load.last_of_file and self.machine.disk_bandwidth is not None:
+                yield lambda: (load.name, load.first) in self._in_cache
+
+
+class _Loader:
+    """Loader threads on one sequence of loads (runtime/streaming/loader.py)."""
+
+    def __init__(
+        self, player: _Player, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
+    ) -> None:
+        self._missing = Counter(load.name for load in loads)  # bands, by slice
+        self._player = player
+        self._loads = loads
+        self._frees = frees
+        self._held = Counter[str]()
+        for load in player.scenario.loads:
+            self._held[load.name] += load.held
+        self._ahead = threads
+        self._waiting = list(range(len(loads)))
+        self._done = 0
+        self._to_free: list[str] = []
+        self._stopping = False
+        for number in range(min(threads, len(loads))):
+            player.events.start(self._work(number))
+
+    def lacks(self, name: str) -> bool:
+        """Whether a part of `name` is still to come."""
+        return name in self._missing
+
+    @property
+    def is_missing_any(self) -> bool:
+        """Whether anything is still to come."""
+        return bool(self._missing)
+
+    def layer_done(self, layer: int) -> None:
+        """The host heard that `layer` is done."""
+        self._done = layer
+        self._to_free.extend(self._frees.get(layer, ()))
+
+    def stop(self) -> None:
+        """End the threads, and free what is left to be freed."""
+        self._stopping = True
+        self._free()
+
+    def _work(self, thread: int) -> Process:
+        player, events = self._player, self._player.events
+        while True:
+            yield lambda: self._stopping or bool(self._to_free) or self._next() is not None
+            if self._stopping:
+                return
+            self._free()
+            number = self._next()
+            if number is None:
+                continue
+            load = self._loads[number]
+            self._waiting.remove(number)
+            for part in self._ahead_of_it(load):
+                yield from player.announce(part)
+            start = events.now
+            if load.held:
+                player.memory.change(start, "weights", load.held)
+            yield from player.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
+            player.loads.append((Span(load.name, start, events.now), thread))
+            self._missing[load.name] -= 1
+            if not self._missing[load.name]:
+                del self._missing[load.name]
+
+    def _free(self) -> None:
+        for name in self._to_free:
+            self._player.memory.change(self._player.events.now, "weights", -self._held[name])
+        self._to_free.clear()
+
+    def _next(self) -> int | None:
+        """The load to begin with: the first whose gate is open, else one to read ahead."""
+        waiting = self._waiting[:LOOKED_AT]
+        ready = next((number for number in waiting if self._is_open(number)), None)
+        return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
+
+    def _is_open(self, index: int) -> bool:
+        return self._loads[index].gate <= self._done
+
+    def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
+        """The load just taken and a few that come next, behind open gates; what was announced before is passed over."""
+        ahead = [self._loads[number] for number in self._waiting[: self._ahead] if self._is_open(number)]
+        return [load, *ahead]

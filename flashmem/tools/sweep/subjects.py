@@ -1,0 +1,112 @@
+"""From a model, a device and a precision to what their points share: a graph or a bundle's program, and weights to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from flashmem.base.errors import NoDeviceError, UserError
+from flashmem.base.types import TransferMode
+from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.shape_variants import read_variants
+from flashmem.compile import compile as compile_model
+from flashmem.compile import read_graph
+from flashmem.compiler.ir.portable import portable
+from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
+from flashmem.compiler.passes.pipeline import prepare
+from flashmem.options import Options, choose_mode, device_here, find_descriptor
+from flashmem.planning.limits import Limits
+from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
+from flashmem.tools.sweep.grid import Point
+from flashmem.tools.sweep.points import Subject
+from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
+from flashmem.tools.zoo.names import architecture
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a subject is played on, and the bundle if it is one."""
+
+    descriptor: DeviceDescriptor
+    mode: TransferMode
+    bundle: Bundle | None = None
+
+
+def target_of(point: Point) -> Target:
+    """What is known of the subject of `point` before a model is read, so that a sweep can refuse it before its first point.
+
+    Raises:
+        UserError: the model's name, the device, the mode or the precision has to be changed.
+    """
+    if point.source == "measured":
+        _require_here(point.device)
+    if Path(point.model).is_dir():
+        return _of_bundle(Path(point.model), point)
+    name = architecture(point.model)
+    if name is not None:
+        _check_architecture(name, point)
+    descriptor = find_descriptor(point.device)
+    return Target(descriptor, choose_mode(descriptor, point.mode))
+
+
+def subject_of(point: Point) -> Subject:
+    """The subject of `point`. A bundle is taken as it is; an ONNX file is compiled if points are measured, else only read.
+
+    Raises:
+        UserError: the model, the device, the mode or the precision has to be changed.
+    """
+    target = target_of(point)
+    descriptor, mode = target.descriptor, target.mode
+    if target.bundle is not None:
+        return Subject(descriptor, mode, None, target.bundle.program, target.bundle.path)
+    name = architecture(point.model)
+    if name is not None:
+        graph = prepare(zoo_graph(name))
+        return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
+    path, precision = Path(point.model), cast(Literal["fp32", "fp16"], point.precision)
+    [shapes, *others] = read_variants(point.shape.split())
+    if others:
+        raise UserError("--shape names several shape variants, and a sweep is of one; name each input once")
+    graph = read_graph(path, Options(descriptor, mode, Limits(), precision, shapes))
+    if point.source == "simulated":
+        return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
+    bundle = compile_model(  # into the user's cache, or found there
+        path, device=point.device, precision=precision, shapes=shapes, mode=mode, unfusion=False
+    )
+    return Subject(descriptor, mode, graph, bundle.program, bundle.path)
+
+
+def _require_here(device: str) -> None:
+    """A descriptor in a file is measured on any device, as `flashmem run` does: the user says that it describes one."""
+    try:
+        device_here(device)
+    except NoDeviceError as error:
+        if device not in descriptor_names():
+            raise
+        raise UserError(
+            f"no {device} is here, and measuring needs a device that is; leave --measured out to simulate it"
+        ) from error
+
+
+def _check_architecture(name: str, point: Point) -> None:
+    check_architecture(name)
+    if point.source == "measured":
+        raise UserError(
+            f"{point.model} has no weights to run with; export it with `flashmem zoo export`, or leave --measured out"
+        )
+    if point.shape:
+        raise UserError(f"--shape does not go with {point.model}, whose shapes are fixed; leave it out")
+
+
+def _of_bundle(path: Path, point: Point) -> Target:
+    bundle = Bundle.open(path)
+    if point.precision != bundle.program.precision:
+        raise UserError(
+            f"{path} was compiled with --precision {bundle.program.precision}; leave {point.precision} out, or name the model"
+        )
+    if point.shape:
+        raise UserError(f"--shape was fixed when {path} was compiled; name the model, or leave --shape out")
+    descriptor = find_descriptor(point.device, own=bundle.descriptor)
+    mode = choose_mode(descriptor, point.mode, path=bundle.program.memory_path, planned=bundle.meta.get("mode"))
+    return Target(descriptor, mode, bundle)

@@ -1,0 +1,214 @@
+"""Export: the models of the zoo with seeded weights, written to ONNX the two ways PyTorch exports.
+
+Nothing is downloaded: a model is built from its configuration and its weights are drawn from a seed (`flashmem.tools.zoo.weights`).
+Every export is checked: another value of any input must move an output, and every output must move.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import tempfile
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from flashmem.base.errors import UserError
+from flashmem.tools.zoo.models import find
+from flashmem.tools.zoo.recipe import ZooModel, zoo_module
+from flashmem.tools.zoo.weights import initialise
+
+Exporter = Literal["dynamo", "legacy"]
+
+OPSET = 18
+"""What both exporters write by themselves; `opset=` asks for another."""
+
+INPUTS = "inputs.npz"
+NOTES = "export.json"
+
+_LEAST_MOVE = 0.1  # of an output's standard deviation, when one input is another
+_TRIES = 16  # to draw another value of an input that has few
+
+
+def export(
+    name: str,
+    directory: str | Path,
+    *,
+    size: int | None = None,
+    exporter: Exporter = "dynamo",
+    external_data: bool | None = None,
+    dynamic: bool = False,
+    opset: int = OPSET,
+    seed: int = 0,
+    filename: str = "model.onnx",
+    notes: bool = False,
+) -> Path:
+    """Build `name` with weights drawn from `seed` and write `directory/filename`; returns that path.
+
+    `size` is in what the model's `size_means` names (None: the model's own). `external_data` puts the weights into
+    `filename.data` (None: only where the file would pass 1 GB or so); the legacy exporter decides this by itself. With
+    `dynamic`, the batch, and the sequence of a language model, stay symbolic. `notes` adds `inputs.npz`, an example of every
+    input, and `export.json`, which says what was exported with which packages.
+
+    Raises:
+        UserError: an unknown name or exporter, an exporter that cannot write the model, a size the architecture cannot take,
+            or a missing `zoo` extra.
+    """
+    model = find(name)
+    if exporter not in ("dynamo", "legacy"):
+        raise UserError(f"no exporter {exporter!r}: choose dynamo or legacy")
+    if exporter == "legacy" and external_data:
+        raise UserError("the legacy exporter decides by itself where weights go: leave external_data out, or use dynamo")
+    if exporter == "legacy" and model.dynamo_only:
+        raise UserError(f"the legacy exporter cannot write {name}: {model.dynamo_only}; use dynamo")
+    chosen = model.default_size if size is None else size
+    if chosen < 1:
+        raise UserError(f"the size of {name} is a positive number of {model.size_means}, not {chosen}")
+    torch = zoo_module("torch")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        network, first, second = _built(torch, model, chosen, seed)
+        wrapped = _wrapped(torch, network, model)
+        _check_that_inputs_matter(wrapped, model, chosen, first, second)
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    if external_data is None:
+        external_data = sum(p.numel() * p.element_size() for p in network.parameters()) > 10**9
+    with tempfile.TemporaryDirectory(dir=target, prefix=".export-") as scratch:
+        _write(torch, wrapped, first, model, Path(scratch) / filename, exporter, external_data, dynamic, opset)
+        if notes:
+            np.savez(Path(scratch) / INPUTS, **{key: tensor.numpy() for key, tensor in first.items()})
+            said = {"name": name, "size": chosen, "seed": seed, "exporter": exporter, "opset": opset, "versions": _versions()}
+            (Path(scratch) / NOTES).write_text(json.dumps(said, indent=1) + "\n")
+        # The model last: what it refers to is then already in place.
+        for file in sorted(Path(scratch).iterdir(), key=lambda path: path.name == filename):
+            file.replace(target / file.name)
+    return target / filename
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that make an export what it is."""
+    found = {}
+    for package in ("torch", "transformers", "diffusers", "onnxscript"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # what the model does not need is not there
+    return found
+
+
+def _built(torch: Any, model: ZooModel, size: int, seed: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The network with its weights, ready to answer, and two examples of its inputs.
+
+    Raises:
+        UserError: the architecture cannot take the size.
+    """
+    generator = np.random.default_rng(seed)
+    try:
+        network = model.build(size)
+        first = _tensors(torch, model.examples(generator, size))
+        initialise(torch, network)
+        network.eval()
+        if model.tune is not None:
+            model.tune(torch, network, first)
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise UserError(f"{model.name} cannot take size {size}: {error}") from error
+    second = dict(first)
+    for name in first:
+        for _ in range(_TRIES):  # until it is another one
+            second[name] = _tensors(torch, model.examples(generator, size))[name]
+            if not torch.equal(first[name], second[name]):
+                break
+    return network, first, second
+
+
+def _tensors(torch: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _wrapped(torch: Any, network: Any, model: ZooModel) -> Any:
+    """The network as a function of its inputs in order, which returns its outputs in order."""
+    names = [each.name for each in model.inputs]
+
+    class Answer(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, *tensors: Any) -> tuple[Any, ...]:
+            return model.answer(self.network, dict(zip(names, tensors, strict=True)))
+
+    return Answer().eval()
+
+
+def _check_that_inputs_matter(network: Any, model: ZooModel, size: int, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Refuse a model whose answer does not depend on what it is asked: it would verify anything."""
+    try:
+        usual = network(*first.values())
+        unmoved = set(model.outputs)
+        for each in model.inputs:
+            other = network(*(first | {each.name: second[each.name]}).values())
+            moves = {}
+            for output, one, two in zip(model.outputs, usual, other, strict=True):
+                # A score of its own has no spread; its magnitude stands in.
+                spread = one.std().item() if one.numel() > 1 else one.abs().max().item()
+                moved = (one - two).abs().max().item()
+                moves[output] = f"{output} moved {moved:g}, spread {spread:g}"
+                if math.isfinite(spread) and moved > _LEAST_MOVE * spread > 0:
+                    unmoved.discard(output)
+                    del moves[output]
+            if len(moves) == len(model.outputs):
+                raise UserError(
+                    f"{model.name} at size {size} hardly depends on its input {each.name} ({'; '.join(moves.values())}): "
+                    "try another size"
+                )
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise UserError(f"{model.name} cannot take size {size}: {error}") from error
+    if unmoved:
+        raise UserError(f"{model.name} at size {size}: output {min(unmoved)} hardly depends on any input; try another size")
+
+
+def _write(
+    torch: Any,
+    network: Any,
+    examples: dict[str, Any],
+    model: ZooModel,
+    path: Path,
+    exporter: Exporter,
+    external_data: bool,
+    dynamic: bool,
+    opset: int,
+) -> None:
+    zoo_module("onnxscript")
+    arguments = tuple(examples.values())
+    how: dict[str, Any]
+    if exporter == "dynamo":
+        how = {"dynamo": True, "external_data": external_data, "verbose": False}
+        if dynamic:
+            open_axes = tuple({axis: torch.export.Dim.DYNAMIC for axis in each.symbolic} for each in model.inputs)
+            how["dynamic_shapes"] = (open_axes,)
+            arguments = tuple(torch.cat([each, each]) for each in arguments)  # a batch of one would be taken for a constant
+    else:
+        how = {"dynamo": False}
+        if dynamic:
+            axes = {each.name: dict(each.symbolic) for each in model.inputs}
+            how["dynamic_axes"] = axes | {name: {0: "batch"} for name in model.outputs}
+    names = {"input_names": list(examples), "output_names": list(model.outputs)}
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    torch._C._jit_onnx_log = lambda *words: None  # PyTorch leaves this log enabled, and prints the graph of a failed export
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.onnx.export(network, arguments, str(path), **names, opset_version=opset, **how)
+        except OSError:
+            raise
+        except Exception as error:  # PyTorch has a class for each kind of failure
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            other = "dynamo" if exporter == "legacy" else "legacy"
+            raise UserError(
+                f"the {exporter} exporter of PyTorch {torch.__version__} cannot write {model.name} ({reason}); try {other}"
+            ) from error
