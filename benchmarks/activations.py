@@ -41,7 +41,7 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.processes import run_bundle, run_worker, take_turns, weights_of
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
-from flashmem.commands.verify import compare
+from flashmem.cli.commands.verify import compare
 from flashmem.options import device_here
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program

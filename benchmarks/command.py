@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flashmem.base.errors import UserError
-from flashmem.console import EXIT_USER_ERROR, exit_codes, prepare_streams, say
+from flashmem.cli.console import EXIT_USER_ERROR, exit_codes, prepare_streams, say
 from flashmem.options import device_here
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import flashmem
 from benchmarks.command import run_command
-from flashmem.demo import ocr, run
+from flashmem.cli.demo import ocr, run
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 

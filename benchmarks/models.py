@@ -45,7 +45,7 @@ from benchmarks.processes import Row, run_bundle, run_worker, weights_of
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
-from flashmem.commands.verify import compare
+from flashmem.cli.commands.verify import compare
 from flashmem.compile import plan_graph, read_graph
 from flashmem.options import device_here, resolve
 from flashmem.planning.limits import read_limits

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, runner
-from flashmem.console import exit_codes
-from flashmem.demo.run import open_image
+from flashmem.cli.console import exit_codes
+from flashmem.cli.demo.run import open_image
 
 NETWORK = Trained("rapidocr", "models/*_cls_*.onnx", {"x": (1, 3, 48, 192)}, "1MB")
 

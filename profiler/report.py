@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.errors import UserError
-from flashmem.console import print_facts, print_table
+from flashmem.cli.console import print_facts, print_table
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.classes import THRESHOLDS
 from flashmem.planning.capacity.predictor import Predictor, ratio_within

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flashmem.cli import main
+from flashmem.cli.main import main
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.manifest import BINARIES, variant_files
 from flashmem.bundle.version_directories import named_generation
 from flashmem.bundle.writer import replace_binaries
-from flashmem.commands.bundles import check_bundle, clear_cache, list_cache
+from flashmem.cli.commands.bundles import check_bundle, clear_cache, list_cache
 from flashmem.runtime.kernels import cache_files as program_files
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
 from flashmem.runtime.streaming.weight_file import WeightFile

@@ -19,7 +19,7 @@ from mini_bundle import MiniModel, write_mini_bundle
 
 from flashmem import Session
 from flashmem.base.errors import RunError, UserError
-from flashmem.commands import compiling
+from flashmem.cli.commands import compiling
 from flashmem.profiler import sessions
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.build_processes import Builders

@@ -16,8 +16,8 @@ import onnxruntime
 import pytest
 from command_line import Command, command_line
 
-from flashmem.commands.compiling import CompileOptions
-from flashmem.commands.options import BUNDLE_OPTIONS
+from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.commands.options import BUNDLE_OPTIONS
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.plan import Status
 
@@ -262,7 +262,7 @@ def test_what_the_user_has_to_change(
 def test_a_bundle_run_never_imports_the_offline_half(bundle: Path) -> None:
     program = (
         "import sys; sys.argv = ['flashmem', 'run', sys.argv[1], '--json']\n"
-        "from flashmem.cli import main\n"
+        "from flashmem.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as left: assert not left.code, left.code\n"
         "heavy = {'onnx', 'onnx_ir', 'onnxscript', 'ortools', 'jinja2', 'xgboost', 'onnxruntime', 'torch', 'scipy', 'pandas'}\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flashmem.cli import main
+from flashmem.cli.main import main
 
 GPTNEO = Path(__file__).parent / "data" / "gptneo-tiny.onnx"
 LIMITS = ("--m-peak", "500MB", "--lambda", "0.9", "--chunk", "1MiB", "--device", "pocl")

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 import flashmem
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.commands.verify import compare
-from flashmem.demo import ocr
-from flashmem.demo.run import PAGE, draw_page, open_image
+from flashmem.cli.commands.verify import compare
+from flashmem.cli.demo import ocr
+from flashmem.cli.demo.run import PAGE, draw_page, open_image
 from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = [device.descriptor_name for device in list_devices()]

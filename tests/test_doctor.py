@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Command, command_line
 
-from flashmem.commands import doctor
+from flashmem.cli.commands import doctor
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.tools.doctor.advice import ADRENO_LINE, MALI_LINE, next_lines, steps
 from flashmem.tools.doctor.selftest import Result, disk, run_apart

@@ -16,7 +16,7 @@ from trained_inputs import NAME, PAIRS, ROOT, line, path_of, played, write_wave
 
 from examples import notes, similar_sentences, speech_or_not
 from examples.trained import Trained
-from flashmem.demo.run import PAGE
+from flashmem.cli.demo.run import PAGE
 
 
 class Reference:

@@ -57,14 +57,14 @@ def command(interrupted_at: str = "", before: str = "") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["typer", "flashmem.cli", "flashmem.commands.devices", "numpy._core._multiarray_umath", "pyopencl._cl"]
+    "module", ["typer", "flashmem.cli.main", "flashmem.cli.commands.devices", "numpy._core._multiarray_umath", "pyopencl._cl"]
 )
 def test_an_interrupt_during_imports_is_one_line(module: str) -> None:
     assert command(module) == ONE_LINE
 
 
 SWALLOWED = """
-import flashmem.commands.devices as devices
+import flashmem.cli.commands.devices as devices
 class Deleted:
     def __del__(self):
         interrupt()
@@ -74,7 +74,7 @@ def show(**options):
 devices.show_devices = show
 """
 WHILE_CLEANING_UP = """
-import flashmem.commands.devices as devices
+import flashmem.cli.commands.devices as devices
 def show(**options):
     try:
         interrupt()
@@ -83,8 +83,8 @@ def show(**options):
 devices.show_devices = show
 """
 WHILE_AN_ERROR_IS_TOLD = """
-import flashmem.commands.devices as devices
-import flashmem.console as console
+import flashmem.cli.commands.devices as devices
+import flashmem.cli.console as console
 def fail(**options):
     raise console.UserError("no")
 def tell(*sentence):
@@ -95,11 +95,11 @@ told, console._fail, devices.show_devices = console._fail, tell, fail
 """
 AFTER_THE_END = """
 import atexit
-import flashmem.commands.devices as devices
+import flashmem.cli.commands.devices as devices
 devices.show_devices = lambda **options: atexit.register(interrupt)
 """
 WHILE_THE_LAST_MODULE_LOADS = """
-import flashmem.commands.devices as devices
+import flashmem.cli.commands.devices as devices
 import atexit
 def show(**options):
     sys.modules.pop("this", None)

@@ -26,7 +26,7 @@ import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, RunError, UserError
 from flashmem.bundle.manifest import BINARIES
-from flashmem.commands.bundles import check_bundle
+from flashmem.cli.commands.bundles import check_bundle
 from flashmem.options import find_device
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels import ahead as kernel_builder

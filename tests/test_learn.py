@@ -13,8 +13,8 @@ from planning_problems import layers_of
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.bundle.writer import replace_plan
-from flashmem.commands.compiling import CompileOptions
-from flashmem.commands.run import RunOptions, run_model
+from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.commands.run import RunOptions, run_model
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.loads import Span

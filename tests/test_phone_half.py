@@ -20,8 +20,8 @@ from test_packaging import ROOT, build
 
 import flashmem
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.cli import app
-from flashmem.cli_plain import _parser
+from flashmem.cli.main import app
+from flashmem.cli.plain import _parser
 from flashmem.profiler import kit as kits
 from flashmem.profiler import openings, packing
 from flashmem.profiler.dataset import read_dataset

@@ -22,7 +22,7 @@ from refused_budget import refused
 import flashmem
 from flashmem import Bundle, RunReport, Session
 from flashmem.base.errors import BudgetError, MissingFileError, UnsupportedModelError
-from flashmem.commands.plan_zoo import ZooPlan
+from flashmem.cli.commands.plan_zoo import ZooPlan
 from flashmem.planning.opg.srpt import SrptPlan
 from flashmem.runtime.engine.failures import RequestError
 from flashmem.schedule.plan import OverlapPlan, PlanViolation

@@ -14,7 +14,7 @@ from mini_bundle import write_mini_bundle
 from planning_problems import keeps_the_rules, layers_of, problems
 
 from flashmem.bundle.bundle import Bundle
-from flashmem.commands.plan_summary import summary
+from flashmem.cli.commands.plan_summary import summary
 from flashmem.planning.latency.first_answer import first_plan, smallest_m_peak
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.opg.lc_opg import solve

@@ -15,7 +15,7 @@ from made_profile import BASIS, features, law
 from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
-from flashmem.cli import app
+from flashmem.cli.main import app
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
 from flashmem.planning.capacity.model import Roofline, default_model, load_capacity

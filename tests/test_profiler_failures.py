@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.cli import app
+from flashmem.cli.main import app
 from flashmem.planning.capacity.features import launch_features
 from flashmem.profiler import measure, run, sessions
 from flashmem.profiler.bench import Bench

@@ -12,9 +12,9 @@ from mini_bundle import write_mini_bundle
 
 import flashmem
 from flashmem.base.errors import BudgetError, NoDeviceError, UserError
-from flashmem.commands.compiling import CompileOptions
-from flashmem.commands.plan_zoo import plan_architecture
-from flashmem.commands.simulate import SimulateOptions, simulate_model
+from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.commands.plan_zoo import plan_architecture
+from flashmem.cli.commands.simulate import SimulateOptions, simulate_model
 from flashmem.options import choose_budget, choose_mode, find_descriptor
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Grid

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashmem.commands.devices import show_devices
+from flashmem.cli.commands.devices import show_devices
 from flashmem.runtime.opencl import processor
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose, descriptor_for, fitting_descriptor, no_device
@@ -146,7 +146,9 @@ def test_a_phone_is_chosen_by_the_name_of_its_descriptor() -> None:
 def test_devices_says_which_descriptor_and_whether_it_is_the_devices_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flashmem.commands.devices.list_devices", lambda: (phone(version="OpenCL 3.0 Adreno(TM) 725"), phone()))
+    monkeypatch.setattr(
+        "flashmem.cli.commands.devices.list_devices", lambda: (phone(version="OpenCL 3.0 Adreno(TM) 725"), phone())
+    )
     show_devices(as_json=False)
     generic, own = (line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "descriptor" in line)
     assert generic == "generic-gpu (none of this device's own; rates published or assumed)"
@@ -166,7 +168,7 @@ def test_rates_are_said_to_be_of_the_processor_they_were_measured_on(
     measured_on = load_descriptor("intel-cpu").measured_on
 
     def said(device: Device) -> str:
-        monkeypatch.setattr("flashmem.commands.devices.list_devices", lambda: (device,))
+        monkeypatch.setattr("flashmem.cli.commands.devices.list_devices", lambda: (device,))
         show_devices(as_json=False)
         [line] = [line for line in capsys.readouterr().out.splitlines() if "descriptor" in line]
         return line.split(maxsplit=1)[1]

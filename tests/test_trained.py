@@ -23,8 +23,8 @@ from trained_inputs import NAME, PAIRS, SPELT, files, line, missing, path_of, pl
 import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
 from examples.trained import Run, Trained
-from flashmem.commands.verify import TOLERANCE, compare
-from flashmem.demo.run import PAGE
+from flashmem.cli.commands.verify import TOLERANCE, compare
+from flashmem.cli.demo.run import PAGE
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for

@@ -235,7 +235,7 @@ def test_nothing_to_choose_is_said(pocl_table: tuple[Path, Result], tmp_path: Pa
 
 
 def test_the_command_says_what_it_did(pocl_table: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmem.cli import app
+    from flashmem.cli.main import app
 
     folder, _ = pocl_table
     monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths: list(CASES))

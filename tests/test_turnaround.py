@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mini_bundle import write_mini_bundle
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.commands.queue import Request, read_trace
+from flashmem.cli.commands.queue import Request, read_trace
 from flashmem.runtime.memory.accounts import Account, Budget
 from flashmem.runtime.serving.sharing import Need, Turn, latest_needed, may_keep, spare
 from flashmem.tools.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput

@@ -15,7 +15,7 @@ from typing import Any
 
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.validation import check_bundle
-from flashmem.console import exit_codes
+from flashmem.cli.console import exit_codes
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.session import Session
 from flashmem.schedule.plan import OverlapPlan

@@ -17,16 +17,16 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
-from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
-from flashmem.commands.plan_summary import summary
-from flashmem.commands.trace import write_trace
-from flashmem.console import emit_json, print_facts, say, waiting
+from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
+from flashmem.cli.commands.plan_summary import summary
+from flashmem.cli.commands.trace import write_trace
+from flashmem.cli.console import emit_json, print_facts, say, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:
-    from flashmem.commands.verify import Verification
+    from flashmem.cli.commands.verify import Verification
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         if path is not None:
             check_target(path, flag)
     if options.verify:
-        from flashmem.commands.verify import check_installed  # a phone has neither ONNX Runtime nor the model
+        from flashmem.cli.commands.verify import check_installed  # a phone has neither ONNX Runtime nor the model
 
         check_installed()
     if options.learn and options.strategy == "preload":
@@ -108,7 +108,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         _learn(outcome)
     verification = None
     if options.verify:
-        from flashmem.commands.verify import compare, reference
+        from flashmem.cli.commands.verify import compare, reference
 
         original = options.reference or Path(str(bundle.meta.get("model_path", "")))
         verification = compare(outcome.outputs, reference(original, make_inputs(), names), bundle.program.precision)
@@ -117,7 +117,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     else:
         _print(outcome, options, verification)
     if verification is not None and not verification.ok:
-        from flashmem.commands.verify import complaint
+        from flashmem.cli.commands.verify import complaint
 
         raise RunError(complaint(verification, bundle.program.precision))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import need
-from flashmem.console import progress, say
+from flashmem.cli.console import progress, say
 
 
 def profile_device(

@@ -12,7 +12,7 @@ from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.cache import Entry
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.console import emit_json, print_table, say
+from flashmem.cli.console import emit_json, print_table, say
 from flashmem.runtime.kernels.cache_files import ProgramCache
 
 

@@ -11,10 +11,10 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.commands.compiling import RUN_TIME, CompileOptions, open_bundle
-from flashmem.commands.plan_summary import summary
-from flashmem.commands.plan_zoo import ZooPlan, plan_architecture
-from flashmem.console import emit_json, print_facts
+from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
+from flashmem.cli.commands.plan_summary import summary
+from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
+from flashmem.cli.console import emit_json, print_facts
 from flashmem.options import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said

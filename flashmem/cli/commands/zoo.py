@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from flashmem.console import print_table, say
+from flashmem.cli.console import print_table, say
 from flashmem.tools.zoo.export import Exporter, export
 from flashmem.tools.zoo.models import find, names
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flashmem.commands.compiling import CompileOptions
+from flashmem.cli.commands.compiling import CompileOptions
 
 
 class Precision(StrEnum):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
-from flashmem.console import progress, say
+from flashmem.cli.console import progress, say
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention", "reduce_rows")
 

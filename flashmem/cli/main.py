@@ -1,6 +1,6 @@
 """The command line: `flashmem doctor | compile | run | queue | plan | check | replan | cache | profile | tune | simulate ...`.
 
-Each command parses its options (those that several share are declared in `flashmem.commands.options`) and hands over to
+Each command parses its options (those that several share are declared in `flashmem.cli.commands.options`) and hands over to
 `flashmem.commands`; nothing heavier than typer is imported before a command is chosen, and `run` of a bundle imports the online
 half only.
 """
@@ -15,8 +15,8 @@ from typer.core import TyperGroup
 
 from flashmem import __version__
 from flashmem.base.interrupts import unwinding
-from flashmem.commands.compiling import CompileOptions
-from flashmem.commands.options import (
+from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.commands.options import (
     Build,
     Device,
     Disk,
@@ -29,7 +29,7 @@ from flashmem.commands.options import (
     Shape,
     with_bundle_options,
 )
-from flashmem.console import exit_codes, prepare_streams
+from flashmem.cli.console import exit_codes, prepare_streams
 
 
 class _Commands(TyperGroup):
@@ -71,7 +71,7 @@ def options_before_the_command(
 @app.command()
 def devices(json: Json = False) -> None:
     """Show which devices are here, the memory path and transfer mode each would use, and why not others."""
-    from flashmem.commands.devices import show_devices
+    from flashmem.cli.commands.devices import show_devices
 
     show_devices(as_json=json)
 
@@ -82,7 +82,7 @@ def doctor(json: Json = False) -> None:
 
     Exits with 1 unless there is a device on which every test went well.
     """
-    from flashmem.commands.doctor import examine
+    from flashmem.cli.commands.doctor import examine
 
     if not examine(as_json=json):
         raise typer.Exit(1)
@@ -102,7 +102,7 @@ def compile_(
     ] = False,
 ) -> None:
     """Compile a model into a bundle, and its kernels if the device is here, and print the bundle's path."""
-    from flashmem.commands.compiling import compile_here
+    from flashmem.cli.commands.compiling import compile_here
 
     print(compile_here(model, output, options, build=build, with_binaries=with_binaries).path)
 
@@ -132,7 +132,7 @@ def run(
     build: Build = True,
 ) -> None:
     """Run a model once (or --repeat times) and report latency and memory."""
-    from flashmem.commands.run import RunOptions, run_model
+    from flashmem.cli.commands.run import RunOptions, run_model
 
     chosen = strategy and strategy.value
     run_model(
@@ -151,7 +151,7 @@ def plan(
     show_all: Annotated[bool, typer.Option("--all", help="Every layer and slice, however many.")] = False,
 ) -> None:
     """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
-    from flashmem.commands.plan import show_plan
+    from flashmem.cli.commands.plan import show_plan
 
     show_plan(model, options, as_json=json, show_all=show_all)
 
@@ -161,7 +161,7 @@ def check(
     bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)], json: Json = False
 ) -> None:
     """Read all of a bundle, weights too, and say whether it is what was written."""
-    from flashmem.commands.bundles import check_bundle
+    from flashmem.cli.commands.bundles import check_bundle
 
     check_bundle(bundle, as_json=json)
 
@@ -175,7 +175,7 @@ def replan(
     ] = None,
 ) -> None:
     """Plan a bundle again for another budget, without its model and without a solver, and print the bundle's path."""
-    from flashmem.commands.bundles import replan_bundle
+    from flashmem.cli.commands.bundles import replan_bundle
 
     print(replan_bundle(bundle, budget, output))
 
@@ -183,7 +183,7 @@ def replan(
 @cache.callback(invoke_without_command=True)
 def cache_list(context: typer.Context, json: Json = False) -> None:
     """List the bundles in the user's cache (model, size, when they were last used), and what compiled kernels take."""
-    from flashmem.commands.bundles import list_cache
+    from flashmem.cli.commands.bundles import list_cache
 
     if context.invoked_subcommand is None:
         list_cache(as_json=json)
@@ -192,7 +192,7 @@ def cache_list(context: typer.Context, json: Json = False) -> None:
 @cache.command("clear")
 def cache_clear() -> None:
     """Remove compiled kernels, and all bundles but those that a session has open."""
-    from flashmem.commands.bundles import clear_cache
+    from flashmem.cli.commands.bundles import clear_cache
 
     clear_cache()
 
@@ -233,7 +233,7 @@ def profile(
 ) -> None:
     """Measure a device, train its capacity model, and print the path of the descriptor written."""
     from flashmem.base.errors import UserError
-    from flashmem.commands.profile import measure_device, profile_device, report_on, retrain_model, write_kit
+    from flashmem.cli.commands.profile import measure_device, profile_device, report_on, retrain_model, write_kit
 
     if (report and dataset is None) or (not report and (figures or again)):
         raise UserError("--report needs --dataset; --figures and --again need --report; name the dataset that a profile wrote")
@@ -275,7 +275,7 @@ def tune(
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure what the table lacks, or begin anew.")] = True,
 ) -> None:
     """Measure a device's kernel variants, most useful shapes first, and print the path of the descriptor to compile with."""
-    from flashmem.commands.tune import tune_device
+    from flashmem.cli.commands.tune import tune_device
 
     print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))
 
@@ -298,7 +298,7 @@ def queue(
     json: Json = False,
 ) -> None:
     """Play requests to several models under one budget, in the order in which they come, and say how long each waited."""
-    from flashmem.commands.queue import QueueOptions, play_queue
+    from flashmem.cli.commands.queue import QueueOptions, play_queue
 
     play_queue(QueueOptions(tuple(bundles), budget, trace, iterations, seed, device or "auto", plot, json))
 
@@ -317,7 +317,7 @@ def design(
     """Choose models, devices and budgets for an application's objectives, and what it switches to when a processor or memory is
     taken.
     """
-    from flashmem.commands.design import DesignOptions, design_application
+    from flashmem.cli.commands.design import DesignOptions, design_application
 
     design_application(DesignOptions(application, output, runs, simulate, seed, json))
 
@@ -335,7 +335,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Predict latency and memory of a plan on a described device, which need not be here."""
-    from flashmem.commands.simulate import options_of, simulate_model
+    from flashmem.cli.commands.simulate import options_of, simulate_model
 
     simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline))
 
@@ -377,8 +377,8 @@ def sweep(
     jobs: Annotated[int | None, typer.Option(min=1, help="Local processes.", show_default="half the cores")] = None,
 ) -> None:
     """Plan, and simulate or measure, a grid of limits and parameters over models and devices; resumable."""
-    from flashmem.commands.sweep import SweepOptions
-    from flashmem.commands.sweep import sweep as run_sweep
+    from flashmem.cli.commands.sweep import SweepOptions
+    from flashmem.cli.commands.sweep import sweep as run_sweep
 
     run_sweep(
         SweepOptions(
@@ -408,7 +408,7 @@ def sweep(
 @zoo.command("list")
 def zoo_list() -> None:
     """List the models and the input size each has by default."""
-    from flashmem.commands.zoo import list_models
+    from flashmem.cli.commands.zoo import list_models
 
     list_models()
 
@@ -427,7 +427,7 @@ def zoo_export(
 
     inputs.npz beside it holds an example of every input, for `flashmem run --input`; export.json says what was exported.
     """
-    from flashmem.commands.zoo import export_model
+    from flashmem.cli.commands.zoo import export_model
 
     print(export_model(name, output, size=size, seed=seed, exporter=exporter))
 
@@ -439,7 +439,7 @@ def demo(
     device: Device = None,
 ) -> None:
     """Read the text in an image with two trained networks, inside a memory budget."""
-    from flashmem.demo.run import run_demo
+    from flashmem.cli.demo.run import run_demo
 
     run_demo(image, budget=budget, device=device or "auto")
 

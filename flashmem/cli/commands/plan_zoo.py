@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.types import TransferMode
-from flashmem.commands.compiling import CompileOptions
+from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor

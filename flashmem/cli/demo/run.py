@@ -20,10 +20,10 @@ from flashmem.base.errors import MissingFileError, RunError, UserError
 from flashmem.base.extras import need
 from flashmem.base.paths import cache_folder, make_private
 from flashmem.base.units import format_size, parse_size
-from flashmem.commands.compiling import CompileOptions, compile_apart
-from flashmem.commands.stand_in_cache import have_cache
-from flashmem.console import out, print_table, say, waiting
-from flashmem.demo import ocr
+from flashmem.cli.commands.compiling import CompileOptions, compile_apart
+from flashmem.cli.commands.stand_in_cache import have_cache
+from flashmem.cli.console import out, print_table, say, waiting
+from flashmem.cli.demo import ocr
 from flashmem.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
 
 @dataclass
 class Counted:
-    """A session with the report of each of its runs; as a function it is what `flashmem.demo.ocr` calls a network."""
+    """A session with the report of each of its runs; as a function it is what `flashmem.cli.demo.ocr` calls a network."""
 
     session: Session
     reports: list[RunReport] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """What a phone needs of the command line, where typer is not installed: `flashmem doctor | devices | run | check | replan ...`.
 
-The same words as in `flashmem.cli`, read by argparse; what they do is in `flashmem.commands`.
+The same words as in `flashmem.cli.main`, read by argparse; what they do is in `flashmem.commands`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from flashmem import __version__
 from flashmem.base.interrupts import unwinding
-from flashmem.commands.compiling import CompileOptions
-from flashmem.console import exit_codes, prepare_streams
+from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.console import exit_codes, prepare_streams
 
 Command = Callable[[argparse.Namespace], int | None]
 
@@ -78,19 +78,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from flashmem.commands.doctor import examine
+    from flashmem.cli.commands.doctor import examine
 
     return 0 if examine(as_json=arguments.json) else 1
 
 
 def _devices(arguments: argparse.Namespace) -> None:
-    from flashmem.commands.devices import show_devices
+    from flashmem.cli.commands.devices import show_devices
 
     show_devices(as_json=arguments.json)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from flashmem.commands.run import RunOptions, run_model
+    from flashmem.cli.commands.run import RunOptions, run_model
 
     shape = tuple(arguments.shape or ())
     compiling = CompileOptions(device=arguments.device, budget=arguments.budget, mode=arguments.mode, shape=shape)
@@ -109,19 +109,19 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from flashmem.commands.bundles import check_bundle
+    from flashmem.cli.commands.bundles import check_bundle
 
     check_bundle(arguments.bundle, as_json=arguments.json)
 
 
 def _replan(arguments: argparse.Namespace) -> None:
-    from flashmem.commands.bundles import replan_bundle
+    from flashmem.cli.commands.bundles import replan_bundle
 
     print(replan_bundle(arguments.bundle, arguments.budget, arguments.output))
 
 
 def _cache(arguments: argparse.Namespace) -> None:
-    from flashmem.commands.bundles import clear_cache, list_cache
+    from flashmem.cli.commands.bundles import clear_cache, list_cache
 
     if arguments.action == "clear":
         clear_cache()
@@ -130,7 +130,7 @@ def _cache(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> None:
-    from flashmem.commands.profile import measure_device
+    from flashmem.cli.commands.profile import measure_device
 
     print(
         measure_device(
