@@ -11,8 +11,8 @@ weights beside what a session holds whatever the plan; one that some strategy ca
 can. All play the program that our compiler makes for that budget. The models' files are read for their shapes only; no device
 is needed. Needs the `compile` extra, `--plot` matplotlib.
 
-Ours reads as soon as a place is free, the baselines once their gates open (`flashmem/schedule/residency.py`): "held" is our plan
-held to its gates too, which is what ours gains by that rule alone. In mode `map` both are held.
+Ours reads as soon as a place is free, the baselines once their gates open (`flashmem/schedule/residency.py`): "held" is our
+plan held to its gates too, which is what ours gains by that rule alone. In mode `map` both are held.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.stress --device D [--minutes 30] [--runs 5000] [--models gpt2 ...] [--bundles DIR] [--jobs N]
 
-Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path that the device has, with no
-budget, with half of what holds everything, and with the smallest that works. Then fresh sessions of all of them, in every
-transfer mode, take turns in an order that `--seed` draws: each makes `--each` runs, and its loader threads sleep for a random
-time between any two steps of a load. Inputs alternate; the reference is a session of the same bundle with every weight
+Whole models with random weights (`flashmem.tools.zoo.graph_file`) are compiled for every memory path that the device has,
+with no budget, with half of what holds everything, and with the smallest that works. Then fresh sessions of all of them, in
+every transfer mode, take turns in an order that `--seed` draws: each makes `--each` runs, and its loader threads sleep for a
+random time between any two steps of a load. Inputs alternate; the reference is a session of the same bundle with every weight
 resident. Kernels are those of first answers, whose bits do not depend on what is resident.
 
 It ends after `--runs` answers, or before the first session that begins later than `--minutes`, with a line that counts wrong

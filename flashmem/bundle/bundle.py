@@ -1,6 +1,7 @@
 """The bundle: everything a device needs to run a model, and nothing it does not. Where the offline and online halves meet.
 
-A bundle is a folder, NAME.flashmem, with a manifest and the folder that it names (flashmem.bundle.version_directories says why):
+A bundle is a folder, NAME.flashmem, with a manifest and the folder that it names (flashmem.bundle.version_directories says
+why):
 
     manifest.json        format version, sizes and hashes of the other files, device, origin; a digest of itself
     3f2a90c1d5e7b846/

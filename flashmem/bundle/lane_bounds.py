@@ -1,7 +1,8 @@
 """What stream lanes reach with the moves that a plan may give them, as each kernel's own text says (`kernel_bounds`).
 
-A bundle holds no lane arguments: the runtime makes them of the plan and the slices (`runtime.streaming.interleaved`). So each lane is held
-against the widest move there is of every slice that it can be given, the whole slice, and against the order of its arguments.
+A bundle holds no lane arguments: the runtime makes them of the plan and the slices (`runtime.streaming.interleaved`). So each
+lane is held against the widest move there is of every slice that it can be given, the whole slice, and against the order of
+its arguments.
 """
 
 from __future__ import annotations

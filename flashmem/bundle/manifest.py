@@ -1,4 +1,4 @@
-"""The files of a bundle: their names, the manifest, and how what is read is checked (flashmem.bundle.bundle says what they are)."""
+"""The files of a bundle: their names, the manifest, and checks of what is read (see `bundle.bundle`)."""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ class Limits:
 
     `chunk` is S; None: as large as leaves the median reusable layer four chunks at least. `units`: of the paper's objective.
 
-    `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion (`flashmem.compiler.passes.unfusion`) ranks layers by
-    lambda |W_new| + `mu` times the loading distance, and splits where C_l grows by the share `alpha` at least. The paper names
-    neither value: `mu` is what its objective charges for distance at lambda 0.9, and `alpha` asks for a tenth.
+    `strategy`: "stream" plans; any other is a baseline to compare with. Adaptive unfusion
+    (`flashmem.compiler.passes.unfusion`) ranks layers by lambda |W_new| + `mu` times the loading distance, and splits where
+    C_l grows by the share `alpha` at least. The paper names neither value: `mu` is what its objective charges for distance at
+    lambda 0.9, and `alpha` asks for a tenth.
 
     Raises:
         UserError: a number out of its range, a word that is unknown, or a budget together with an M_peak.

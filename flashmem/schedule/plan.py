@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmem.base.types import Channel
+from flashmem.base.types import Channel, TransferMode
 from flashmem.program.tensors import Slice
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ OBJECTIVE_NAMES: Mapping[Objective, str] = {
 Units = Literal["share", "printed"]
 """Of the paper's objective: shares of all chunks and of all layers, which do not depend on S, or chunks and layers as
 printed."""
-
-Mode = Literal["map", "alias", "dma", "interleave"]
-"""How weights travel; `flashmem.base.types.TransferMode` by another name, so that this module needs no other."""
 
 Status = Literal["optimal", "optimal-for-resident-set", "bounded", "heuristic"]
 """What is proven of a plan: no plan of its problem has a better objective; none with its resident set W has; none is better
@@ -193,7 +190,7 @@ class OverlapPlan:
     asked: tuple[str, ...] = ()  # weights that the caller wanted in W
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
     strategy: Strategy = "stream"
-    mode: Mode = "map"
+    mode: TransferMode = "map"
     relaxed: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = PASSING_BYTES
     units: Units = "printed"

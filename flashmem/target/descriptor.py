@@ -16,7 +16,7 @@ from typing import Any, Literal
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.pages import LARGEST_PAGE, is_page_size
 from flashmem.base.resources import names, read_text
-from flashmem.base.types import DEFAULT_PAGE, TRANSFER_MODES, MemoryPath, TransferMode
+from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
 
 MOST_LOADER_THREADS = 64
 """Loader threads that a descriptor or a bundle may ask for."""

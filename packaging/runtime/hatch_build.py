@@ -13,9 +13,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 COMMANDS = (
-    "flashmem.__main__", "flashmem.cli.plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime", "flashmem.runtime.application.manager",
-    "flashmem.planning.replanning", "flashmem.planning.capacity.model", "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn",
-    "flashmem.cli.commands.bundles", "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
+    "flashmem.__main__", "flashmem.cli.plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime",
+    "flashmem.runtime.application.manager", "flashmem.planning.replanning", "flashmem.planning.capacity.model",
+    "flashmem.runtime.kernels.build_worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
+    "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
     "flashmem.cli.commands.run", "flashmem.tools.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
     "flashmem.profiler.opening", "flashmem.schedule.check",
 )  # fmt: skip

@@ -130,8 +130,9 @@ def emit_packed(
     """Pack the weights and launch `template` once for each slice.
 
     `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether variants that
-    share what they read can compute it. `winograd`: see `compiler.selection.selector.Use`; another variant was chosen. `row`: elements of a
-    row of taps, where they lie side by side in the image and taps are short; 0 elsewhere. `context`: what else it takes.
+    share what they read can compute it. `winograd`: see `compiler.selection.selector.Use`; another variant was chosen. `row`:
+    elements of a row of taps, where they lie side by side in the image and taps are short; 0 elsewhere. `context`: what else
+    it takes.
     """
     node = layer.main
     depth, columns = weight_matrix(node)

@@ -1,6 +1,7 @@
 """What a bundle has in one buffer or texture, held against what its device allocates at a time (CL_DEVICE_MAX_MEM_ALLOC_SIZE).
 
-Weights are cut into slices below that limit (compiler/weights/packing.py). What holds many of them, or all activations, is one buffer.
+Weights are cut into slices below that limit (compiler/weights/packing.py). What holds many of them, or all activations, is
+one buffer.
 """
 
 from __future__ import annotations

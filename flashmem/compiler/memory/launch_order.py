@@ -1,4 +1,4 @@
-"""The layers of a graph in the order that takes the least memory for activations (`planning/sequence/order.py` states the problem)."""
+"""Launches in the order that takes the least memory for activations (`planning/sequence/order.py` states the problem)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from flashmem.program.launches import LaunchOrder
 def in_lowest_order(graph: Graph, layers: Sequence[Layer], *, half: bool = False) -> tuple[list[Layer], LaunchOrder]:
     """`layers`, which are given in an order that works, in the one of the lowest peak that was found, and how good that is.
 
-    `half`: activations are stored in half, where that can be (`compiler.memory.precision`). Rows that the host picks are there from the
-    start. A layer counts as one launch, what lies between the launches of one is not seen; nor is what overwrites its operand.
+    `half`: activations are stored in half, where that can be (`compiler.memory.precision`). Rows that the host picks are
+    there from the start. A layer counts as one launch, what lies between the launches of one is not seen; nor is what
+    overwrites its operand.
     """
     ranges = Ranges(graph, half=half)
     picked = [layer for layer in layers if host_indices(layer.main, graph) is not None]

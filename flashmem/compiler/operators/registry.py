@@ -1,10 +1,10 @@
 """The registry: what flashmem knows of an operator, each in one declaration.
 
 A model's node becomes layers in one of three ways. It is an *expression* over its operands' elements, fused into its
-neighbours; or a *rewrite* says it in operators that exist; or a *kernel* (an emitter of `flashmem.compiler.lowering.registry`, found by
-name) runs it. An operator may have a rewrite that brings a node into the form its kernel or expression takes: with constants as
-attributes, axes counted from the front, shapes lifted to two dimensions. Forms that only rewrites make, and no ONNX file holds,
-are declared with `onnx=False`.
+neighbours; or a *rewrite* says it in operators that exist; or a *kernel* (an emitter of
+`flashmem.compiler.lowering.registry`, found by name) runs it. An operator may have a rewrite that brings a node into the form
+its kernel or expression takes: with constants as attributes, axes counted from the front, shapes lifted to two dimensions.
+Forms that only rewrites make, and no ONNX file holds, are declared with `onnx=False`.
 
 The importer, normalization, layout assignment, fusion, code generation, the capacity model and docs/operators.md read what they
 need from here.

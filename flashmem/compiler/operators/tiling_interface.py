@@ -1,8 +1,9 @@
 """Parts of operators: to compute a range of an operator's output, which ranges of its inputs are needed, and by which node.
 
 A *span* is a range of places along one axis of a tensor. `Operator.part` is a function that says, for a node and a span of
-its output, what of each input is needed and the attributes of the node that computes the span from that. `compiler.tiling.patches` computes
-chains of operators in bands with it. Rules see nodes in the form that layers are made of: normal form, layouts assigned.
+its output, what of each input is needed and the attributes of the node that computes the span from that.
+`compiler.tiling.patches` computes chains of operators in bands with it. Rules see nodes in the form that layers are made of:
+normal form, layouts assigned.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 Exporters compute queries, keys and values, or both halves of a gated activation, by one product that they then cut. Cut as a
 tensor, every part is a copy, and the whole stays in memory until the last of them is taken. Cut as weights it costs nothing:
-columns of a constant are read when they are packed. What activates or gates a part then joins its product (`compiler.passes.fusion`).
+columns of a constant are read when they are packed. What activates or gates a part then joins its product
+(`compiler.passes.fusion`).
 
 One large product is faster than a few small ones, which all read the same rows. So parts stay together where nobody copies them
-and all are needed at once: queries, keys and values as they go into an attention, which reads views (`compiler.passes.attention`). A part
-that goes another way, a query that is pooled first, is a product of its own, and those beside it stay one.
+and all are needed at once: queries, keys and values as they go into an attention, which reads views
+(`compiler.passes.attention`). A part that goes another way, a query that is pooled first, is a product of its own, and those
+beside it stay one.
 """
 
 from __future__ import annotations

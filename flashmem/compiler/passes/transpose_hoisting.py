@@ -1,7 +1,8 @@
 """Moves behind a product that belong before it: a Transpose of a product's rows is one of the rows that it reads.
 
-There it is nothing more than another order in which attention writes its answer (`compiler.passes.attention`), and what is added to the
-product's result finds it in the order that it has itself: the way from windows back to the image, and the sum behind it.
+There it is nothing more than another order in which attention writes its answer (`compiler.passes.attention`), and what is
+added to the product's result finds it in the order that it has itself: the way from windows back to the image, and the sum
+behind it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ What waits is a view of a tensor that is there (`compiler.ir.views`). Many opera
 - what works row by row (LayerNormalization; a product with constant weights) takes rows in any order;
 - a Slice takes its part of any dimension, pooling without overlap works inside windows as inside the image they were cut of.
 
-Their results wait, too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need none at all
-where attention follows, which reads views (`compiler.passes.attention`). A product with weights hands a move on only where it ends in
-attention, since its result may be larger than what it reads.
+Their results wait, too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need none
+at all where attention follows, which reads views (`compiler.passes.attention`). A product with weights hands a move on only
+where it ends in attention, since its result may be larger than what it reads.
 """
 
 from __future__ import annotations

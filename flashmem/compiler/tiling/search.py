@@ -1,4 +1,4 @@
-"""Plans for budgets that are too small for a graph as it is: chains of operators are computed in bands (`compiler.tiling.patches`).
+"""Plans for budgets that are too small for a graph: chains of operators are computed in bands (`compiler.tiling.patches`).
 
 How little the activations may take follows from what is missing. Bands for exactly that are tried, then those for a few fixed
 limits below it, the last of which is the least there can be. Of the lowest of these (`NEAR`) all are tried before a budget is

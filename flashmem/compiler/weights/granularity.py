@@ -1,8 +1,9 @@
 """How large slices may grow under a limit: tried from coarse to fine.
 
-Where nothing limits memory, slices are as large as the device likes (`compiler/weights/slicing.py`). Under a limit, a slice is in flight
-as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that works. A program is
-planned with slices of any size, then with smaller ones while that answers sooner, or until one fits at all.
+Where nothing limits memory, slices are as large as the device likes (`compiler/weights/slicing.py`). Under a limit, a slice
+is in flight as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that
+works. A program is planned with slices of any size, then with smaller ones while that answers sooner, or until one fits at
+all.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A contraction's weights are a matrix [depth, columns], cut into panels of `panel
 two groups of a convolution). In a buffer a panel is [depth][panel], one after the other: the MAC loop reads straight on. In
 a texture k runs down and columns across, four to a texel, so that neighbours in both directions are near in its cache. An image
 may be folded: rows beyond its height continue to the right, as they must where `depth` passes the device's image height, and as
-they may where rows would be padded otherwise (`compiler/weights/textures.py`). A weight whose images would be padded all the same is kept
-in buffers on the texture path, too.
+they may where rows would be padded otherwise (`compiler/weights/textures.py`). A weight whose images would be padded all the
+same is kept in buffers on the texture path, too.
 """
 
 from __future__ import annotations

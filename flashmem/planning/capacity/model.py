@@ -1,7 +1,7 @@
 """Load capacity: how long a launch takes alone, and how long with bytes streamed beside it (FlashMem section 4.2).
 
-Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor` (planning/capacity/predictor.py) trained on what
-`flashmem profile` measured. `default_model` chooses by the descriptor; what it chose stands in every plan's notes.
+Two models answer: the `Roofline` over a descriptor's rates, and the `Predictor` (planning/capacity/predictor.py) trained on
+what `flashmem profile` measured. `default_model` chooses by the descriptor; what it chose stands in every plan's notes.
 """
 
 from __future__ import annotations

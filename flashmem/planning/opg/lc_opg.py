@@ -8,8 +8,8 @@ For the paper's objective only W is to be chosen: given W, SRPT (`planning.opg.s
 - Without a plan that keeps every C_l, the heuristic tiers of C4 follow (`planning.opg.objective`).
 
 This is the paper's hybrid execution: whatever a tier leaves infeasible, or unproven when its time is up, the next one takes.
-The objective `first` needs no solver (`planning.latency.first_answer`). OR-tools is known in `planning.opg.cp_sat` and `planning.opg.cp_models`,
-which are imported where the dynamic program leaves a gap: most plans need neither.
+The objective `first` needs no solver (`planning.latency.first_answer`). OR-tools is known in `planning.opg.cp_sat` and
+`planning.opg.cp_models`, which are imported where the dynamic program leaves a gap: most plans need neither.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The choice of W as a dynamic program over the backward walk (DESIGN section 4): fast enough for 10^5 slices, and a proof.
 
-SRPT (`planning.opg.srpt`) is the best plan for a given W, so only W is to be chosen: walking from the last layer to the first, each
-weight is streamed or preloaded when the walk comes to its first use. What has been decided matters for the rest only through
-the chunks each pending weight still needs.
+SRPT (`planning.opg.srpt`) is the best plan for a given W, so only W is to be chosen: walking from the last layer to the
+first, each weight is streamed or preloaded when the walk comes to its first use. What has been decided matters for the rest
+only through the chunks each pending weight still needs.
 
 *Cost to go.* Of that state keep only B, the chunks pending in all. A layer then costs at least
 ceil(B / largest T(w) that may be pending) waiting weights, and holds at least B times the fewest bytes a chunk stands for. The

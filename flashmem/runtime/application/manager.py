@@ -3,10 +3,10 @@
     with flashmem.Manager("app.designs") as manager:
         words = manager.run("read", {"ids": ids})
 
-Which design is in force is looked up in a table (`runtime/application/designs.py`) by what `runtime/application/watch.py` says of processors and
-memory, before each run, so a run that has begun is finished where it began. A switch closes the sessions that the next design
-does not have, before any other is opened, so that both are never held at once; what it has instead is opened by the next run of
-each task, which then pays for its own weights and for no other's.
+Which design is in force is looked up in a table (`runtime/application/designs.py`) by what `runtime/application/watch.py`
+says of processors and memory, before each run, so a run that has begun is finished where it began. A switch closes the
+sessions that the next design does not have, before any other is opened, so that both are never held at once; what it has
+instead is opened by the next run of each task, which then pays for its own weights and for no other's.
 """
 
 from __future__ import annotations

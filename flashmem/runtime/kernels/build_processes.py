@@ -1,9 +1,10 @@
 """Processes that build kernels.
 
 Compilers inside of drivers use one processor and hundreds of megabytes, which stay with the process. So each kernel goes to a
-child process (`flashmem.runtime.kernels.build_worker`), which builds it, runs it where the driver compiles at the first launch, and
-leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end with their
-parent, and when a build takes longer than `LONGEST`. What compilers print is read where a child fails, and nowhere else.
+child process (`flashmem.runtime.kernels.build_worker`), which builds it, runs it where the driver compiles at the first
+launch, and leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end
+with their parent, and when a build takes longer than `LONGEST`. What compilers print is read where a child fails, and nowhere
+else.
 
 Each child is started by the thread that feeds it, and not by the one that asks: Linux ends a child with the thread that started
 it (`children.end_with`).

@@ -1,11 +1,11 @@
 """Who holds how much: one limit, and an account for each of those who share it.
 
-Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.memory.ledger`) allocates what is counted here. Bytes are *held* while
-they are allocated, and may be *promised* before: a run is promised its peak, so that nothing that others take meanwhile can
-make one of its loads fail. Bytes that several accounts use are held by one of them and *borrowed* by the others, so that any
-of them may go on with them when their holder lets go. What an account may count on is the larger of what is promised and what
-is held or borrowed, its commitment; the commitments of all accounts never pass the limit, unless the limit was lowered below
-what had been granted before.
+Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.memory.ledger`) allocates what is counted here. Bytes are
+*held* while they are allocated, and may be *promised* before: a run is promised its peak, so that nothing that others take
+meanwhile can make one of its loads fail. Bytes that several accounts use are held by one of them and *borrowed* by the
+others, so that any of them may go on with them when their holder lets go. What an account may count on is the larger of what
+is promised and what is held or borrowed, its commitment; the commitments of all accounts never pass the limit, unless the
+limit was lowered below what had been granted before.
 """
 
 from __future__ import annotations

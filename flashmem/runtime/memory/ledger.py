@@ -1,8 +1,8 @@
 """The ledger: the only way the runtime gets memory.
 
 It counts every byte held on the device and in host staging by category, refuses what would pass the budget, and remembers the
-total over time (`flashmem.runtime.memory.accounts`). Host arrays, buffers, textures and resident pages of the mapped weight file all
-count.
+total over time (`flashmem.runtime.memory.accounts`). Host arrays, buffers, textures and resident pages of the mapped weight
+file all count.
 """
 
 from __future__ import annotations

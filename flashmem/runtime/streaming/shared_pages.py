@@ -1,9 +1,9 @@
 """Pages of weights that several placements on a device use, where weights are used in place (mode `map`).
 
-Slices of one identity (`flashmem.bundle.checksums`) should be the same bytes. What a bundle says of itself is not believed: slices of
-two bundles are compared byte by byte before they are shared. Whoever is there first gives the place, in its own file; others
-use it. A band is brought in by the first who loads it and counted there; others borrow it, and the last one to let go drops its
-pages. When its holder lets go before, a borrower holds it: it has counted on that all the time.
+Slices of one identity (`flashmem.bundle.checksums`) should be the same bytes. What a bundle says of itself is not believed:
+slices of two bundles are compared byte by byte before they are shared. Whoever is there first gives the place, in its own
+file; others use it. A band is brought in by the first who loads it and counted there; others borrow it, and the last one to
+let go drops its pages. When its holder lets go before, a borrower holds it: it has counted on that all the time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two seconds of a device: whether what flashmem needs of it works, and how fast it is about.
 
-`python -m flashmem.tools.doctor.selftest NUMBER FOLDER` tests one device in a process of its own, which a driver may end, and prints
-a line of JSON for each test as it is done. Rates are rough: `flashmem profile` measures.
+`python -m flashmem.tools.doctor.selftest NUMBER FOLDER` tests one device in a process of its own, which a driver may end, and
+prints a line of JSON for each test as it is done. Rates are rough: `flashmem profile` measures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m flashmem.tools.zoo NAME DIRECTORY`: export one model, with the choices that `flashmem zoo export` does not have."""
+"""`python -m flashmem.tools.zoo NAME DIRECTORY`: export one model, with choices that `flashmem zoo export` does not have."""
 
 from __future__ import annotations
 

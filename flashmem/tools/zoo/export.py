@@ -1,7 +1,8 @@
 """Export: the models of the zoo with seeded weights, written to ONNX the two ways PyTorch exports.
 
-Nothing is downloaded: a model is built from its configuration and its weights are drawn from a seed (`flashmem.tools.zoo.weights`).
-Every export is checked: another value of any input must move an output, and every output must move.
+Nothing is downloaded: a model is built from its configuration and its weights are drawn from a seed
+(`flashmem.tools.zoo.weights`). Every export is checked: another value of any input must move an output, and every output must
+move.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Each operator is a function that adds ONNX nodes in place of one node. Weights s
 product whose result is cut, four-bit weights are the same bytes of another element type. Their specification is ONNX Runtime's
 list of contrib operators and ONNX Runtime itself.
 
-A node is expanded during the walk that infers shapes and folds constants (`compiler/frontend/folding.py`), once the shapes of its
-inputs are known. One that cannot be expanded stays, with the reason in its metadata, for the importer to report.
+A node is expanded during the walk that infers shapes and folds constants (`compiler/frontend/folding.py`), once the shapes of
+its inputs are known. One that cannot be expanded stays, with the reason in its metadata, for the importer to report.
 """
 
 from __future__ import annotations
