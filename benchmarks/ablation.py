@@ -42,9 +42,10 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
-from flashmem.options import Options, choose_mode
+from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.runtime.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from flashmem.base.errors import UserError
-from flashmem.cli.console import EXIT_USER_ERROR, exit_codes, prepare_streams, say
-from flashmem.options import device_here
+from flashmem.base.streams import EXIT_USER_ERROR, exit_codes, prepare_streams, say
+from flashmem.runtime.options import device_here
 
 
 class Arguments(argparse.ArgumentParser):

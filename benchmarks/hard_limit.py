@@ -21,7 +21,7 @@ from benchmarks.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_ro
 from benchmarks.command import Arguments, run_command
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.processes import run_worker
-from flashmem.options import device_here
+from flashmem.runtime.options import device_here
 from flashmem.tools.zoo.export import INPUTS
 from flashmem.tools.zoo.models import names, tiny_names
 

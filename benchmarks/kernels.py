@@ -35,10 +35,10 @@ from benchmarks.kernel_peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
-from flashmem.options import device_here, find_descriptor
 from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.executor import Command
 from flashmem.runtime.opencl.context import Program
+from flashmem.runtime.options import device_here, find_descriptor
 
 Row = dict[str, Any]
 _AHEAD = 8

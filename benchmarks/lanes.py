@@ -29,7 +29,6 @@ from flashmem.base.errors import RunError
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.ir.graph import Graph
-from flashmem.options import device_here, find_descriptor
 from flashmem.profiler.shapes import Attention, Convolution, Matmul
 from flashmem.profiler.sketch import Sketch
 from flashmem.profiler.timing import Stand, generated
@@ -38,6 +37,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.opencl.context import Launch
+from flashmem.runtime.options import device_here, find_descriptor
 from flashmem.runtime.streaming.interleaved import LayerMoves, Move, Ride
 
 Row = dict[str, Any]

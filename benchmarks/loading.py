@@ -31,12 +31,13 @@ from flashmem.base.units import parse_size
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.options import device_here, resolve
+from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier
+from flashmem.runtime.options import device_here
 from flashmem.runtime.session import RunReport
 from flashmem.schedule.loads import Span
 from flashmem.tools.zoo.graphs import zoo_graph

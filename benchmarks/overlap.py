@@ -32,11 +32,12 @@ from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, plan_program, read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.options import Options, choose_mode
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.runtime.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe

@@ -31,8 +31,9 @@ from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.options import Options, resolve
+from flashmem.options import resolve
 from flashmem.planning.baselines import Baseline, operators_of
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import forced_preload

@@ -32,7 +32,7 @@ from benchmarks.processes import Row, median, run_bundle, take_turns, weights_of
 from benchmarks.rates_fit import fitted
 from benchmarks.zoo import planned_again, within
 from flashmem.base.units import parse_size
-from flashmem.options import find_descriptor
+from flashmem.runtime.options import find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe
 from flashmem.tools.simulation.simulator import simulate

@@ -41,10 +41,10 @@ from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.options import device_here, find_descriptor
 from flashmem.program.program import Program
 from flashmem.runtime.engine.compatibility import playable
 from flashmem.runtime.engine.fitted import fit
+from flashmem.runtime.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
 from flashmem.schedule.loads import Step
 from flashmem.tools.zoo.graph_file import write_random

@@ -30,11 +30,12 @@ from benchmarks.tables_verdict import Judged, verdict
 from flashmem.base.errors import UserError
 from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.options import Options, choose_mode
 from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
+from flashmem.runtime.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe

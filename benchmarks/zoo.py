@@ -11,7 +11,8 @@ import flashmem
 from flashmem.base.errors import BudgetError
 from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
-from flashmem.options import Options, choose_mode
+from flashmem.compiler.options import Options
+from flashmem.runtime.options import choose_mode
 from flashmem.tools.learn import limits_of
 
 MODELS = ("resnet50", "vit-b16", "gptneo-125m", "gptneo-1.3b")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, find, runner
-from flashmem.cli.console import exit_codes
+from flashmem.base.streams import exit_codes
 
 NETWORK = Trained("magika", "models/standard_v3_3/model.onnx", {"bytes": (1, 2048)}, "12MB")
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from examples.speech_or_not import read_wave
 from examples.trained import Run, Trained, command, runner
-from flashmem.cli.console import exit_codes
+from flashmem.base.streams import exit_codes
 
 RATE = 22050
 SAMPLES = 43844  # in one run: two seconds less a step of the network

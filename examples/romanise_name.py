@@ -11,7 +11,7 @@ import numpy as np
 
 from examples.trained import Run, Trained, command, find, runner
 from flashmem.base.errors import UserError
-from flashmem.cli.console import exit_codes
+from flashmem.base.streams import exit_codes
 
 _LETTERS = 24  # of a name at most, with its country, role and end
 _BESIDE = 3  # country, role and end

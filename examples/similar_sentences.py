@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, find, runner
-from flashmem.cli.console import exit_codes
+from flashmem.base.streams import exit_codes
 
 _TOKENS = 32  # of a sentence at most; what is longer is cut
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, runner
 from flashmem.base.errors import UserError
-from flashmem.cli.console import exit_codes
+from flashmem.base.streams import exit_codes
 
 RATE, FRAME = 16000, 512  # samples in a second; in a frame, of 32 ms
 _BEFORE = 64  # samples of the frame before that the network sees again

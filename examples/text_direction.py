@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.trained import Run, Trained, command, runner
-from flashmem.cli.console import exit_codes
+from flashmem.base.streams import exit_codes
 from flashmem.cli.demo.run import open_image
 
 NETWORK = Trained("rapidocr", "models/*_cls_*.onnx", {"x": (1, 3, 48, 192)}, "1MB")

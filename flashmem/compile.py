@@ -12,7 +12,7 @@ from typing import Literal
 
 import flashmem
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
-from flashmem.base.types import MemoryPath, TransferMode
+from flashmem.base.types import MemoryPath, Optimize, TransferMode
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
@@ -27,6 +27,7 @@ from flashmem.compiler.lowering.steady import with_steady
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
@@ -36,7 +37,7 @@ from flashmem.compiler.tiling.search import fitting_bands
 from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
-from flashmem.options import Optimize, Options, resolve
+from flashmem.options import resolve
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits

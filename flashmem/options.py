@@ -1,40 +1,19 @@
-"""What a user asks for, resolved in one place: device, memory path, transfer mode, strategy and limits.
+"""What a user asks of `compile`, resolved: device, memory path, transfer mode, limits and precision.
 
-`compile`, `Session`, `simulate`, `sweep` and `plan` come here, so that the same words mean the same everywhere and are refused
-with the same sentence. Only the online half is imported.
+`compile`, `simulate`, `sweep` and `plan` use it; `runtime.options` resolves what a session is asked for. So the same words mean
+the same everywhere, and are refused with the same sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import get_args
 
-from flashmem.base.errors import BudgetError, NoDeviceError, UserError
-from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
-from flashmem.base.types import Optimize as Optimize
-from flashmem.base.units import format_size, parse_size
+from flashmem.base.errors import UserError
+from flashmem.base.types import Optimize
+from flashmem.compiler.options import Options, Precision
 from flashmem.planning.limits import Limits
-from flashmem.runtime.opencl.context import find_device
-from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.schedule.plan import OverlapPlan
-from flashmem.schedule.plan import Strategy as PlannedStrategy
-from flashmem.schedule.residency import Strategy
-from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
-
-Precision = Literal["fp32", "fp16"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What shapes a bundle, resolved: the device as data, `mode` the one to plan for, sizes in bytes."""
-
-    descriptor: DeviceDescriptor
-    mode: TransferMode
-    limits: Limits
-    precision: Precision = "fp32"
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
+from flashmem.runtime.options import choose_mode, find_descriptor
 
 
 def resolve(
@@ -58,142 +37,3 @@ def resolve(
         raise UserError(f"precision {precision!r} is unknown; name one of: {', '.join(get_args(Precision))}")
     descriptor = find_descriptor(device, memory_path)
     return Options(descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize)
-
-
-def device_here(name: str = "auto", *, prefer: str | None = None) -> Device:
-    """The device to run on; "auto" takes one with the descriptor `prefer`, if there is one.
-
-    A descriptor in a file (NAME.toml) says what to compile for and names no device that is here: it is taken as "auto".
-
-    Raises:
-        NoDeviceError: there is none, or none of that name.
-    """
-    return find_device("auto" if _is_file(name) else name, prefer)
-
-
-def device_for(descriptor: str, name: str = "auto") -> Device | None:
-    """The device that is here and that `descriptor` is of, if there is one; `name` is what was asked to compile for."""
-    try:
-        found = device_here(name, prefer=descriptor)
-    except NoDeviceError:
-        return None
-    return found if found.descriptor_name == descriptor else None
-
-
-def find_descriptor(
-    device: str = "auto", memory_path: str = "auto", *, own: DeviceDescriptor | None = None
-) -> DeviceDescriptor:
-    """The descriptor of a device that is here, or one that was written down: shipped, by its name, or a file.
-
-    Args:
-        device: "auto" or a name, as `runtime.opencl.devices.choose` understands them; a shipped descriptor's name; a TOML file.
-        memory_path: the one to take, as the descriptor's first; "auto" leaves their order.
-        own: what "auto" stands for, where that is known (a bundle's own).
-
-    Raises:
-        UserError: no such device, not a descriptor, or the device lacks the memory path.
-    """
-    descriptor = own if own is not None and device == "auto" else _find_descriptor(device)
-    return descriptor if memory_path == "auto" else descriptor.on_path(memory_path)
-
-
-def _find_descriptor(device: str) -> DeviceDescriptor:
-    if _is_file(device):
-        return load_descriptor(device)
-    try:
-        return descriptor_for(find_device(device))
-    except NoDeviceError as error:
-        if device in descriptor_names():
-            return load_descriptor(device)
-        if device == "auto":
-            raise
-        raise NoDeviceError(f"{error}; or describe one: a TOML file, or one of {', '.join(descriptor_names())}") from error
-
-
-def _is_file(device: str) -> bool:
-    return device.endswith(".toml")
-
-
-def choose_mode(
-    descriptor: DeviceDescriptor,
-    mode: str = "auto",
-    *,
-    path: MemoryPath | None = None,
-    planned: object = None,
-    strategy: Strategy = "stream",
-    layouts: Collection[str] | None = None,
-) -> TransferMode:
-    """How weights travel on such a device.
-
-    Args:
-        descriptor: the device.
-        mode: "auto" takes `planned`, or the device's first mode on the path; with strategy "preload", "dma".
-        path: the memory path that a bundle was compiled for; None for the device's default.
-        planned: the mode that a bundle was planned for, if any.
-        strategy: what is played.
-        layouts: modes that a bundle has layouts for; "auto" takes one of these. None: layouts are still to be made.
-
-    Raises:
-        UserError: the device lacks the path, or the mode on it, or has no mode on it that the bundle has a layout for.
-    """
-    path = path or descriptor.memory_paths[0]
-    if path not in descriptor.memory_paths:
-        raise UserError(f"device {descriptor.name} has no memory path {path!r}, which the bundle uses; compile for it")
-    modes = descriptor.modes[path]
-    if mode == "auto":
-        if strategy == "preload":
-            return "dma"
-        laid_out = [known for known in modes if layouts is None or known in layouts]
-        if not laid_out:
-            raise UserError(
-                f"the bundle has layouts for transfer modes {', '.join(layouts or ()) or 'none'}, and device {descriptor.name} "
-                f"has {', '.join(modes) or 'none'} on the {path} path; compile the model for this device"
-            )
-        return next((known for known in laid_out if known == planned), laid_out[0])
-    if mode not in TRANSFER_MODES:
-        raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(TRANSFER_MODES)}")
-    for known in modes:
-        if known == mode:
-            return known
-    raise UserError(f"device {descriptor.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}")
-
-
-def choose_strategy(plan: OverlapPlan, wanted: str) -> Strategy:
-    """The strategy of a session that was asked for `wanted`, "auto" being the plan's own.
-
-    Raises:
-        UserError: there is no such strategy, or the plan is of another one.
-    """
-    if wanted == "preload":
-        return "preload"
-    if wanted not in ("auto", *get_args(PlannedStrategy)):
-        raise UserError(f"strategy {wanted!r} is unknown; name one of: {', '.join(get_args(PlannedStrategy))}, preload")
-    if wanted not in ("auto", plan.strategy):
-        raise UserError(
-            f"the bundle was not compiled for strategy {wanted!r}; it plays {plan.strategy} and preload: compile the model anew"
-        )
-    return plan.strategy
-
-
-def choose_budget(
-    asked: int | str | None, planned: int | None, needed: int, *, mode: TransferMode, strategy: Strategy
-) -> int | None:
-    """The bytes that a session may hold: what is `asked`, else what was `planned`; None for no limit, the default of "preload".
-
-    `needed` is what it will hold in `mode`.
-
-    Raises:
-        BudgetError: that is more.
-        UserError: `asked` is not a size.
-    """
-    limit = None if strategy == "preload" else planned
-    if asked is not None:
-        limit = parse_size(asked, what="budget")
-    if limit is not None and limit < needed:
-        raise BudgetError(
-            f"budget {format_size(limit)} is too small: the bundle needs {needed} bytes in transfer mode {mode}; "
-            "raise the budget, plan the bundle for this one with flashmem replan, or compile the model anew",
-            smallest_bytes=needed,
-            binding=f"the layout for transfer mode {mode}",
-        )
-    return limit

@@ -10,9 +10,9 @@ from flashmem.bundle.writer import BundleWriter
 from flashmem.compile import plan_program
 from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.target.descriptor import DeviceDescriptor
 

@@ -23,9 +23,9 @@ from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimate
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Product, Table, Timing, read_table
-from flashmem.options import device_here
 from flashmem.runtime.opencl.context import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, Variant, load_descriptor
 
 from .descriptor import name_table

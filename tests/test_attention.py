@@ -18,8 +18,8 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.options import find_device
 from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.options import find_device
 from flashmem.target.descriptor import Variant, load_descriptor
 
 DATA = Path(__file__).parent / "data"
@@ -130,7 +130,7 @@ def test_any_numbers_of_a_variant(variant: Variant, tmp_path: Path, monkeypatch:
     """Listed alone, it is taken where it can be; queries that it cannot share keys of get a plain form."""
     device, path = DEVICES[0]
     listed = replace(descriptor_for(find_device(device)), variants=(variant,), only=variant.name)
-    monkeypatch.setattr("flashmem.options.descriptor_for", lambda device: listed)
+    monkeypatch.setattr("flashmem.runtime.options.descriptor_for", lambda device: listed)
     model = Model()
     for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9)):
         plain(model, 1, 2, rows, keys, size, value_size)

@@ -10,8 +10,9 @@ from contextlib import suppress
 import pytest
 
 from flashmem.base.errors import BudgetError, MissingFileError, NoDeviceError, RunError, UserError
+from flashmem.base.streams import exit_codes
 from flashmem.cli.commands.compiling import CompileOptions
-from flashmem.cli.console import emit_json, exit_codes, print_table, progress
+from flashmem.cli.console import emit_json, print_table, progress
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, RunError, UserError
 from flashmem.bundle.manifest import BINARIES
 from flashmem.cli.commands.bundles import check_bundle
-from flashmem.options import find_device
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels import ahead as kernel_builder
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import SMALL_GRID
 from flashmem.runtime.opencl.context import Context
+from flashmem.runtime.options import find_device
 
 IDS = ["-".join(place) for place in PLACES]
 DEVICES = list(dict.fromkeys(device for device, _ in PLACES))
@@ -245,7 +245,7 @@ def test_a_bundle_carries_its_kernels(carrying: Any, empty: Path, nothing_is_bui
 def test_kernels_for_another_driver_are_not_used(carrying: Any, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, device, inputs, expected = carrying
     other = replace(find_device(device), driver_version="another")
-    monkeypatch.setattr("flashmem.options.find_device", lambda *_, **__: other)
+    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: other)
     loaded: list[bytes] = []
     monkeypatch.setattr(Context, "load", lambda _, binary, options: loaded.append(binary))
     with Session(bundle, device=device, build_apart=False) as session:

@@ -24,7 +24,7 @@ from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.compile import plan_graph, read_graph
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.lowering.templates import KernelLibrary
-from flashmem.options import Options
+from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice

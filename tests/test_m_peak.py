@@ -106,7 +106,7 @@ def test_what_loads_pass_through_counts_where_memory_is_not_shared(
     through = layout.ring_bytes if mode == "interleave" else layout.staging_bytes
     assert layout.threads == 3 and through > 0 and through % 3 == 0 and not layout.entrance_bytes
     pocl = find_device("pocl")
-    monkeypatch.setattr("flashmem.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
+    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
     monkeypatch.undo()  # on a device that shares memory it runs as well

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.compile import plan_graph, read_graph, with_layouts
-from flashmem.options import Options
+from flashmem.compiler.options import Options
 from flashmem.planning.latency.clock import needed_at, play
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import later_seconds

@@ -17,13 +17,14 @@ from benchmarks.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
 from flashmem.compile import read_graph
 from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.options import Options, choose_mode
 from flashmem.planning.capacity.classes import predict_seconds
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_problem
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
+from flashmem.runtime.options import choose_mode
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
 from flashmem.tools.simulation.scenario import describe
 

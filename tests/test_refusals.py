@@ -15,10 +15,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.unfusion import Pipeline
 from flashmem.compiler.tiling import search as banding
 from flashmem.compiler.tiling.choice import BandChoice
-from flashmem.options import Options
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds
 from flashmem.planning.latency import first_answer as latency

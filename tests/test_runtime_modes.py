@@ -105,7 +105,7 @@ def test_where_memory_is_not_shared_staging_is_never_mapped_and_loads_pass_throu
     model = models[path, "float"]
     inputs = model.inputs(seed=5)
     monkeypatch.setattr(Queue, "map", spy)
-    monkeypatch.setattr("flashmem.options.find_device", lambda *_, **__: replace(device, unified_memory=False))
+    monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(device, unified_memory=False))
     program, layout = model.open().program, model.open().plan.layouts["interleave"]
     piece = -(-max(part.file_bytes for part in program.slices) // 4096) * 4096  # none is cut
     ring = layout.threads * piece

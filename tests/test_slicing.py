@@ -27,11 +27,11 @@ from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.cli.commands.plan import several_launches
 from flashmem.compile import plan_graph
 from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import normalize
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.weights.packing import Packing
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
-from flashmem.options import Options
 from flashmem.planning.latency.clock import Timing
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits

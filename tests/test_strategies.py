@@ -17,7 +17,7 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import replace_plan
 from flashmem.compile import plan_program
-from flashmem.options import Options
+from flashmem.compiler.options import Options
 from flashmem.planning import planner
 from flashmem.planning.limits import Limits
 from flashmem.planning.opg import limits as paper_limits

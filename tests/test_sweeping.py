@@ -14,10 +14,10 @@ from flashmem.compiler.ir.graph import Graph, Placeholder
 from flashmem.compiler.ir.portable import PortableGraph, portable
 from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import normalize
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
-from flashmem.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.target.descriptor import load_descriptor

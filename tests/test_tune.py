@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
 from flashmem.compile import _key
+from flashmem.compiler.options import Options
 from flashmem.compiler.selection.configs import choose, seconds
 from flashmem.compiler.selection.selector import Choices, fewest, packed_bytes
 from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
-from flashmem.options import Options
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits

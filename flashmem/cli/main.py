@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from flashmem import __version__
 from flashmem.base.interrupts import unwinding
+from flashmem.base.streams import exit_codes, prepare_streams
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.options import (
     Build,
@@ -29,7 +30,6 @@ from flashmem.cli.commands.options import (
     Shape,
     with_bundle_options,
 )
-from flashmem.cli.console import exit_codes, prepare_streams
 
 
 class _Commands(TyperGroup):

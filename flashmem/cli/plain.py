@@ -12,8 +12,8 @@ from pathlib import Path
 
 from flashmem import __version__
 from flashmem.base.interrupts import unwinding
+from flashmem.base.streams import exit_codes, prepare_streams
 from flashmem.cli.commands.compiling import CompileOptions
-from flashmem.cli.console import exit_codes, prepare_streams
 
 Command = Callable[[argparse.Namespace], int | None]
 

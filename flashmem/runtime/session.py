@@ -17,7 +17,6 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.options import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.runtime.engine.bound_program import Placement
 from flashmem.runtime.engine.compatibility import laid_out, playable
 from flashmem.runtime.engine.device_state import DeviceInUse
@@ -28,6 +27,7 @@ from flashmem.runtime.engine.ports import arrays_by_name, check_inputs, chosen_o
 from flashmem.runtime.engine.prefetch import Idle
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.engine.run import Played, Run, check_status, collect, write_inputs
+from flashmem.runtime.options import choose_budget, choose_mode, choose_strategy, device_here
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
 
@@ -65,7 +65,7 @@ class Session:
 
         Args:
             bundle: a bundle or its path.
-            device: "auto", or what `flashmem.options.device_here` understands.
+            device: "auto", or what `flashmem.runtime.options.device_here` understands.
             mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first.
             strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
                 do; any other name must be the strategy that the bundle was compiled with.

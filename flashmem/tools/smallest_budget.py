@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph
 from flashmem.compiler.ir.graph import Graph
-from flashmem.options import Options
+from flashmem.compiler.options import Options
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-
 from flashmem.zoo.export import export
 
 HERE = Path(__file__).parent

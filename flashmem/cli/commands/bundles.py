@@ -7,12 +7,13 @@ from datetime import datetime
 from pathlib import Path
 
 from flashmem.base.errors import BundleError
+from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.cache import Entry
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.cli.console import emit_json, print_table, say
+from flashmem.cli.console import emit_json, print_table
 from flashmem.runtime.kernels.cache_files import ProgramCache
 
 

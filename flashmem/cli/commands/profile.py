@@ -6,7 +6,8 @@ from pathlib import Path
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import need
-from flashmem.cli.console import progress, say
+from flashmem.base.streams import say
+from flashmem.cli.console import progress
 
 
 def profile_device(
@@ -77,8 +78,8 @@ def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> P
     """
     _need_extra()
     from flashmem.base.files import check_target
-    from flashmem.options import find_descriptor
     from flashmem.profiler.packing import write_kit as write
+    from flashmem.runtime.options import find_descriptor
 
     check_target(path, "--kit")
     descriptor = find_descriptor(device)
@@ -113,7 +114,8 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
         if figures.exists() and not figures.is_dir():
             raise UserError(f"--figures {figures} is not a folder; name one")
         require_matplotlib()
-    from flashmem.profiler.report import held_out, print_repeats, print_report
+    from flashmem.cli.profile_report import print_repeats, print_report
+    from flashmem.profiler.report import held_out
 
     if again is not None:
         print_repeats(dataset, again)

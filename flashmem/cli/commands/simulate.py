@@ -15,9 +15,9 @@ from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundl
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.cli.console import emit_json, print_facts
-from flashmem.options import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said
+from flashmem.runtime.options import choose_budget, choose_mode, choose_strategy, find_descriptor
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import Strategy
 from flashmem.target.descriptor import DeviceDescriptor

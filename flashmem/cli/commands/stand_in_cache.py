@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, why_unusable
-from flashmem.cli.console import say
+from flashmem.base.streams import say
 
 
 def have_cache() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from flashmem.cli.console import print_table, say
+from flashmem.base.streams import say
+from flashmem.cli.console import print_table
 from flashmem.tools.zoo.export import Exporter, export
 from flashmem.tools.zoo.models import find, names
 

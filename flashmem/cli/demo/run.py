@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from flashmem.base.errors import MissingFileError, RunError, UserError
 from flashmem.base.extras import need
 from flashmem.base.paths import cache_folder, make_private
+from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.cli.commands.compiling import CompileOptions, compile_apart
 from flashmem.cli.commands.stand_in_cache import have_cache
-from flashmem.cli.console import out, print_table, say, waiting
+from flashmem.cli.console import out, print_table, waiting
 from flashmem.cli.demo import ocr
 from flashmem.runtime.session import Session
 

@@ -21,11 +21,11 @@ from flashmem.compiler.lowering.host_embedding import host_indices
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.memory.buffers import least_alive
 from flashmem.compiler.memory.precision import stored_in_half
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.compiler.tiling.choice import BandChoice, Memory
 from flashmem.compiler.tiling.patches import Chain, in_bands
 from flashmem.compiler.weights.slicing import LEAST_BYTES
-from flashmem.options import Options
 from flashmem.target.descriptor import DeviceDescriptor
 
 STEPS = (4.0, 3.0, 2.25, 1.75, 1.4, 1.2, 1.1, 1.0)

@@ -12,7 +12,6 @@ from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import replace_binaries
-from flashmem.options import choose_mode, device_for
 from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program
@@ -22,6 +21,7 @@ from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
 from flashmem.runtime.kernels.required import wanted_kernels
 from flashmem.runtime.kernels.steady import new_kernels
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.options import choose_mode, device_for
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor

@@ -13,7 +13,6 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.options import choose_mode
 from flashmem.planning.carried_instance import carried_problem
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine.bound_program import Placement
@@ -23,6 +22,7 @@ from flashmem.runtime.engine.opened import Kernels, OpenedBundle
 from flashmem.runtime.engine.prefetch import Preparation
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.opencl.context import Queue
+from flashmem.runtime.options import choose_mode
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.schedule.loads import Load, kept_within, pages
 from flashmem.schedule.plan import OverlapPlan, PoolLayout

@@ -26,11 +26,11 @@ from flashmem.base.types import TransferMode
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.options import device_here
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.failures import RequestError, forget_locals, why_closed
 from flashmem.runtime.engine.ports import arrays_by_name, check_inputs, chosen_outputs
 from flashmem.runtime.memory.pressure import Follower
+from flashmem.runtime.options import device_here
 from flashmem.runtime.serving.arbiter import Occupancy
 from flashmem.runtime.serving.futures import FencedFuture, complete, complete_cancelled
 from flashmem.runtime.serving.loaded_model import Tenant
@@ -62,7 +62,7 @@ class Runtime:
         Args:
             budget: most bytes that all models together hold on the device and in host staging; None for no limit, "auto" for
                 what the system can spare (`flashmem.runtime.memory.pressure`).
-            device: "auto", or what `flashmem.options.device_here` understands.
+            device: "auto", or what `flashmem.runtime.options.device_here` understands.
             on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
                 end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
             verify_weights: compare every slice and table row that is read with its digest, as a `Session` does; a damaged one

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.units import parse_size
-from flashmem.options import Precision
+from flashmem.compiler.options import Precision
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 
 Metric = Literal[

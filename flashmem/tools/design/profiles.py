@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.compile import compile as compile_model
-from flashmem.options import choose_mode, device_here
 from flashmem.program.program import raw_bytes
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.options import choose_mode, device_here
 from flashmem.runtime.session import Session
 from flashmem.tools.design.application import Application, Processor, Task, Variant
 from flashmem.tools.design.metrics import Candidate, Profile

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flashmem.base.streams import exit_codes
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.validation import check_bundle
-from flashmem.cli.console import exit_codes
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.session import Session
 from flashmem.schedule.plan import OverlapPlan

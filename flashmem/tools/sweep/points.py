@@ -21,10 +21,11 @@ from flashmem.compile import plan_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.ir.portable import PortableGraph
 from flashmem.compiler.lowering.program import Generated
-from flashmem.options import Options, device_here
+from flashmem.compiler.options import Options
 from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
+from flashmem.runtime.options import device_here
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.simulation.scenario import Disk, describe

@@ -14,9 +14,10 @@ from flashmem.compile import compile as compile_model
 from flashmem.compile import read_graph
 from flashmem.compiler.ir.portable import portable
 from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
+from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.options import Options, choose_mode, device_here, find_descriptor
 from flashmem.planning.limits import Limits
+from flashmem.runtime.options import choose_mode, device_here, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 from flashmem.tools.sweep.grid import Point
 from flashmem.tools.sweep.points import Subject

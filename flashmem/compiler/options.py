@@ -1,0 +1,25 @@
+"""What shapes a program: the device as data, limits, precision, shapes of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flashmem.base.types import Optimize, TransferMode
+from flashmem.planning.limits import Limits
+from flashmem.target.descriptor import DeviceDescriptor
+
+Precision = Literal["fp32", "fp16"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What shapes a bundle, resolved: the device as data, `mode` the one to plan for, sizes in bytes."""
+
+    descriptor: DeviceDescriptor
+    mode: TransferMode
+    limits: Limits
+    precision: Precision = "fp32"
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
