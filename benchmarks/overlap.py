@@ -35,7 +35,7 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
-from flashmem.planning.planner import planning_problem
+from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan, Strategy
@@ -99,8 +99,8 @@ def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse
     budget = int(args.budget_ratio * weights) + fixed_bytes(whole)
     options = replace(options, limits=replace(options.limits, budget=budget))
     program, options = within(graph, options)
-    problem = planning_problem(program, descriptor, options.mode, options.limits)
-    compute = sum(layer.seconds for layer in problem.layers)
+    instance = planning_instance(program, descriptor, options.mode, options.limits)
+    compute = sum(layer.seconds for layer in instance.layers)
     ratios = () if args.own else RATIOS
     return {
         "model": name,

@@ -39,7 +39,7 @@ from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import forced_preload
 from flashmem.planning.limits import read_limits
 from flashmem.planning.opg.lc_opg import solve
-from flashmem.planning.planner import completed, plan_problem, planning_problem
+from flashmem.planning.planner import completed, plan_instance, planning_instance
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import load_descriptor
@@ -169,11 +169,11 @@ def serial_row(made: Planned, disk: Disk) -> Iterator[str]:
     played = simulate(scenario)
     execution = played.report.latency.exec
     busiest = max(played.busy.get(each, 0.0) for each in ("disk", "read", "copy", "compute"))
-    problem = planning_problem(made.program, options.descriptor, options.mode, options.limits)
-    problem = replace(problem, m_peak=plan.m_peak)
-    chosen = forced_preload(problem, {w.name for w in plan.weights if w.preload})
-    read = problem if disk == "cold" else replace(problem, load_bandwidth=math.inf)
-    bound = fastest_seconds(read, chosen) - problem.opening_seconds
+    instance = planning_instance(made.program, options.descriptor, options.mode, options.limits)
+    instance = replace(instance, m_peak=plan.m_peak)
+    chosen = forced_preload(instance, {w.name for w in plan.weights if w.preload})
+    read = instance if disk == "cold" else replace(instance, load_bandwidth=math.inf)
+    bound = fastest_seconds(read, chosen) - instance.opening_seconds
     for each in ("disk", "read", "copy", "compute"):
         yield f"{1e3 * played.busy.get(each, 0.0):.1f}"
     yield f"{1e3 * execution:.1f}"
@@ -193,8 +193,8 @@ def front_table(models: Sequence[str], devices: Sequence[str], objectives: Seque
             rows = []
             for step in range(11):
                 limits = replace(options.limits, lambda_=step / 10)
-                problem = replace(planning_problem(made.program, options.descriptor, options.mode, limits), w_may_grow=True)
-                plan = plan_problem(problem, made.program, options.mode, limits, complete=False)
+                instance = replace(planning_instance(made.program, options.descriptor, options.mode, limits), w_may_grow=True)
+                plan = plan_instance(instance, made.program, options.mode, limits, complete=False)
                 plan = with_layouts(made.program, plan, [options.mode])
                 played = simulate(describe(made.program, plan, options.descriptor, options.mode, disk="cold")).report
                 rows.append((step / 10, played.latency.integrated, played.memory.average_bytes, played.memory.peak_bytes))
@@ -249,9 +249,9 @@ def quality_table(models: Sequence[str], devices: Sequence[str], objectives: Seq
 
 def next_operator(program: Program, options: Options) -> float:
     """Predicted first answer of strategy next-operator within the same M_peak; infinite where it does not fit."""
-    problem = planning_problem(program, options.descriptor, options.mode, options.limits)
+    instance = planning_instance(program, options.descriptor, options.mode, options.limits)
     try:
-        return Baseline("next-operator", operators_of(program)).plan(problem).objective
+        return Baseline("next-operator", operators_of(program)).plan(instance).objective
     except BudgetError:
         return math.inf
 
@@ -259,21 +259,21 @@ def next_operator(program: Program, options: Options) -> float:
 def both(program: Program, options: Options) -> tuple[OverlapPlan | None, OverlapPlan | None, float]:
     """The plan without a solver, the solved one, and processor seconds of the former."""
     limits, mode = options.limits, options.mode
-    problem = replace(planning_problem(program, options.descriptor, mode, limits), w_may_grow=True)
+    instance = replace(planning_instance(program, options.descriptor, mode, limits), w_may_grow=True)
     had = "ortools" in sys.modules
     begun = time.process_time()
     try:
         if limits.objective == "first":
-            free = plan_problem(problem, program, mode, limits, complete=False)
+            free = plan_instance(instance, program, mode, limits, complete=False)
         else:
-            free = solve(problem, units="share", workers=0)
+            free = solve(instance, units="share", workers=0)
     except BudgetError:
         return None, None, 0.0
     seconds = time.process_time() - begun
     assert had or "ortools" not in sys.modules
     if limits.objective == "first":
-        return free, completed(problem, free, program, mode, limits), seconds
-    return free, solve(problem, units="share"), seconds
+        return free, completed(instance, free, program, mode, limits), seconds
+    return free, solve(instance, units="share"), seconds
 
 
 def chunk_table(models: Sequence[str], devices: Sequence[str], objectives: Sequence[str]) -> None:

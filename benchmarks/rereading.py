@@ -29,7 +29,7 @@ from flashmem.compiler.tiling.patches import Chain, in_bands
 from flashmem.compiler.tiling.search import Bands
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.planning.planner import plan_problem, planning_problem
+from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
@@ -82,8 +82,8 @@ def programs(model: Path, options: Options) -> list[Program]:
 def planned(program: Program, options: Options, budget: int) -> OverlapPlan:
     """The plan that answers first. Raises BudgetError."""
     limits = replace(options.limits, budget=budget)
-    problem = planning_problem(program, options.descriptor, options.mode, limits)
-    return plan_problem(problem, program, options.mode, limits, complete=False)
+    instance = planning_instance(program, options.descriptor, options.mode, limits)
+    return plan_instance(instance, program, options.mode, limits, complete=False)
 
 
 def smallest(program: Program, options: Options) -> int:

@@ -32,7 +32,7 @@ from flashmem.compile import plan_graph, read_graph, with_layouts
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.planning.capacity.classes import predict_seconds
+from flashmem.planning.capacity.roofline import predict_seconds
 from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
 from flashmem.runtime.options import choose_mode

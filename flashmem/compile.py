@@ -42,12 +42,12 @@ from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.limits import read_limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
+from flashmem.planning.planner import completed, make_plan, plan_instance, planning_instance
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.ahead import KernelBuilder, Wish
 from flashmem.runtime.kernels.ahead import with_binaries as carrying
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
 Progress = Callable[[str, float], None]
@@ -238,9 +238,9 @@ def _variant(generated: Generated, plan: OverlapPlan, options: Options) -> Shape
     return ShapeVariant(generated.program, plan, generated.source, own)
 
 
-def _posed(program: Program, plan: OverlapPlan, options: Options) -> Problem:
+def _posed(program: Program, plan: OverlapPlan, options: Options) -> Instance:
     """The problem that `plan` is of, so that the bundle can be planned again for other budgets."""
-    return planning_problem(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
+    return planning_instance(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
 
 
 def read_graph(model: Path, options: Options) -> Graph:
@@ -340,16 +340,16 @@ def _plan(
             final(made)
         return made
 
-    def problem(program: Program) -> Problem:
+    def instance(program: Program) -> Instance:
         with watch("plan_and_check"):
-            return planning_problem(program, descriptor, mode, limits)
+            return planning_instance(program, descriptor, mode, limits)
 
-    def plan(problem: Problem, program: Program) -> OverlapPlan:
+    def plan(instance: Instance, program: Program) -> OverlapPlan:
         with watch("plan_and_check"):
-            return plan_problem(problem, program, mode, limits, complete=False)
+            return plan_instance(instance, program, mode, limits, complete=False)
 
     def pipeline_for(slicing: Slicing) -> Pipeline:
-        return Pipeline(lambda cuts: program(cuts, slicing), problem, plan)
+        return Pipeline(lambda cuts: program(cuts, slicing), instance, plan)
 
     if finest:
         attempt = pipeline_for(FINEST).attempt(frozenset())
@@ -357,7 +357,7 @@ def _plan(
     pipeline, first = first_attempt(pipeline_for, limits)
     generated, made = refine(graph, pipeline, first, limits, mode)
     if limits.resolved_objective != "steady":
-        made = completed(problem(generated.program), made, generated.program, mode, limits)
+        made = completed(instance(generated.program), made, generated.program, mode, limits)
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
     return generated, replace(made, notes=(*made.notes, *notes))
 

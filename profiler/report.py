@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.errors import UserError
+from flashmem.base.types import OperatorClass
 from flashmem.planning.capacity.basis import Basis
-from flashmem.planning.capacity.classes import THRESHOLDS
+from flashmem.planning.capacity.model import THRESHOLDS
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import MARKER, Learned, learn_classes
 
@@ -258,10 +259,13 @@ def errors(predictions: Sequence[Prediction], which: str, *, raw: bool = False) 
 def learned_classes(rows: Sequence[Row], mode: str) -> list[Learned]:
     """Operator classes from the response to loads in `mode`, over launches long enough to show it."""
     tolerances: dict[str, list[float]] = {}
+    paper: dict[str, OperatorClass] = {}
     for (_, used), points in curves(rows).items():
         if used == mode and points[0].seconds >= _LEAST_SECONDS:
-            tolerances.setdefault(operator_type(points[0]), []).append(measured_ratio(points, MARKER))
-    return learn_classes(tolerances)
+            operator = operator_type(points[0])
+            tolerances.setdefault(operator, []).append(measured_ratio(points, MARKER))
+            paper[operator] = points[0].features.operator_class
+    return learn_classes(tolerances, paper)
 
 
 def operator_type(row: Row) -> str:

@@ -16,7 +16,7 @@ from flashmem.bundle.writer import replace_plan
 from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.run import RunOptions, run_model
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import Span
 from flashmem.tools.learn import KEY, Learned, learn, observed
 
@@ -65,8 +65,8 @@ def test_what_was_learned_is_kept_and_added_to(bundle: flashmem.Bundle) -> None:
 
 
 def test_capacities_follow_measured_latency() -> None:
-    problem = Problem(layers_of([4, 4, 4], seconds=2.0), (), 1, 10, 1.0)
-    learned = Learned("map", 1, (1.0, 2.0, 100.0), 5.0).applied_to(problem)
+    instance = Instance(layers_of([4, 4, 4], seconds=2.0), (), 1, 10, 1.0)
+    learned = Learned("map", 1, (1.0, 2.0, 100.0), 5.0).applied_to(instance)
     assert [spec.capacity for spec in learned.layers] == [2, 4, 16]
     assert [spec.seconds for spec in learned.layers] == [1.0, 2.0, 100.0]
     assert learned.load_bandwidth == 5.0

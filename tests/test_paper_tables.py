@@ -19,9 +19,9 @@ from flashmem.compile import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.planning.capacity.classes import predict_seconds
+from flashmem.planning.capacity.roofline import predict_seconds
 from flashmem.planning.limits import Limits
-from flashmem.planning.planner import planning_problem
+from flashmem.planning.planner import planning_instance
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.options import choose_mode
@@ -125,8 +125,8 @@ def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
         whole = generate(graph, fuse(graph), descriptor).program
         budget = sum(part.nbytes for part in whole.slices) // 2 + fixed_bytes(whole)
         program, options = overlap.within(graph, replace(options, limits=replace(options.limits, budget=budget)))
-        problem = planning_problem(program, descriptor, options.mode, options.limits)
-        slow = sum(part.nbytes for part in program.slices) / sum(layer.seconds for layer in problem.layers)
+        instance = planning_instance(program, descriptor, options.mode, options.limits)
+        slow = sum(part.nbytes for part in program.slices) / sum(layer.seconds for layer in instance.layers)
         found[options.mode] = overlap.seconds(program, overlap.with_disk(options, slow), opening=False)
     assert found["map"][overlap.HELD] == found["map"]["stream"]
     assert found["alias"][overlap.HELD] > 1.01 * found["alias"]["stream"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_problems import problems, slices_for
+from planning_problems import instances, slices_for
 
 from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.planning.latency.first_answer import first_plan, smallest_m_peak
@@ -16,7 +16,8 @@ from flashmem.planning.memory.layout import Interval, lay_out, lay_out_pools, ma
 from flashmem.planning.memory.texture_slots import TextureSlotAllocator, colour_slots
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import PlanViolation
 
 
@@ -124,23 +125,23 @@ def test_slots_are_those_that_a_look_at_every_turn_finds(images: list[tuple[Slic
     assert [allocator.place(*each) for each in images] == one_slot_after_the_other(images)
 
 
-@given(problems(whole_chunks=True), st.booleans(), st.booleans())
+@given(instances(whole_chunks=True), st.booleans(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, paper: bool) -> None:
-    sixteenfold = tuple(replace(w, nbytes=16 * w.nbytes) for w in problem.weights)
-    problem = replace(problem, weights=sixteenfold, chunk_bytes=16 * problem.chunk_bytes)
-    problem = replace(problem, m_peak=max(16 * problem.m_peak, smallest_m_peak(problem)[0]))
-    plan = solve(problem, time_limit=0.1) if paper else first_plan(problem)
-    slices = slices_for(problem, images=images)
+def test_pools_of_every_mode_pass_the_checker(instance: Instance, images: bool, paper: bool) -> None:
+    sixteenfold = tuple(replace(w, nbytes=16 * w.nbytes) for w in instance.weights)
+    instance = replace(instance, weights=sixteenfold, chunk_bytes=16 * instance.chunk_bytes)
+    instance = replace(instance, m_peak=max(16 * instance.m_peak, smallest_m_peak(instance)[0]))
+    plan = solve(instance, time_limit=0.1) if paper else first_plan(instance)
+    slices = slices_for(instance, images=images)
     layouts = lay_out_pools(slices, plan, ["map", "alias", "dma", "interleave"], loader_threads=3)
-    plan = replace(plan, m_peak=max(problem.m_peak, layouts["map"].in_flight_bytes))
-    replace(plan, layouts=layouts).check(replace(problem, m_peak=plan.m_peak), slices)
+    plan = replace(plan, m_peak=max(instance.m_peak, layouts["map"].in_flight_bytes))
+    check(replace(plan, layouts=layouts), replace(instance, m_peak=plan.m_peak), slices)
 
     def held(layer: int) -> int:
         lives = {w.name: w.preload or w.read_layer <= layer <= w.last_use for w in plan.weights}  # W has places of its own
         return sum(-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights if lives[w.name])
 
-    assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(problem.layers) + 1))
+    assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(instance.layers) + 1))
     assert layouts["alias"].total_bytes == layouts["alias"].pool_bytes >= layouts["map"].mapped_peak_bytes
     largest = max((-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights), default=0)
     assert layouts["dma"].staging_bytes == 3 * largest
@@ -152,24 +153,24 @@ def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, pa
         )
 
 
-@given(problems(), st.data())
+@given(instances(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_two_live_slices_in_one_place_are_caught(problem: Problem, data: st.DataObject) -> None:
-    problem = replace(problem, m_peak=max(problem.m_peak, smallest_m_peak(problem)[0]))
-    plan = first_plan(problem)
-    layout = lay_out_pools(slices_for(problem, images=False), plan, ["alias"])["alias"]
-    lives = {w.name: (0, len(problem.layers)) if w.preload else (w.read_layer, w.last_use) for w in plan.weights}
+def test_two_live_slices_in_one_place_are_caught(instance: Instance, data: st.DataObject) -> None:
+    instance = replace(instance, m_peak=max(instance.m_peak, smallest_m_peak(instance)[0]))
+    plan = first_plan(instance)
+    layout = lay_out_pools(slices_for(instance, images=False), plan, ["alias"])["alias"]
+    lives = {w.name: (0, len(instance.layers)) if w.preload else (w.read_layer, w.last_use) for w in plan.weights}
     pairs = [(a, b) for a in lives for b in lives if a < b and lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]]
     if pairs:
         a, b = data.draw(st.sampled_from(pairs))
         shared = replace(layout, offsets={**layout.offsets, b: layout.offsets[a]})
         with pytest.raises(PlanViolation, match="overlap"):
-            replace(plan, layouts={"alias": shared}).check(problem)
+            check(replace(plan, layouts={"alias": shared}), instance)
 
 
 def test_a_plan_of_another_program_is_refused() -> None:
-    problem = Problem((), (), 1, 1, 1.0)
-    assert lay_out_pools([], first_plan(problem), ["map"])["map"].total_bytes == 0
-    plan = first_plan(replace(problem, layers=(), weights=(WeightSpec("w", 1, 1, 1),)))
+    instance = Instance((), (), 1, 1, 1.0)
+    assert lay_out_pools([], first_plan(instance), ["map"])["map"].total_bytes == 0
+    plan = first_plan(replace(instance, layers=(), weights=(WeightSpec("w", 1, 1, 1),)))
     with pytest.raises(ValueError, match="'w'"):
         lay_out_pools([], plan, ["map"])

@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
 from flashmem.cli.main import app
+from flashmem.compiler.operators import REGISTRY
 from flashmem.planning.capacity.basis import Basis
+from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
-from flashmem.planning.capacity.model import Roofline, default_model, load_capacity
+from flashmem.planning.capacity.model import load_capacity
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import learn_classes
+from flashmem.planning.capacity.roofline import Roofline
 from flashmem.profiler.bench import Bench
 from flashmem.profiler.cases import FAMILIES as DRAWN
 from flashmem.profiler.cases import Target, sampled, sampled_family
@@ -304,7 +307,8 @@ def test_lane_contention_is_the_share_by_which_a_transfer_delays() -> None:
 
 
 def test_classes_are_cut_where_tolerance_leaves_gaps() -> None:
-    learned = learn_classes({"Conv": [2.0, 2.2], "MatMul": [1.9], "Relu": [0.5, 0.4], "Softmax": [0.02], "Add": [0.6]})
+    tolerances = {"Conv": [2.0, 2.2], "MatMul": [1.9], "Relu": [0.5, 0.4], "Softmax": [0.02], "Add": [0.6]}
+    learned = learn_classes(tolerances, {operator: REGISTRY[operator].operator_class for operator in tolerances})
     found = {entry.operator: entry.learned for entry in learned}
     assert found == {
         "Conv": "reusable", "MatMul": "reusable", "Relu": "elemental", "Add": "elemental", "Softmax": "hierarchical",

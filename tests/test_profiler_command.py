@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_line import Command, command_line
 
-from flashmem.planning.capacity.model import default_model
+from flashmem.planning.capacity.choice import default_model
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.profiler import bench, measure, openings, sessions, train
 from flashmem.profiler.dataset import Growing, read_dataset

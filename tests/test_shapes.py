@@ -142,13 +142,13 @@ def test_a_session_holds_one_variant_and_keeps_to_the_budget(strategy: str, mode
 
 
 def _smallest(bundle: Bundle, index: int) -> int:
-    from flashmem.planning.carried_instance import carried_problem
+    from flashmem.planning.carried_instance import carried_instance
     from flashmem.planning.replanning import smallest_budget
 
     one = bundle.variant(index)
-    problem = carried_problem(one.program, one.plan, one.descriptor, one.meta["mode"], one.meta)
-    assert problem is not None
-    return smallest_budget(one.program, problem, one.meta["mode"], one.plan.asked)
+    instance = carried_instance(one.program, one.plan, one.descriptor, one.meta["mode"], one.meta)
+    assert instance is not None
+    return smallest_budget(one.program, instance, one.meta["mode"], one.plan.asked)
 
 
 def test_later_runs_of_every_variant_have_steady_launches_over_the_same_weights(tmp_path: Path) -> None:

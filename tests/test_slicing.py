@@ -36,13 +36,14 @@ from flashmem.planning.latency.clock import Timing
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import planning_problem
+from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.check import check
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.loads import bands
 from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, passing_bytes
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
@@ -141,8 +142,8 @@ def test_reads_of_the_papers_plan_run_ahead_as_far_as_its_layout_has_room(mode: 
     program, plan = planned(graph_of(128, *PRODUCTS), "nvidia", mode, m_peak=m_peak, objective="paper")
     assert lay_out_pools(program.slices, plan, [mode])[mode].in_flight_bytes <= m_peak
     assert any(w.read_layer < w.first_mover for w in plan.weights if not w.preload)
-    problem = planning_problem(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
-    timing = Timing(problem, {w.name: w.moves for w in plan.weights if not w.preload})
+    instance = planning_instance(program, load_descriptor("nvidia"), mode, Limits(m_peak=m_peak, objective="paper"))
+    timing = Timing(instance, {w.name: w.moves for w in plan.weights if not w.preload})
     ahead = timing.play({w.name: w.read_layer for w in plan.weights}).seconds
     assert ahead <= timing.play({w.name: 0 if w.preload else w.first_mover for w in plan.weights}).seconds
 
@@ -187,14 +188,14 @@ def test_bands_are_the_slice_in_order(nbytes: int, width: int, mode: TransferMod
 
 
 def test_what_is_large_passes_through_staging_in_pieces() -> None:
-    problem = Problem((), (), 1 << 20, 1 << 30, 1e9)
+    instance = Instance((), (), 1 << 20, 1 << 30, 1e9)
     weights = tuple(WeightSpec(name, 40 << 20, layer, layer) for name, layer in (("w", 1), ("x", 3)))
     layers = planned(graph_of(8, (64, 64), (64, 64), (64, 64)), "nvidia")[1].capacities
-    problem = replace(problem, weights=weights, layers=tuple(_layer(c) for c in layers))
+    instance = replace(instance, weights=weights, layers=tuple(_layer(c) for c in layers))
     slices = [Slice(w.name, w.name, 0, w.nbytes) for w in weights]
-    plan = first_plan(problem)
+    plan = first_plan(instance)
     layouts = lay_out_pools(slices, plan, ["dma", "interleave"])
-    replace(plan, layouts=dict(layouts)).check(problem, slices)
+    check(replace(plan, layouts=dict(layouts)), instance, slices)
     assert layouts["dma"].staging_bytes == 2 * PASSING_BYTES
     assert layouts["interleave"].staging_bytes == 2 * PASSING_BYTES + (40 << 20)  # W passes through, the other waits
     wide = Slice("wide", "w", 0, 40 << 20, 1 << 19, 5, 8 << 20)

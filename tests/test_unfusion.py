@@ -29,7 +29,7 @@ from flashmem.compiler.passes.unfusion import Attempt, Cuts, Pipeline, cut_point
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.context import list_devices
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import load_descriptor
 
@@ -143,7 +143,7 @@ def _plan(weights: tuple[PlannedWeight, ...], layers: int) -> OverlapPlan:
 
 def test_penalty_is_lambda_times_forced_chunks_plus_mu_times_distance() -> None:
     specs = (WeightSpec("a", 3, 1, 1), WeightSpec("b", 5, 4, 4), WeightSpec("c", 2, 5, 5))
-    problem = Problem(layers_of([1, 1, 0, 0, 0]), specs, 1, 100, 1.0)
+    instance = Instance(layers_of([1, 1, 0, 0, 0]), specs, 1, 100, 1.0)
     plan = _plan(
         (
             PlannedWeight("a", 3, 3, 1, 1, True),  # layer 1 uses it: W whatever the capacities
@@ -152,20 +152,20 @@ def test_penalty_is_lambda_times_forced_chunks_plus_mu_times_distance() -> None:
         ),
         5,
     )
-    penalties = Penalties(problem, plan, frozenset(), 0.9, 0.1)
+    penalties = Penalties(instance, plan, frozenset(), 0.9, 0.1)
     assert penalties.shortage == 5
     # Three chunks more at layer 3 hold 3 of b's 5, and bring c from distance 4 (layers 1 and 2) to 2 (layer 3).
     assert penalties.of(3, 3) == pytest.approx(0.9 * 3 + 0.1 * 2)
     assert penalties.of(3, 7) == pytest.approx(0.9 * 5 + 0.1 * 2)
     # At layer 4, where b is used, b finds no room; c comes to distance 1.
     assert penalties.of(4, 3) == pytest.approx(0.1 * 3)
-    assert Penalties(problem, plan, frozenset({"b"}), 0.9, 0.0).of(3, 3) == 0
+    assert Penalties(instance, plan, frozenset({"b"}), 0.9, 0.0).of(3, 3) == 0
 
 
 def test_chunks_above_capacity_are_without_room() -> None:
-    problem = Problem(layers_of([1, 1, 9]), (WeightSpec("a", 4, 3, 3),), 1, 100, 1.0)
+    instance = Instance(layers_of([1, 1, 9]), (WeightSpec("a", 4, 3, 3),), 1, 100, 1.0)
     plan = _plan((PlannedWeight("a", 4, 4, 3, 3, False, 1, ((1, 1), (2, 3))),), 3)
-    assert Penalties(problem, plan, frozenset(), 1.0, 0.0).of(1, 9) == 2
+    assert Penalties(instance, plan, frozenset(), 1.0, 0.0).of(1, 9) == 2
 
 
 @pytest.fixture
@@ -211,15 +211,15 @@ def test_splits_lower_the_papers_objective_and_hierarchical_groups_stay_whole(
 def test_parts_must_gain_alpha_over_the_whole() -> None:
     graph, descriptor = _graph("gptneo-tiny"), load_descriptor("generic-cpu")
 
-    def problem(program: Program) -> Problem:  # ten chunks a launch, whatever it does
-        return Problem(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
+    def instance(program: Program) -> Instance:  # ten chunks a launch, whatever it does
+        return Instance(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
 
     def plan(program: Program) -> OverlapPlan:
         raise AssertionError("ranking splits makes no plan")
 
-    pipeline = Pipeline(lambda cuts: generate(graph, fuse(graph, cuts), descriptor), problem, plan)
+    pipeline = Pipeline(lambda cuts: generate(graph, fuse(graph, cuts), descriptor), instance, plan)
     generated = pipeline.generate(frozenset())
-    whole = Attempt(generated, problem(generated.program), _plan((), len(generated.program.launches)))
+    whole = Attempt(generated, instance(generated.program), _plan((), len(generated.program.launches)))
     found = splits(graph, whole, frozenset(), pipeline, alpha=1.0)
     assert found and all(split.gain >= 10 for split in found)
     assert {split.name for split in found} < {launch.name for launch in generated.program.launches}

@@ -18,8 +18,8 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.planning.instance import build_instance
 from flashmem.program.program import Program
-from flashmem.schedule.instance import build_problem
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.zoo.graphs import GptNeo, Llama, ResNet, Vit, WhisperEncoder, WideVit, zoo_graph
 
@@ -123,11 +123,11 @@ def test_grouped_queries_share_their_keys() -> None:
     weights = {value.name: value.shape for value in graph.constants()}
     assert weights["layers.0.k_proj.weight"] == (64, 16) and weights["layers.0.q_proj.weight"] == (64, 64)
     program = program_of(graph)
-    problem = build_problem(program, load_descriptor("pocl"), chunk_bytes=1024, m_peak=1 << 20)
+    instance = build_instance(program, load_descriptor("pocl"), chunk_bytes=1024, m_peak=1 << 20)
     # seven matrices, the head, attention, which reads each key where it lies, and, row by row on the host, the table of tokens
     assert sum(launch.macs > 0 for launch in program.launches) == 7 + 1 + 1
     assert not any("repeat" in tensor.name or len(tensor.shape) == 5 for tensor in program.tensors)
-    assert len({part.weight for part in program.slices}) == 7 + 1 == len(problem.weights)
+    assert len({part.weight for part in program.slices}) == 7 + 1 == len(instance.weights)
 
 
 def test_every_name_can_be_asked_for_and_others_are_refused() -> None:

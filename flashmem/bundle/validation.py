@@ -298,7 +298,7 @@ class _Weight:
 
 
 @dataclass(frozen=True)
-class _HeldProblem:
+class _HeldInstance:
     """As much of the planner's problem as a bundle holds, for `check_rules`: capacities are those the plan claims."""
 
     layers: tuple[_Layer, ...]
@@ -314,9 +314,9 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
     _require(plan.chunk_bytes > 0, "its plan has no chunk size")
     _require(len(plan.capacities) == len(program.launches), "its plan has another number of layers")
     weights = tuple(_Weight(name, sizes[name], first, last) for name, (first, last) in program.uses().items())
-    problem = _HeldProblem(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
+    instance = _HeldInstance(tuple(map(_Layer, plan.capacities)), weights, plan.chunk_bytes, plan.m_peak, plan.mode)
     try:
-        check_rules(plan, cast(Any, problem), program.slices)
+        check_rules(plan, cast(Any, instance), program.slices)
     except (PlanViolation, KeyError, IndexError) as error:
         raise BundleError(f"the bundle is damaged: its plan does not hold ({error}); compile the model again") from error
 

@@ -7,15 +7,12 @@ checker (`schedule.check`) this is what the runtime imports of planning, so it n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from flashmem.base.types import Channel, TransferMode
 from flashmem.program.tensors import Slice
-
-if TYPE_CHECKING:
-    from flashmem.schedule.instance import Problem
 
 Objective = Literal["first", "steady", "paper"]
 """What is minimised: the first answer, later runs within the same memory, or the paper's weighted sum."""
@@ -250,19 +247,6 @@ class OverlapPlan:
             return self
         weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) if w.keep else w for w in self.weights)
         return replace(self, weights=weights)
-
-    def check(self, problem: Problem, slices: Sequence[Slice] = ()) -> None:
-        """Verify the plan against `problem`: C0-C3 (docs/planner.md; FlashMem section 3), the objective, the layouts.
-
-        With `slices` (the program's) the texture slots are also checked to be large enough for what they hold. Only the
-        strategy "on-demand" may load and move at layer i_w itself, which then waits for it.
-
-        Raises:
-            PlanViolation: the first thing found wrong.
-        """
-        from flashmem.schedule.check import check
-
-        check(self, problem, slices)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values."""

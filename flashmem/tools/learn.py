@@ -20,9 +20,9 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.writer import replace_plan, replace_plans
 from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.planner import plan_problem, planning_problem
+from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.runtime.engine.report import RunReport
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import Span
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
@@ -46,13 +46,13 @@ class Learned:
     seconds: tuple[float, ...]
     load_bandwidth: float
 
-    def applied_to(self, problem: Problem) -> Problem:
-        """`problem` with measured latencies, the load capacities that go with them, and the measured rate of loads."""
+    def applied_to(self, instance: Instance) -> Instance:
+        """`instance` with measured latencies, the load capacities that go with them, and the measured rate of loads."""
         layers = []
-        for spec, seconds in zip(problem.layers, self.seconds, strict=True):
+        for spec, seconds in zip(instance.layers, self.seconds, strict=True):
             scale = min(_MOST_SCALED, seconds / spec.seconds) if spec.seconds > 0 else 1.0
             layers.append(replace(spec, seconds=seconds, capacity=floor(spec.capacity * scale)))
-        return replace(problem, layers=tuple(layers), load_bandwidth=self.load_bandwidth)
+        return replace(instance, layers=tuple(layers), load_bandwidth=self.load_bandwidth)
 
     def joined_to(self, earlier: Learned | None) -> Learned:
         """Both together, each in proportion to its runs; what another mode or another program taught is forgotten."""
@@ -74,8 +74,8 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
     limits = limits_of(bundle)
     earlier = _learned_from(bundle)
     learned = observed(bundle, mode, reports).joined_to(earlier)
-    problem = learned.applied_to(planning_problem(bundle.program, bundle.descriptor, mode, limits))
-    plan = plan_problem(replace(problem, w_may_grow=True), bundle.program, mode, limits)
+    instance = learned.applied_to(planning_instance(bundle.program, bundle.descriptor, mode, limits))
+    plan = plan_instance(replace(instance, w_may_grow=True), bundle.program, mode, limits)
     program = bundle.program
     modes = bundle.descriptor.modes[program.memory_path]
     layouts = lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)
@@ -104,10 +104,10 @@ def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]
     program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
     limits = replace(limits_of(bundle), budget=budget, m_peak=None)
     mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
-    problem, learned = planning_problem(program, bundle.descriptor, mode, limits), _learned_from(bundle)
+    instance, learned = planning_instance(program, bundle.descriptor, mode, limits), _learned_from(bundle)
     if learned is not None and learned.mode == mode:
-        problem = learned.applied_to(problem)
-    plan = plan_problem(replace(problem, w_may_grow=True), program, mode, limits)
+        instance = learned.applied_to(instance)
+    plan = plan_instance(replace(instance, w_may_grow=True), program, mode, limits)
     plan = replace(plan, layouts=dict(lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)))
     return plan, {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": asdict(limits)}
 

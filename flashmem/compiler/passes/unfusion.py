@@ -19,7 +19,7 @@ from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
-from flashmem.schedule.instance import Problem
+from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
 BATCH = 8
@@ -39,14 +39,14 @@ class Pipeline:
     """How a program with given cuts is made, the problem it poses, and that problem's plan: the middle of the offline half."""
 
     generate: Callable[[Cuts], Generated]
-    problem: Callable[[Program], Problem]
-    plan: Callable[[Problem, Program], OverlapPlan]
+    instance: Callable[[Program], Instance]
+    plan: Callable[[Instance, Program], OverlapPlan]
 
     def attempt(self, cuts: Cuts, generated: Generated | None = None) -> Attempt:
         """The program with `cuts` (or `generated`, which was made with them), and its plan."""
         generated = generated or self.generate(cuts)
-        problem = self.problem(generated.program)
-        return Attempt(generated, problem, self.plan(problem, generated.program))
+        instance = self.instance(generated.program)
+        return Attempt(generated, instance, self.plan(instance, generated.program))
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Attempt:
     """A program for some cuts, and its plan."""
 
     generated: Generated
-    problem: Problem
+    instance: Instance
     plan: OverlapPlan
 
 
@@ -124,7 +124,7 @@ def may_refine(limits: Limits, mode: TransferMode) -> bool:
 def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
     """The splits worth trying on top of `cuts`, highest penalty first; none when nothing lacks capacity."""
     asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
-    penalties = Penalties(best.problem, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
+    penalties = Penalties(best.instance, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
     if not penalties.shortage and not (limits.mu and best.plan.objective_kind == "paper"):
         return []
     found = splits(graph, best, cuts, pipeline, limits.alpha)
@@ -142,7 +142,7 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
     if not candidates:
         return []
     program, apart = best.generated.program, pipeline.generate(cuts | candidates.keys()).program
-    whole, parts = _capacities(program, best.problem), _capacities(apart, pipeline.problem(apart))
+    whole, parts = _capacities(program, best.instance), _capacities(apart, pipeline.instance(apart))
     first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
     found = []
     for cut, layer in candidates.items():
@@ -154,7 +154,7 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
             continue
         before = whole[names]
         after = sum(nbytes for operators, nbytes in parts.items() if set(operators) <= set(names))
-        gain = (after - before) // best.problem.chunk_bytes
+        gain = (after - before) // best.instance.chunk_bytes
         if gain > 0 and after >= (1 + alpha) * before:
             found.append(Split(program.launches[at - 1].name, cut, at, gain))
     return found
@@ -177,11 +177,11 @@ def cut_point(layer: Layer, consumers: Mapping[Value, Sequence[Node]], outputs: 
     return None
 
 
-def _capacities(program: Program, problem: Problem) -> dict[tuple[str, ...], int]:
+def _capacities(program: Program, instance: Instance) -> dict[tuple[str, ...], int]:
     """C_v in bytes by the operators of each group, its slices together."""
     total: dict[tuple[str, ...], int] = {}
-    for launch, spec in zip(program.launches, problem.layers, strict=True):
-        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity * problem.chunk_bytes
+    for launch, spec in zip(program.launches, instance.layers, strict=True):
+        total[launch.operators] = total.get(launch.operators, 0) + spec.capacity * instance.chunk_bytes
     return total
 
 

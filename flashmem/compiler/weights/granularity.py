@@ -63,17 +63,17 @@ def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -
         raise refused
     pipeline = pipeline_for(FINEST)  # M_peak does not limit W
     generated = pipeline.generate(frozenset())
-    problem = replace(pipeline.problem(generated.program), w_may_grow=True)
-    return pipeline, Attempt(generated, problem, pipeline.plan(problem, generated.program))
+    instance = replace(pipeline.instance(generated.program), w_may_grow=True)
+    return pipeline, Attempt(generated, instance, pipeline.plan(instance, generated.program))
 
 
 def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[Pipeline, Attempt]:
     """`made`, with large slices in W where that answers much sooner: M_peak does not limit W."""
     if limits.m_peak is None or limits.resolved_objective != "first" or made.plan.gap <= UNPROVEN:
         return pipeline, made
-    problem = replace(made.problem, w_may_grow=True)
-    plan = pipeline.plan(problem, made.generated.program)
-    return pipeline, Attempt(made.generated, problem, plan) if plan.objective < made.plan.objective else made
+    instance = replace(made.instance, w_may_grow=True)
+    plan = pipeline.plan(instance, made.generated.program)
+    return pipeline, Attempt(made.generated, instance, plan) if plan.objective < made.plan.objective else made
 
 
 def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:

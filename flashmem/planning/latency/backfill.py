@@ -14,7 +14,7 @@ import numpy as np
 
 from flashmem.planning.latency.clock import Clock, Moves, Timing, play
 from flashmem.planning.latency.release_times import held_bytes
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 
 _WORK = 20_000
 """Weights that the clock looks at in all: so many tries times the weights of the plan."""
@@ -35,14 +35,14 @@ class Stall:
     end: float
 
 
-def stalls(problem: Problem, order: list[WeightSpec], clock: Clock) -> list[Stall]:
+def stalls(instance: Instance, order: list[WeightSpec], clock: Clock) -> list[Stall]:
     """Where the disk waits for memory, in the order of time."""
     found, free = [], 0.0
     for at, w in enumerate(order):
         begin = clock.read[w.name]
         if begin > free:
             found.append(Stall(at, free, begin))
-        free = begin + w.nbytes / problem.load_bandwidth
+        free = begin + w.nbytes / instance.load_bandwidth
     return found
 
 
@@ -51,7 +51,7 @@ Moving = Callable[[Mapping[str, int]], Moves]
 
 
 def filled(
-    problem: Problem, gates: Mapping[str, int], moves: Moves, limit: int, moving: Moving | None = None
+    instance: Instance, gates: Mapping[str, int], moves: Moves, limit: int, moving: Moving | None = None
 ) -> tuple[dict[str, int], Moves]:
     """Gates and moves that never hold more than `limit` bytes, and answer no later than `gates` and `moves`.
 
@@ -60,18 +60,18 @@ def filled(
     it they stay.
     """
     best = dict(gates)
-    timing = Timing(problem, moves)
+    timing = Timing(instance, moves)
     clock = timing.play(best)
-    held = held_bytes(problem, best, moves)
-    tries = _WORK // max(1, len(problem.weights))
+    held = held_bytes(instance, best, moves)
+    tries = _WORK // max(1, len(instance.weights))
     given_up: set[str] = set()
     while tries > 0:
         order = timing.order(best)
-        stall = next((s for s in stalls(problem, order, clock) if order[s.at].name not in given_up), None)
+        stall = next((s for s in stalls(instance, order, clock) if order[s.at].name not in given_up), None)
         if stall is None:
             break
         gate = bisect_right(clock.done, stall.begin) + 1
-        room = (stall.end - stall.begin) * problem.load_bandwidth
+        room = (stall.end - stall.begin) * instance.load_bandwidth
         free = limit - int(held[gate])
         behind = [
             w for w in order[stall.at + 1 : stall.at + 1 + _LOOKAHEAD]
@@ -80,15 +80,15 @@ def filled(
         behind.sort(key=lambda w: (w.nbytes > room, w.nbytes if w.nbytes > room else -w.nbytes, w.first_use))
         for w in behind[:_CANDIDATES]:
             tries -= 2
-            trials = [_opened_again(problem, order, stall.at, w, gate, best, moves, limit, moving)]
+            trials = [_opened_again(instance, order, stall.at, w, gate, best, moves, limit, moving)]
             if int(held[gate : best[w.name]].max()) + w.nbytes <= limit:
                 trials.append(({**best, w.name: gate}, moves))
-            played = [(play(problem, *trial).seconds, trial) for trial in trials if trial is not None]
+            played = [(play(instance, *trial).seconds, trial) for trial in trials if trial is not None]
             seconds, trial = min(played, key=lambda each: each[0], default=(clock.seconds, (best, moves)))
             if seconds < clock.seconds * (1 - _GAIN):
                 best, moves = trial
-                timing = Timing(problem, moves)
-                clock, held = timing.play(best), held_bytes(problem, best, moves)
+                timing = Timing(instance, moves)
+                clock, held = timing.play(best), held_bytes(instance, best, moves)
                 break
         else:
             given_up.add(order[stall.at].name)
@@ -96,7 +96,7 @@ def filled(
 
 
 def _opened_again(
-    problem: Problem,
+    instance: Instance,
     order: list[WeightSpec],
     at: int,
     first: WeightSpec,
@@ -111,11 +111,11 @@ def _opened_again(
     """
     rest = [first, *(w for w in order[at:] if w is not first and w.name in moves)]
     found = dict(gates)
-    held = held_bytes(problem, gates, moves)
+    held = held_bytes(instance, gates, moves)
     for w in rest:
-        held[gates[w.name] : _waits_until(problem, w, moves)] -= w.nbytes
+        held[gates[w.name] : _waits_until(instance, w, moves)] -= w.nbytes
     for w in rest:
-        until = _waits_until(problem, w, moves)
+        until = _waits_until(instance, w, moves)
         full = np.flatnonzero(held[gate:until] + w.nbytes > limit)
         gate = gate + int(full[-1]) + 1 if full.size else gate
         if gate > (moves[w.name][0][0] if moving is None else w.first_use - 1):
@@ -125,6 +125,6 @@ def _opened_again(
     return found, moves if moving is None else moving(found)
 
 
-def _waits_until(problem: Problem, w: WeightSpec, moves: Moves) -> int:
+def _waits_until(instance: Instance, w: WeightSpec, moves: Moves) -> int:
     """The layer before which the bytes end that a read gate begins: in staging at the last move, at home at the last use."""
-    return (moves[w.name][-1][0] if problem.mode == "interleave" else w.last_use) + 1
+    return (moves[w.name][-1][0] if instance.mode == "interleave" else w.last_use) + 1

@@ -19,7 +19,7 @@ from flashmem.planning.latency.backfill import stalls
 from flashmem.planning.latency.clock import Clock, Moves, Timing
 from flashmem.planning.latency.release_times import held_bytes
 from flashmem.planning.opg.cp_models import cp_solver
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 
 _MOST_CHOICES = 5000
 """Pairs of a weight and a layer that may open its gate in one model, at the most."""
@@ -39,7 +39,7 @@ class Improved:
 
 
 def improve(
-    problem: Problem,
+    instance: Instance,
     gates: Mapping[str, int],
     moves: Moves,
     limit: int,
@@ -56,10 +56,10 @@ def improve(
     """
     deadline = time.monotonic() + seconds
     best = dict(gates)
-    timing = Timing(problem, moves)
+    timing = Timing(instance, moves)
     clock = timing.play(best)
-    whole = (1, len(problem.layers))
-    small = _choices(problem, best, moves, *whole) <= _MOST_CHOICES
+    whole = (1, len(instance.layers))
+    small = _choices(instance, best, moves, *whole) <= _MOST_CHOICES
     ranges = [whole] if small else list(_around_stalls(timing, best, clock))
     for number, (first, last) in enumerate(ranges):
         left = deadline - time.monotonic()
@@ -67,37 +67,37 @@ def improve(
             break
         share = 0.6 if small else 1 / (len(ranges) - number)
         found = _Neighbourhood(timing, best, clock, limit, first, last).solve(left * share, workers)
-        if found is not None and int(held_bytes(problem, found, moves).max()) <= limit:
+        if found is not None and int(held_bytes(instance, found, moves).max()) <= limit:
             played = timing.play(found)
             if played.seconds < clock.seconds:
                 best, clock = found, played
     left = deadline - time.monotonic()
     bound = 0.0
     if small and left > 0 and clock.seconds > enough:
-        bound = _proven(problem, best, moves, clock, roomiest, left, workers)
+        bound = _proven(instance, best, moves, clock, roomiest, left, workers)
     return Improved(best, bound)
 
 
-def _choices(problem: Problem, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> int:
-    return sum(moves[w.name][0][0] - first + 1 for w in _free(problem, gates, moves, first, last))
+def _choices(instance: Instance, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> int:
+    return sum(moves[w.name][0][0] - first + 1 for w in _free(instance, gates, moves, first, last))
 
 
-def _free(problem: Problem, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> list[WeightSpec]:
+def _free(instance: Instance, gates: Mapping[str, int], moves: Moves, first: int, last: int) -> list[WeightSpec]:
     """Streamed weights whose gates a neighbourhood decides."""
-    return [w for w in problem.weights if w.name in moves and first < w.first_use <= last and gates[w.name] >= first]
+    return [w for w in instance.weights if w.name in moves and first < w.first_use <= last and gates[w.name] >= first]
 
 
 def _around_stalls(timing: Timing, gates: Mapping[str, int], clock: Clock) -> Iterator[tuple[int, int]]:
     """Ranges of layers about the longest waits of the disk for memory, as long as a model can have them."""
-    problem, moves, order = timing.problem, timing.moves, timing.order(gates)
-    layers = len(problem.layers)
+    instance, moves, order = timing.instance, timing.moves, timing.order(gates)
+    layers = len(instance.layers)
     taken: set[int] = set()
-    for stall in sorted(stalls(problem, order, clock), key=lambda s: s.begin - s.end):
+    for stall in sorted(stalls(instance, order, clock), key=lambda s: s.begin - s.end):
         gate = max(1, gates[order[stall.at].name])
         if gate in taken:
             continue
         first, last, step = max(1, gate - 2), gate, 8
-        while last < layers and _choices(problem, gates, moves, first, min(layers, last + step)) <= _MOST_CHOICES:
+        while last < layers and _choices(instance, gates, moves, first, min(layers, last + step)) <= _MOST_CHOICES:
             last = min(layers, last + step)
         if last > gate:
             taken.update(range(first, last))
@@ -108,12 +108,12 @@ class _Neighbourhood:
     """The model for the weights first used at layers `first` + 1 to `last`; in ticks from the session's opening."""
 
     def __init__(self, timing: Timing, gates: Mapping[str, int], clock: Clock, limit: int, first: int, last: int) -> None:
-        self.problem, self.moves, self.needs = timing.problem, timing.moves, timing.needs
+        self.instance, self.moves, self.needs = timing.instance, timing.moves, timing.needs
         self.gates, self.clock = gates, clock
         self.first, self.last = first, last
         self.tick = clock.seconds / _TICKS
         self.took = [self._ticks(seconds) for seconds in timing.durations]
-        self.free = _free(self.problem, gates, self.moves, first, last)
+        self.free = _free(self.instance, gates, self.moves, first, last)
         names = {w.name for w in self.free}
         order = timing.order(gates)
         begin = next((at for at, w in enumerate(order) if w.name in names), len(order))
@@ -128,7 +128,7 @@ class _Neighbourhood:
         self._memory(limit)
         ends = [self.reads[w.name] + self._size(w) for w in self.free]
         finish = self.model.new_int_var(0, self.horizon, "finish")
-        if last < len(self.problem.layers):
+        if last < len(self.instance.layers):
             for end in ends:
                 self.model.add(finish >= end)
         self.model.minimize(self.done[last] + finish)
@@ -137,15 +137,15 @@ class _Neighbourhood:
         return round(seconds / self.tick)
 
     def _size(self, w: WeightSpec) -> int:
-        return self._ticks(w.nbytes / self.problem.load_bandwidth)
+        return self._ticks(w.nbytes / self.instance.load_bandwidth)
 
     def _layers(self) -> None:
         """Ends of layers, with what was read before."""
-        problem, clock = self.problem, self.clock
+        instance, clock = self.instance, self.clock
         self.horizon = 2 * _TICKS
-        opened = clock.done[self.first - 2] if self.first > 1 else problem.opening_seconds
+        opened = clock.done[self.first - 2] if self.first > 1 else instance.opening_seconds
         self.done: dict[int, cp_model.IntVar | int] = {self.first - 1: self._ticks(opened)}
-        ready = [0] * (len(problem.layers) + 1)
+        ready = [0] * (len(instance.layers) + 1)
         for w in self.read_before:
             ready[self.needs[w.name]] = max(ready[self.needs[w.name]], self._ticks(clock.loaded[w.name]))
         for layer in range(self.first, self.last + 1):
@@ -157,7 +157,7 @@ class _Neighbourhood:
 
     def _reads(self) -> None:
         """One after the other, behind their gates; layers wait for them."""
-        problem, model = self.problem, self.model
+        instance, model = self.instance, self.model
         before = self.read_before
         begin = self._ticks(self.clock.read[before[-1].name]) + self._size(before[-1]) if before else 0
         intervals = []
@@ -166,7 +166,7 @@ class _Neighbourhood:
             model.add_hint(start, self._ticks(self.clock.read[w.name]))
             size = self._size(w)
             intervals.append(model.new_fixed_size_interval_var(start, size, f"reads {w.name}"))
-            piece = self._ticks(min(w.nbytes, problem.piece_bytes) / problem.host_bandwidth)
+            piece = self._ticks(min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth)
             need = self.needs[w.name]
             if self.first <= need <= self.last:
                 model.add(self.done[need] >= start + size + piece + self.took[need - 1])
@@ -187,7 +187,7 @@ class _Neighbourhood:
 
     def _memory(self, limit: int) -> None:
         """What C2 counts, at every layer at which a choice matters."""
-        held = held_bytes(self.problem, self.gates, self.moves)
+        held = held_bytes(self.instance, self.gates, self.moves)
         chosen: dict[int, list[cp_model.LinearExpr]] = {}
         fixed = {layer: int(held[layer]) for layer in range(self.first, self.last + 1)}
         for w in self.free:
@@ -218,27 +218,27 @@ class _Neighbourhood:
 
 
 def _proven(
-    problem: Problem, gates: Mapping[str, int], moves: Moves, clock: Clock, limit: int, seconds: float, workers: int
+    instance: Instance, gates: Mapping[str, int], moves: Moves, clock: Clock, limit: int, seconds: float, workers: int
 ) -> float:
     """A bound on the seconds of every plan with this W that holds at most `limit` bytes: times are rounded down."""
     model = cp_model.CpModel()
     tick = clock.seconds / _TICKS
     most = _TICKS
-    done: list[cp_model.IntVar | int] = [int(problem.opening_seconds / tick)]
-    took = [int(spec.seconds / tick) for spec in problem.layers]
-    for layer in range(1, len(problem.layers) + 1):
+    done: list[cp_model.IntVar | int] = [int(instance.opening_seconds / tick)]
+    took = [int(spec.seconds / tick) for spec in instance.layers]
+    for layer in range(1, len(instance.layers) + 1):
         end = model.new_int_var(0, most, f"done {layer}")
         model.add(end >= done[-1] + took[layer - 1])
         done.append(end)
     intervals = []
     held: list[list[cp_model.LinearExpr]] = [[] for _ in done]
     fixed = np.zeros(len(done) + 1, np.int64)
-    for w in problem.weights:
-        size = int(w.nbytes / problem.load_bandwidth / tick)
+    for w in instance.weights:
+        size = int(w.nbytes / instance.load_bandwidth / tick)
         start = model.new_int_var(0, most, f"read {w.name}")
         model.add_hint(start, int(clock.read[w.name] / tick))
         intervals.append(model.new_fixed_size_interval_var(start, size, f"reads {w.name}"))
-        need = w.first_use - (problem.mode == "interleave" and w.name in moves)
+        need = w.first_use - (instance.mode == "interleave" and w.name in moves)
         model.add(done[need] >= start + size + took[need - 1])
         if w.name not in moves:
             continue

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.planning.latency.clock import Clock, Moves, Timing
-from flashmem.schedule.instance import Problem, WeightSpec
+from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import LOADER_THREADS
 
 MARGIN = 1.25
@@ -28,18 +28,18 @@ _SCAN = 256
 """Layers looked at in one step when a gate is moved to the front."""
 
 
-def held_bytes(problem: Problem, gates: Mapping[str, int], moves: Moves, keep: Collection[str] = ()) -> NDArray[np.int64]:
+def held_bytes(instance: Instance, gates: Mapping[str, int], moves: Moves, keep: Collection[str] = ()) -> NDArray[np.int64]:
     """Bytes that C2 counts at each layer, index l (0 and N + 1 are unused): see docs/planner.md.
 
     Weights without moves are of W and do not count.
     """
-    layers = len(problem.layers)
+    layers = len(instance.layers)
     change = np.zeros(layers + 3, np.int64)
-    for w in problem.weights:
+    for w in instance.weights:
         if w.name not in moves:
             continue
         home = gate = gates[w.name]
-        if problem.mode == "interleave":
+        if instance.mode == "interleave":
             home = moves[w.name][0][0]
             change[gate] += w.nbytes
             change[moves[w.name][-1][0] + 1] -= w.nbytes
@@ -49,15 +49,15 @@ def held_bytes(problem: Problem, gates: Mapping[str, int], moves: Moves, keep: C
     return held
 
 
-def earliest_gates(problem: Problem, preload: Collection[str], limit: int) -> dict[str, int]:
+def earliest_gates(instance: Instance, preload: Collection[str], limit: int) -> dict[str, int]:
     """g_w of every weight (0 for W): in use order, each as early as whole slices from g_w to the last use fit `limit` bytes.
 
     `limit` must be at least what the uses themselves need (`latency.least_in_use`).
     """
-    gates = {w.name: 0 for w in problem.weights if w.name in preload}
-    freed = [0] * (len(problem.layers) + 1)
+    gates = {w.name: 0 for w in instance.weights if w.name in preload}
+    freed = [0] * (len(instance.layers) + 1)
     layer, resident = 1, 0  # bytes of the weights placed so far whose last use is at `layer` or later
-    for w in sorted((w for w in problem.weights if w.name not in preload), key=lambda w: w.first_use):
+    for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: w.first_use):
         while resident + w.nbytes > limit:
             resident -= freed[layer]
             layer += 1
@@ -68,17 +68,17 @@ def earliest_gates(problem: Problem, preload: Collection[str], limit: int) -> di
 
 
 def gates_ahead(
-    problem: Problem, preload: Collection[str], moves: Moves, limit: int, *, staging: bool = False
+    instance: Instance, preload: Collection[str], moves: Moves, limit: int, *, staging: bool = False
 ) -> dict[str, int]:
     """g_w of every weight (0 for W) for moves that are decided: in the order of z_w, each as early as `limit` bytes permit.
 
     They limit what C2 counts; with `staging` (mode `interleave`) only what waits to be moved. Without room to read ahead,
     g_w = z_w.
     """
-    gates = {w.name: 0 if w.name in preload else moves[w.name][0][0] for w in problem.weights}
-    held = staged_bytes(problem, moves) if staging else held_bytes(problem, gates, moves)
+    gates = {w.name: 0 if w.name in preload else moves[w.name][0][0] for w in instance.weights}
+    held = staged_bytes(instance, moves) if staging else held_bytes(instance, gates, moves)
     earliest = 1
-    for w in sorted((w for w in problem.weights if w.name not in preload), key=lambda w: (gates[w.name], w.first_use)):
+    for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: (gates[w.name], w.first_use)):
         gate = gates[w.name]
         while gate > earliest:
             low = max(earliest, gate - _SCAN)
@@ -92,10 +92,10 @@ def gates_ahead(
     return gates
 
 
-def staged_bytes(problem: Problem, moves: Moves) -> NDArray[np.int64]:
+def staged_bytes(instance: Instance, moves: Moves) -> NDArray[np.int64]:
     """Bytes that are in staging at each layer, index l, if every read gate is at the first move (mode `interleave`)."""
-    change = np.zeros(len(problem.layers) + 3, np.int64)
-    for w in problem.weights:
+    change = np.zeros(len(instance.layers) + 3, np.int64)
+    for w in instance.weights:
         if parts := moves.get(w.name):
             change[parts[0][0]] += w.nbytes
             change[parts[-1][0] + 1] -= w.nbytes
@@ -123,10 +123,10 @@ def closed_late(timing: Timing, gates: Mapping[str, int], clock: Clock, margin: 
     thread is never without an open gate while a layer waits. Where layers wait for the disk, a gate need not be open much
     sooner than the disk comes to it. No gate becomes earlier, none passes z_w, and those of W stay.
     """
-    problem = timing.problem
-    handing = 1 / problem.host_bandwidth
-    closed = _closed_late(timing, gates, clock, margin * (1 / problem.load_bandwidth + handing))
-    if problem.host_bandwidth == math.inf:
+    instance = timing.instance
+    handing = 1 / instance.host_bandwidth
+    closed = _closed_late(timing, gates, clock, margin * (1 / instance.load_bandwidth + handing))
+    if instance.host_bandwidth == math.inf:
         return closed
     also = _closed_late(timing, gates, timing.play(gates, in_cache=True), margin * handing)
     return {name: min(gate, also[name]) for name, gate in closed.items()}
@@ -136,7 +136,7 @@ def _closed_late(timing: Timing, gates: Mapping[str, int], clock: Clock, seconds
     needs, moves = timing.needs, timing.moves
     later = dict(gates)
     begin = clock.done[-1] if clock.done else 0.0
-    done = (timing.problem.opening_seconds, *clock.done)  # index l: when layer l is done
+    done = (timing.instance.opening_seconds, *clock.done)  # index l: when layer l is done
     bound = len(timing.durations)
     order = [w for w in timing.order(gates) if w.name in moves]
     for nth in range(len(order) - 1, -1, -1):
@@ -158,14 +158,14 @@ def in_turn(timing: Timing, preload: Collection[str], gates: Mapping[str, int]) 
     about W, whose places are its own. Of that order for a file on disk, the one for a file in the page cache, and W before
     everything, the one is taken that answers first in both cases together.
     """
-    problem = timing.problem
+    instance = timing.instance
     first = {**gates, **dict.fromkeys(preload, 0)}
-    resident = [w for w in problem.weights if w.name in preload and w.first_use > 1]
+    resident = [w for w in instance.weights if w.name in preload and w.first_use > 1]
     if not resident or not timing.moves:
         return first
-    handing = 1 / problem.host_bandwidth
-    orders = [first, _in_turn(timing, resident, first, max(1 / problem.load_bandwidth, handing))]
-    if problem.host_bandwidth < math.inf:
+    handing = 1 / instance.host_bandwidth
+    orders = [first, _in_turn(timing, resident, first, max(1 / instance.load_bandwidth, handing))]
+    if instance.host_bandwidth < math.inf:
         orders.append(_in_turn(timing, resident, first, handing))
     return min(orders, key=lambda order: timing.seconds(order) + timing.seconds(order, in_cache=True))
 
@@ -176,7 +176,7 @@ def _in_turn(timing: Timing, resident: list[WeightSpec], gates: Mapping[str, int
     waiting = sorted(resident, key=lambda w: w.first_use)
     found = dict(gates)
     now, gate, at = 0.0, 1, 0
-    for w in timing.problem.weights:  # of W, what layer 1 uses
+    for w in timing.instance.weights:  # of W, what layer 1 uses
         if w.first_use == 1:
             now += w.nbytes * seconds_per_byte
     for w in streamed:

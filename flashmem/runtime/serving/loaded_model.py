@@ -13,7 +13,7 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.planning.carried_instance import carried_problem
+from flashmem.planning.carried_instance import carried_instance
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.engine.bound_program import Placement
 from flashmem.runtime.engine.compatibility import laid_out, playable
@@ -76,9 +76,9 @@ class Tenant:
         self._planned: OverlapPlan | None = None  # what the kernels are for
         try:
             program = self.opened.program
-            problem = carried_problem(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
+            instance = carried_instance(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
             shares = device.device.unified_memory
-            self._problem = problem if problem is None else replace(problem, shares_memory=shares)
+            self._instance = instance if instance is None else replace(instance, shares_memory=shares)
             self._kernels_for(bundle.plan)
         except BaseException:
             self.opened.close()
@@ -97,11 +97,11 @@ class Tenant:
     @cached_property
     def smallest(self) -> int:
         """The least budget in which it runs, in bytes."""
-        if self._problem is None:
+        if self._instance is None:
             return self.fixed + self._layout(self.opened.bundle.plan).total_bytes
         from flashmem.planning.replanning import smallest_budget
 
-        return smallest_budget(self.opened.program, self._problem, self.opened.mode, self.opened.bundle.plan.asked)
+        return smallest_budget(self.opened.program, self._instance, self.opened.mode, self.opened.bundle.plan.asked)
 
     def plan_for(self, limit: int | None, *, alone: bool) -> OverlapPlan:
         """The plan within `limit` bytes. `alone`: no other model wants what it leaves over.
@@ -135,7 +135,7 @@ class Tenant:
 
     def awaits_plan(self, limit: int | None) -> bool:
         """Whether it does with its bundle's plan until a first one of its own is made."""
-        return self.streams_pages and self._problem is not None and not self._plans and self._as_bundled(limit)
+        return self.streams_pages and self._instance is not None and not self._plans and self._as_bundled(limit)
 
     def _as_bundled(self, limit: int | None) -> bool:
         """Whether the bundle's own plan is within `limit` bytes."""
@@ -157,10 +157,10 @@ class Tenant:
 
     def _plan(self, limit: int | None, *, keep: bool) -> OverlapPlan:
         opened = self.opened
-        if self._problem is not None:
+        if self._instance is not None:
             from flashmem.planning.replanning import plan_again
 
-            return plan_again(opened.program, self._problem, opened.mode, limit, opened.bundle.plan.asked, keep=keep)
+            return plan_again(opened.program, self._instance, opened.mode, limit, opened.bundle.plan.asked, keep=keep)
         plan = opened.bundle.plan
         needed = self.fixed + self._layout(plan).total_bytes
         if limit is not None and needed > limit:

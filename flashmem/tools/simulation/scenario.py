@@ -14,13 +14,13 @@ from math import prod
 from typing import Literal
 
 from flashmem.base.types import ITEMSIZE, POOL_ALIGNMENT, TransferMode
+from flashmem.planning.instance import build_instance
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import LayerMoves, Ride, layer_moves, needed_slices
-from flashmem.schedule.instance import build_problem
 from flashmem.schedule.loads import Band, Load, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout
@@ -168,7 +168,7 @@ def describe(
     layout = layout_for(program, plan, mode, strategy)
     if strategy == "preload":
         plan = preloaded(plan)
-    problem = build_problem(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
+    instance = build_instance(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
     kept = {w.name for w in plan.weights if w.keep}
 
@@ -178,7 +178,7 @@ def describe(
         own = {layer: _own_launches(moving, descriptor) for layer, moving in moves.items()}
         return tuple(
             SimulatedLayer(spec.name, spec.loaded_seconds(beside.get(layer, 0)) + own.get(layer, 0.0), needs.get(layer, ()))
-            for layer, spec in enumerate(problem.layers, start=1)
+            for layer, spec in enumerate(instance.layers, start=1)
         )
 
     loads = planned_loads(plan, slices, layout, mode, preload=True)
