@@ -1,5 +1,5 @@
 """OpenCL, as flashmem uses it. Only this file, `launching.py` and `copier.py` call it, all by way of `binding.py`: so that the
-binding can be changed, and every call be checked (tests/strict_device).
+binding can be changed, and every call be checked (tests/support/strict_device).
 
 Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.memory.ledger`), which counts them.
 Every OpenCL error becomes a `RunError` with the error's name and a hint.

@@ -2,7 +2,7 @@
 
 What a model costs to stream depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs are
 what the importer makes of the files PyTorch exports (operators, their order, folded constants); weights have a shape and no
-data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/test_zoo_graphs.py`.
+data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/tools/zoo/test_graphs.py`.
 """
 
 from __future__ import annotations

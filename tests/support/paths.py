@@ -1,0 +1,8 @@
+"""Where tests find files: the top of the repository, and the exported models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
