@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import design
-from benchmarks import design_exhaustive as plain
-from benchmarks.design_pressure import _HOLD, LEFT, MadeUp, states
+from benchmarks.serving import design
+from benchmarks.serving import design_exhaustive as plain
+from benchmarks.serving.design_pressure import _HOLD, LEFT, MadeUp, states
 from flashmem.base.errors import UserError
 from flashmem.runtime.application.designs import State
 from flashmem.runtime.memory.pressure import sample

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import flashmem
-from benchmarks import activations, command, hard_limit
-from benchmarks.activations import alive
-from benchmarks.activations_page import draw, page
-from benchmarks.budgets import compiled_at_smallest, keep, read_rows
+from benchmarks import command
+from benchmarks.memory import activations, hard_limit
+from benchmarks.memory.activations import alive
+from benchmarks.memory.activations_page import draw, page
+from benchmarks.memory.budgets import compiled_at_smallest, keep, read_rows
 from flashmem.runtime.opencl.context import list_devices
 from tests.support.paths import DATA, ROOT
 
@@ -86,7 +87,7 @@ def test_a_row_of_activations_is_measured_once(tmp_path: Path) -> None:
     shutil.copyfile(DATA / "resnet-tiny.onnx", tmp_path / "zoo/resnet-tiny/model.onnx")
     device = list_devices()[0].descriptor_name
     command = [
-        sys.executable, "-m", "benchmarks.activations", "--zoo", str(tmp_path / "zoo"), "--device", device,
+        sys.executable, "-m", "benchmarks.memory.activations", "--zoo", str(tmp_path / "zoo"), "--device", device,
         "--models", "resnet-tiny", "--precisions", "fp32", "--runs", "1",
         "--rows", str(tmp_path / "rows.json"), "--page", str(tmp_path / "page.md"),
         "--pictures", str(tmp_path / "pictures"),

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import overlap, simulation
-from benchmarks.rates_fit import fitted, scaled
-from benchmarks.tables import PUBLISHED, SHIPPED_FIT, judged
-from benchmarks.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
+from benchmarks.paper.rates_fit import fitted, scaled
+from benchmarks.paper.tables import PUBLISHED, SHIPPED_FIT, judged
+from benchmarks.paper.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
+from benchmarks.planning import overlap, simulation
 from flashmem.compile import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options

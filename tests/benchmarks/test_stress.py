@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import stress
+from benchmarks.streaming import stress
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from tests.support.zoo_data import DATA

@@ -121,7 +121,7 @@ def test_what_a_run_is_promised_at_its_end_is_what_it_holds(model: MiniModel, mo
 @pytest.mark.parametrize("on_pressure", ["finish", "fail"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_run_fails_for_want_of_memory_while_budgets_move(device: str, on_pressure: OnPressure, model: MiniModel) -> None:
-    """It ends, or is refused with the smallest budget. `python -m benchmarks.moving_budget --runs 900` makes more."""
+    """It ends, or is refused with the smallest budget. `python -m benchmarks.memory.moving_budget --runs 900` makes more."""
     wanted, rng, became = alone(model, device), random.Random(3), Counter[str]()
     with Runtime(device=device, on_pressure=on_pressure, prepare=False) as runtime:
         opened, over = runtime.open(model.path, mode="map"), threading.Event()

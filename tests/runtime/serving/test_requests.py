@@ -395,7 +395,7 @@ def test_a_budget_is_told_to_all_who_wait_for_it(models: list[MiniModel], monkey
 
 
 def test_a_model_that_is_opened_again_and_again_leaves_nothing(models: list[MiniModel]) -> None:
-    """Fifteen times; `python -m benchmarks.reopening` does so a thousand times, and asks the system."""
+    """Fifteen times; `python -m benchmarks.serving.reopening` does so a thousand times, and asks the system."""
 
     def again(times: int) -> tuple[int, int, int]:
         for _ in range(times):

@@ -304,7 +304,7 @@ def threads() -> list[str]:
 
 
 def test_many_threads_and_random_cancels_leave_nothing_behind(models: list[MiniModel]) -> None:
-    """A hundred requests; `python -m benchmarks.requests` makes a thousand."""
+    """A hundred requests; `python -m benchmarks.serving.requests` makes a thousand."""
     wanted = [expected(model.path, model.inputs(), mode="map") for model in models]
     gc.collect()
     before = descriptors()

@@ -64,8 +64,8 @@ def test_a_graph_from_a_configuration_is_planned_as_the_exported_file(file: str,
     [
         ("resnet50", 25.5), ("vit-b16", 86.5), ("vit-103m", 102.8), ("deepvit-204m", 203.6), ("vit-8b", 7520),
         ("whisper-medium-encoder", 307.2), ("whisper-tiny-encoder", 8.21), ("gptneo-125m", 162.5), ("gpt2", 123.75),
-        ("opt-125m", 123.76), ("mobilenetv2", 3.488), ("gptneo-1.3b", 1414), ("gptneo-2.7b", 2781),
-        ("llama2-13b", 13016), ("llama2-70b", 68977),
+        ("opt-125m", 123.76), ("mobilenetv2", 3.488), ("mobilenetv3-large", 5.471), ("gptneo-1.3b", 1414),
+        ("gptneo-2.7b", 2781), ("llama2-13b", 13016), ("llama2-70b", 68977),
     ],
 )  # fmt: skip
 def test_models_have_the_published_number_of_weights(name: str, weights: float) -> None:
