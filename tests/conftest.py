@@ -1,4 +1,4 @@
-"""How the test run builds kernels, and what it says at its end: how many of ONNX's node tests pass, where they were run."""
+"""Where the test run builds kernels, and its summary of ONNX's node tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request is resolved in one place: the same words mean the same to every command, and are refused with one sentence."""
+"""Options are resolved in one place: the same words mean the same to every command, and errors are one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes: what they import from, what they print, how they end, and what is said where they fail."""
+"""Child processes: import paths, output, exit, and the messages when one fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that come with an extra: a command without one of them is one sentence that names it, and exit code 2."""
+"""A command that needs an absent extra names it in one sentence and exits with 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of 4, 16 and 64 KiB: what is mapped, dropped, moved and counted, and what weight files are laid out in."""
+"""Page sizes of 4, 16 and 64 KiB: mapping, dropping, copying, accounting, and the layout of weight files."""
 
 from __future__ import annotations
 

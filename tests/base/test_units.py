@@ -1,4 +1,4 @@
-"""Sizes and shapes as people write them."""
+"""Parsing of sizes and shapes."""
 
 from __future__ import annotations
 

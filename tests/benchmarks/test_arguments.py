@@ -1,4 +1,4 @@
-"""Commands of benchmarks: an argument that has to be changed is one sentence and exit code 2, before anything is measured."""
+"""Benchmark commands: a wrong argument is one sentence and exit code 2, before anything is measured."""
 
 from __future__ import annotations
 

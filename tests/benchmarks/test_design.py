@@ -1,4 +1,4 @@
-"""The benchmark of designs: RASS beside an exhaustive search that shares no formula with it, and all of it on tiny models."""
+"""The benchmark of designs: RASS against an independent exhaustive search, and the whole command on tiny models."""
 
 from __future__ import annotations
 

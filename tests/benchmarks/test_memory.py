@@ -1,4 +1,4 @@
-"""The benchmarks of memory on tiny models: rows that are kept, pictures, and what is said where no limit can be set."""
+"""The benchmarks of memory on tiny models: kept rows, plots, and the message where no limit can be set."""
 
 from __future__ import annotations
 

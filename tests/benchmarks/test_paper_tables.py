@@ -1,4 +1,4 @@
-"""The benchmarks of the paper's tables: fitted rates, claims beside their rivals, and copies that kernels do not take along."""
+"""The benchmarks of the paper's tables: fitted rates, claims against rivals, and copies outside kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stress command on a small model: every mode and budget gives the resident answer, and a wrong one is counted."""
+"""The stress command on a small model: every mode and budget gives the resident answer, and it counts a wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bundles: written whole or not at all; tampered or truncated ones are refused before anything is read out of bounds."""
+"""Bundles: atomic writes; tampered or truncated ones are refused before any read out of bounds."""
 
 from __future__ import annotations
 

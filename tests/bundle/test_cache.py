@@ -1,4 +1,4 @@
-"""The cache of bundles: repaired, bounded, and never in the way of a run. Also `flashmem cache` and `flashmem check`."""
+"""The bundle cache: repaired, bounded, and never a reason that a run fails. Also `flashmem cache` and `flashmem check`."""
 
 from __future__ import annotations
 

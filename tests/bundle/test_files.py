@@ -1,4 +1,4 @@
-"""The files of a bundle that somebody else made, and of the caches: regular, bounded, of one bundle, of one user."""
+"""Files of foreign bundles and of caches: regular, bounded, of one bundle, of one user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel arguments are held against the memory they index, by what the kernels' text states."""
+"""Bounds of kernels: arguments are checked against the memory that the kernel text says it accesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of a bundle that have the compiler read other files, or leave OpenCL C, are refused; flashmem's own are not."""
+"""Kernel source of a bundle: includes and text beyond OpenCL C are refused; flashmem's own kernels are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bundle is replaced by one rename: killed at any step, the old one or the new one is there, and nothing stays behind."""
+"""Atomic replacement of a bundle: after a kill at any step the old or the new one is there, and no leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, from the words typed to the exit code, with real models on the devices that are here."""
+"""The command line from arguments to exit codes, with real models on the devices of this machine."""
 
 from __future__ import annotations
 

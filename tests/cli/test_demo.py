@@ -1,4 +1,4 @@
-"""The demo's two networks, on the page that it draws: every device against ONNX Runtime."""
+"""The demo's two networks on the page that it draws: every device against ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs drawn and read, outputs written, answers compared: the parts of `flashmem run` that need no device."""
+"""Random and given inputs, written outputs, compared answers: the parts of `flashmem run` that need no device."""
 
 from __future__ import annotations
 

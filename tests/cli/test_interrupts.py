@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line: exit code 130, at most one line, nothing half-written, whenever it comes."""
+"""Ctrl-C on the command line at any moment: exit code 130, at most one line, no partial files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flashmem plan zoo:NAME` and the reasons it gives, from the words typed to the exit code."""
+"""`flashmem plan zoo:NAME` and its explanations, from arguments to exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flashmem simulate` and `flashmem sweep`, from the words typed to files, figures and exit codes."""
+"""`flashmem simulate` and `flashmem sweep`, from arguments to files, figures and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node tests of the onnx package, and the checked-in list of what each of them does here.
+"""The node tests of the onnx package, and the checked-in list of their results here.
 
 `onnx_nodes.txt` names every test once: those that pass, then those that do not run, under the reason why. Every line is an
 operator and a test. Commands:

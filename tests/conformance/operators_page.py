@@ -1,4 +1,4 @@
-"""docs/operators.md, made of the operators' declarations and of the list of ONNX's node tests.
+"""Writes docs/operators.md from the operators' declarations and the list of ONNX's node tests.
 
 python -m tests.conformance.operators_page            writes it
 """

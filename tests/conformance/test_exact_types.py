@@ -1,4 +1,4 @@
-"""Types are exact: one graph of nodes that once went wrong without a word, each held to ONNX Runtime on every device.
+"""Exact element types: nodes that once gave wrong answers silently, each against ONNX Runtime on every device.
 
 All nodes are outputs of one model, so that each device compiles once.
 """

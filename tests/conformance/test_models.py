@@ -1,4 +1,4 @@
-"""Whole models, small: every device, memory path and transfer mode gives ONNX Runtime's answer, and all the same bits."""
+"""Whole small models: every device, memory path and transfer mode agrees with ONNX Runtime, and all give the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random graphs against ONNX Runtime (`random_graphs`); the command there draws as many as there is time for."""
+"""Random graphs against ONNX Runtime; `python -m tests.conformance.random_graphs` draws more."""
 
 from __future__ import annotations
 

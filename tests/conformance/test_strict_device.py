@@ -1,4 +1,4 @@
-"""Small models on the strict device: under each profile, on each memory path, in each transfer mode, no rule is broken."""
+"""Small models on the strict device: under each profile, memory path and transfer mode, no OpenCL rule is broken."""
 
 from __future__ import annotations
 

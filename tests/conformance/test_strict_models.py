@@ -1,4 +1,4 @@
-"""Every model of tests/data on the strict device, small bundles in every mode, random graphs: whatever runs breaks no rule."""
+"""All models of tests/data, small bundles in every mode, and random graphs on the strict device: no rule is broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order between commands of two queues on the strict device: programs that leave it open are caught, with both call sites."""
+"""The strict device's checks of order between two queues: unordered programs are caught, with both call sites."""
 
 from __future__ import annotations
 

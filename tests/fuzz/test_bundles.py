@@ -1,4 +1,4 @@
-"""200 changed bundles: each ends in one sentence, or in an answer, which of a damaged bundle is the right one."""
+"""Fuzzing of 200 changed bundles: each ends in one sentence or in an answer; a damaged one only in the right answer."""
 
 from __future__ import annotations
 

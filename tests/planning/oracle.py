@@ -1,4 +1,4 @@
-"""Small planning problems solved by trying every plan: no planner may claim more than this finds.
+"""Exhaustive search over the plans of small problems: no planner may claim more than it finds.
 
     python -m tests.planning.oracle --instances 20000 --seed 0
 

@@ -1,4 +1,4 @@
-"""The simpler strategies: what each may load when, inside M_peak and budgets, and never sooner than the planner's own."""
+"""The simpler strategies: allowed load layers, M_peak and budgets, and never sooner than the planner's own."""
 
 from __future__ import annotations
 

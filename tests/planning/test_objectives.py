@@ -1,4 +1,4 @@
-"""The objectives: lambda from fastest to smallest, units that do not depend on S, reads ahead of moves."""
+"""The objectives: lambda from fastest to smallest, units independent of S, reads ahead of moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planners against every plan there is: `python -m tests.planning.oracle` does the same at length."""
+"""Planners against exhaustive search; `python -m tests.planning.oracle` tries more problems."""
 
 from __future__ import annotations
 

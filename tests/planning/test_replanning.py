@@ -1,4 +1,4 @@
-"""A plan for another budget, from what a bundle carries: the same problem, within every budget, none below the smallest."""
+"""Planning again from a bundle for another budget: the same problem, within every budget, none below the smallest."""
 
 from __future__ import annotations
 

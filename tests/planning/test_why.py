@@ -1,4 +1,4 @@
-"""Why a weight is in W: each reason where it holds, and none that an optimal plan contradicts."""
+"""Why a weight is preloaded: each reason where it holds, and none that an optimal plan contradicts."""
 
 from __future__ import annotations
 

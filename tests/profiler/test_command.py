@@ -1,4 +1,4 @@
-"""`flashmem profile` from the words typed to a descriptor, trained models, a report and figures."""
+"""`flashmem profile` from arguments to a descriptor, trained models, a report and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong while a device is profiled: refused launches and loads, kills, damaged files, models that cannot be used."""
+"""Failures of the profiler: refused launches and loads, kills, damaged files, unusable models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler and the predictor: what is drawn, measured, kept and learned."""
+"""The profiler and the predictor: drawn cases, measurements, datasets and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flashmem tune`: the table it writes, how it goes on, and what is chosen by it."""
+"""`flashmem tune`: the table that it writes, resumption, and the kernel configs selected by it."""
 
 from __future__ import annotations
 

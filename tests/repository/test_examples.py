@@ -1,4 +1,4 @@
-"""The examples as programs, with ONNX Runtime in the place of a device, and what they do before and after their networks."""
+"""The examples as programs, with ONNX Runtime instead of a device, and their pre- and postprocessing."""
 
 from __future__ import annotations
 

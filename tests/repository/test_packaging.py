@@ -1,4 +1,4 @@
-"""The checkout, the source distribution and the wheel: each holds the package whole; the wheel is installed and used."""
+"""The checkout, the source distribution and the wheel: each holds the whole package; the wheel is installed and used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a phone does, with nothing but numpy and pyopencl: run, learn, plan again, measure itself, look for its driver."""
+"""The on-device half with nothing but numpy and pyopencl: run, learn, plan again, profile, find the driver."""
 
 from __future__ import annotations
 

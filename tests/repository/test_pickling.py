@@ -1,4 +1,4 @@
-"""Errors, reports and plans cross processes: each survives pickle and copy with all that it says."""
+"""Pickling and copying of errors, reports and plans: all their fields survive."""
 
 from __future__ import annotations
 

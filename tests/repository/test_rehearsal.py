@@ -1,4 +1,4 @@
-"""What `tools/rehearse-arm64` runs in its roots, run here; and how it judges answers."""
+"""The commands that `tools/rehearse-arm64` runs in its roots, run here; and its comparison of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The online half needs numpy, pyopencl and the standard library; pip's OpenCL drivers are found."""
+"""The on-device half imports numpy, pyopencl and the standard library only; pip's OpenCL drivers are found."""
 
 from __future__ import annotations
 

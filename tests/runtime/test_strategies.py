@@ -1,4 +1,4 @@
-"""Every strategy on every device, memory path and transfer mode: the planner's bits, inside the budget, from one command."""
+"""Every strategy on every device, memory path and transfer mode: the same bits, inside the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session meets outside itself: folders that cannot be written, forks, calls inside calls, arguments of any type."""
+"""The environment of a session: folders without write access, forks, reentrant calls, arguments of wrong types."""
 
 from __future__ import annotations
 

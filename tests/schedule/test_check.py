@@ -1,4 +1,4 @@
-"""The checker: what it must accept and what it must refuse."""
+"""The plan checker: plans that it must accept and plans that it must refuse."""
 
 from __future__ import annotations
 

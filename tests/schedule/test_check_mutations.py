@@ -1,4 +1,4 @@
-"""Plans broken in one way each: the checker names the constraint, whatever the problem and whoever planned."""
+"""The plan checker on plans with one change each: it names the broken constraint, for any problem and planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as exporters and people write it, each form a small graph inside one model."""
+"""Forms of attention as exporters and people write it, each a small graph inside one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes to the files of a bundle, as damage or a hand makes them."""
+"""Changes to the files of a bundle: damage, and deliberate edits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: words in; an exit code, stdout and stderr out."""
+"""The command line as a function: arguments in; exit code, stdout and stderr out."""
 
 from __future__ import annotations
 

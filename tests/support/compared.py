@@ -1,4 +1,4 @@
-"""Models of many nodes, each an output, compared with a reference: one program for each device compiles them all."""
+"""Models of many nodes, each an output, compared with a reference: one program per device compiles them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node of ONNX Runtime's own operators with inputs, as the tests of what it is expanded into take it."""
+"""A contrib operator of ONNX Runtime with inputs: the unit of the tests of its expansion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes of ONNX Runtime's own operators.
+"""Nodes of ONNX Runtime's contrib operators.
 
 Where ONNX Runtime has no kernel for the CPU, a case says what the answer is, by ONNX Runtime's other operators or by numpy.
 """

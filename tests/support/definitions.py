@@ -1,5 +1,6 @@
-"""Operators that ONNX does not define by others, or defines so that they overflow or cancel: as functions of simple operators
-(`DEFINITIONS`), and by numpy (`NUMPY`).
+"""Reference definitions of operators: as functions of simpler operators (`DEFINITIONS`), and by numpy (`NUMPY`).
+
+They are those that ONNX does not define by others, or defines so that they overflow or cancel.
 """
 
 from __future__ import annotations

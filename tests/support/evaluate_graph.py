@@ -1,4 +1,4 @@
-"""What a `Graph` in normal form computes, by numpy in float64: to compare graphs before and after a pass, without kernels."""
+"""Evaluates a `Graph` in normal form by numpy in float64, to compare graphs before and after a pass without kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs in ONNX Runtime, which says what they compute: the reference for the importer's tests."""
+"""Runs graphs in ONNX Runtime: the reference for the importer's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers to try operators with: not only normal ones, whose errors of rounding cancel and which stay near 0."""
+"""Random inputs for operators: also large, tiny, offset and positive ones, where rounding errors do not cancel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls a function in worker processes that may crash or hang, as drivers do: one item is lost, not the night."""
+"""Calls a function in worker processes that may crash or hang: one item is lost, and the rest goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile that nobody measured: rows that follow a law, for a machine of round numbers."""
+"""A synthetic profile: rows that follow a formula, for a machine with round rates."""
 
 from __future__ import annotations
 

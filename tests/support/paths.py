@@ -1,4 +1,4 @@
-"""Where tests find files: the top of the repository, and the exported models."""
+"""Paths of the repository's root and of the exported models."""
 
 from __future__ import annotations
 

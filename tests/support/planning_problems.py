@@ -1,4 +1,4 @@
-"""Random planning problems, and the plainest possible answers to small ones."""
+"""Random planning problems, and reference solutions of small ones by exhaustive search."""
 
 from __future__ import annotations
 

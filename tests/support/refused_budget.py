@@ -1,4 +1,4 @@
-"""What a worker process of a test does, in a module that takes no time to import."""
+"""The function of a worker process, in a module that imports quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What float32 lets an answer be: every node in float64, and again with the rounding of each step drawn at random.
+"""Error bounds of float32 answers: every node in float64, and again with random rounding of each step.
 
 `evaluated` gives for each output of a model its exact value and `spread`, how far rounding moves it. A node with a definition
 in simpler ones (LogSoftmax, LayerNormalization) is computed by those, so that each step inside it is rounded. A step is rounded

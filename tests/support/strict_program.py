@@ -1,4 +1,4 @@
-"""A small program on the strict device, in pyopencl's words and in the library's."""
+"""A small program on the strict device, through pyopencl and through the library."""
 
 from __future__ import annotations
 

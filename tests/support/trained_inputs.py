@@ -1,4 +1,4 @@
-"""What the tests of trained networks show them: files, lines of text, sentences, sounds, a name. All of known meaning."""
+"""Inputs of known meaning for the trained networks: files, lines of text, sentences, sounds, a name."""
 
 from __future__ import annotations
 

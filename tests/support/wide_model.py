@@ -1,4 +1,4 @@
-"""A model whose later runs have another kernel and one launch instead of two."""
+"""A model whose later runs use another kernel, and one launch instead of two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exports in tests/data: what each was made from, and examples of its inputs."""
+"""The exports in tests/data: their recipes, and examples of their inputs."""
 
 from __future__ import annotations
 

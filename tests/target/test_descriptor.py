@@ -1,4 +1,4 @@
-"""Device descriptors: those that ship, and what is refused."""
+"""Device descriptors: shipped ones, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run --learn`: measured seconds become the plan's, the plan stays valid, and the bundle is rewritten whole or not at all."""
+"""`run --learn`: measured seconds enter the plan, the plan stays valid, and the bundle is replaced atomically."""
 
 from __future__ import annotations
 

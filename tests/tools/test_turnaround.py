@@ -1,4 +1,4 @@
-"""CARIn's metrics, how several models share a budget, and `flashmem queue`."""
+"""CARIn's metrics, budgets of several models, and `flashmem queue`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of ONNX Runtime's own, said in ONNX's: against ONNX Runtime on the original, for single nodes and whole files."""
+"""ONNX Runtime's contrib operators, expanded into ONNX's: single nodes and whole files against ONNX Runtime."""
 
 from __future__ import annotations
 

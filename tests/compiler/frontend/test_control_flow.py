@@ -1,4 +1,4 @@
-"""Loops, choices, sequences, optional values and functions: what is left of them computes what ONNX Runtime computes."""
+"""Loops, branches, sequences, optional values and functions: the unrolled graph computes what ONNX Runtime computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The importer against ONNX Runtime on the original files, and against files that are wrong in every way we thought of."""
+"""The importer: imported graphs against ONNX Runtime on the original files, and malformed files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small files that ask for much: each is refused in a moment, with one sentence that states the limit."""
+"""Small files that declare huge tensors or loops: each is refused at once, with a sentence that states the limit."""
 
 from __future__ import annotations
 

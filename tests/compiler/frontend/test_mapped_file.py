@@ -1,4 +1,4 @@
-"""The walk over the wire format against protobuf's own parser: same model, same bytes, nothing large left inside."""
+"""The parser of mapped ONNX files against protobuf's: same model, same bytes, no large data inside."""
 
 from __future__ import annotations
 

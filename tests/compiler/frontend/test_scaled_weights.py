@@ -1,4 +1,4 @@
-"""Weights dequantised by hand become DequantizeLinear, and nothing else does."""
+"""Recognition of weights dequantised by Cast, Sub and Mul: they become DequantizeLinear, and nothing else does."""
 
 from __future__ import annotations
 

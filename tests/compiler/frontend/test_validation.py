@@ -1,4 +1,4 @@
-"""What contradicts ONNX's rules is refused with one sentence that names the node; what only looks odd is not."""
+"""Validation of ONNX files: violations are refused with a sentence that names the node; unusual valid files are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views against numpy: what moves of a tensor give lies where the view says."""
+"""Strided views against numpy's reshape, transpose and slice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stream lanes on every device: whatever moves a launch takes along arrive whole, and its own answer keeps its bits."""
+"""Stream lanes on every device: bytes that a launch moves arrive whole, and its own answer keeps its bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work-items that share a row: joined through local memory or by shuffles of a subgroup, right and with the same bits."""
+"""Row reductions across work-items: through local memory or subgroup shuffles, right and with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Winograd's F(2x2, 3x3): the answers of ONNX Runtime and of sums in double, and where it is chosen."""
+"""Winograd's F(2x2, 3x3): answers against ONNX Runtime and float64 sums, and when it is selected."""
 
 from __future__ import annotations
 

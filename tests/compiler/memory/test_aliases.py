@@ -1,4 +1,4 @@
-"""Where activations lie: Slices in their sources, parts in Concats, outputs over operands; no read sees another's data."""
+"""Buffer assignment: Slices inside their sources, parts inside Concats, outputs over operands; no read sees other data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of the arena: no two bytes that are needed at once lie on each other, and layouts are about as small as can be."""
+"""Layout of the arena: blocks alive at the same time never overlap, and the size is close to the minimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers in the order of the lowest peak: right answers whatever order a file has them in, and smaller arenas."""
+"""Launch order of the lowest peak: right answers for any order of nodes in a file, and smaller arenas."""
 
 from __future__ import annotations
 

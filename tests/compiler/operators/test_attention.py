@@ -1,4 +1,4 @@
-"""Fused attention against ONNX Runtime: every form on every device, and that scores are never in memory."""
+"""Fused attention against ONNX Runtime: every form on every device, and scores are never stored in memory."""
 
 from __future__ import annotations
 

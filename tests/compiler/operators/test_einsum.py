@@ -1,4 +1,4 @@
-"""Einsum: what it becomes, evaluated by numpy for many equations, and some of them on every device."""
+"""Einsum: its decomposition, evaluated by numpy for many equations, and some equations on every device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of single elements, of numbers of every kind, where vectors of them are computed at once."""
+"""Vectorised elementwise functions, for numbers of every kind."""
 
 from __future__ import annotations
 

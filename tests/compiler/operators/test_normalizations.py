@@ -1,5 +1,6 @@
-"""Normalizations, softmax and reductions of numbers of every kind: with parameters and statistics at run time, with further
-outputs, over windows of channels, and over very many numbers.
+"""Normalizations, softmax and reductions of numbers of every kind.
+
+With parameters and statistics at run time, further outputs, windows of channels, and very long rows.
 """
 
 from __future__ import annotations

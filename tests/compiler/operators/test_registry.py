@@ -1,4 +1,4 @@
-"""What is derived from the operators' declarations is: the page, the emitters, what ONNX calls them."""
+"""Everything derived from the operators' declarations: the page, the lowerings, ONNX's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GridSample, AffineGrid, RoiAlign and DeformConv: places that are computed at run time, also far outside the image."""
+"""GridSample, AffineGrid, RoiAlign and DeformConv: coordinates computed at run time, also far outside the image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pooling and transposed convolutions: sizes, pads and values against ONNX Runtime, many windows in one model."""
+"""Pooling and transposed convolutions against ONNX Runtime: sizes, pads and values, many windows in one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves that are never made: graphs before and after the passes that drop them, by numpy; and whole models on every device."""
+"""Removal of data movement: graphs before and after the passes, by numpy; and whole models on every device."""
 
 from __future__ import annotations
 

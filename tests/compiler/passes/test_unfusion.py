@@ -1,4 +1,4 @@
-"""Adaptive unfusion: any cuts leave the answer as it is, penalties follow their formula, and a split stays where it helps."""
+"""Adaptive unfusion: any split keeps the answer, penalties follow their formula, and a split remains only where it helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of contractions: each kind of staging answers as ONNX Runtime does, with the same bits however weights travel."""
+"""Kernel configs of contractions: each kind of staging agrees with ONNX Runtime, with the same bits in each transfer mode."""
 
 from __future__ import annotations
 

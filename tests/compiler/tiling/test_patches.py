@@ -1,4 +1,4 @@
-"""Chains of operators in bands: answers are those of the graph as it is, and a budget that is named as the smallest works."""
+"""Patch-based tiling of operator chains: answers of the untiled graph, and the stated smallest budget works."""
 
 from __future__ import annotations
 

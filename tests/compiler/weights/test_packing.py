@@ -1,4 +1,4 @@
-"""Packed weights: images without waste on devices that align their rows, and read back as kernels read them."""
+"""Packed weights: no wasted texels on devices that align image rows, and read back as kernels read them."""
 
 from __future__ import annotations
 

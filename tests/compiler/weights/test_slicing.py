@@ -1,4 +1,4 @@
-"""Launches that fill a device: how weights are cut, under limits too, and how threads share what is large."""
+"""Launches that fill a device: slicing of weights, with and without limits, and distribution of large work over threads."""
 
 from __future__ import annotations
 

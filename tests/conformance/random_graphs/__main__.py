@@ -1,4 +1,4 @@
-"""The command: draws graphs from a seed, judges them in worker processes, keeps what is not well. See the package."""
+"""The command: draws graphs from a seed, judges them in worker processes, and keeps the failures. See the package."""
 
 from __future__ import annotations
 

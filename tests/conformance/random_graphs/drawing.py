@@ -1,4 +1,4 @@
-"""A graph while it is drawn: what values there are, which leaves were used, and how operands are found for the next node."""
+"""A graph under construction: its values, the leaves in use, and the choice of operands for the next node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole random graph: 5 to 20 nodes, its inputs, and the outputs to expect."""
+"""A whole random graph: 5 to 20 nodes, its inputs, and the expected outputs."""
 
 from __future__ import annotations
 

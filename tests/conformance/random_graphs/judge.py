@@ -1,4 +1,4 @@
-"""A drawn graph on flashmem: agreed, refused, wrong, or broken, and which node alone is enough for it."""
+"""Runs a drawn graph on flashmem: agreed, refused, wrong, or broken, and the single node that causes it."""
 
 from __future__ import annotations
 

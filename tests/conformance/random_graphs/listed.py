@@ -1,4 +1,4 @@
-"""Which operators flashmem lists: the pool that graphs are drawn from."""
+"""The operators that flashmem supports: the pool that graphs are drawn from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns of several nodes, of which models are made, that move data: packed projections, windows of images, two layouts."""
+"""Patterns of several nodes that move data, as in models: packed projections, windows of images, two layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One graph of the command: what a worker process is given, and what it answers."""
+"""One graph of the command: arguments and result of a worker process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of a drawn graph: what ONNX Runtime computes, and how much of it is certain.
+"""The values of a drawn graph: ONNX Runtime's results, and the error bounds of each.
 
 Each node is evaluated when it is drawn, on its own, by ONNX Runtime without optimisation; where that has no kernel for the
 types, by the reference evaluator of the onnx package. Beside that answer goes a float64 evaluation by the reference evaluator,

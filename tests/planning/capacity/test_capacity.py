@@ -1,4 +1,4 @@
-"""Operator classes, the roofline and the load capacity, and the problem a program poses."""
+"""Operator classes, the roofline, load capacities, and the planning instance of a program."""
 
 from __future__ import annotations
 

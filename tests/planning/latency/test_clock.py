@@ -1,4 +1,4 @@
-"""The clock against hand-made examples, an independent recursion, and every choice of load layers."""
+"""The latency model against hand-made examples, an independent recursion, and every choice of load layers."""
 
 from __future__ import annotations
 

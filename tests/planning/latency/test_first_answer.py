@@ -1,4 +1,4 @@
-"""The objective `first`: its bound, reads out of turn, W in turn with the others, and what CP-SAT makes of a plan."""
+"""The objective `first`: its bound, backfilled reads, interleaved preloads, and improvements by CP-SAT."""
 
 from __future__ import annotations
 

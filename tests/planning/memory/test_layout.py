@@ -1,4 +1,4 @@
-"""Static layouts: nothing alive at once overlaps, and how close they come to what must be."""
+"""Static memory layouts: nothing alive at once overlaps, and sizes are close to the lower bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dynamic program over the walk: its plans and its bounds against every plan there is."""
+"""The dynamic program that chooses preloads: its plans and bounds against exhaustive search."""
 
 from __future__ import annotations
 

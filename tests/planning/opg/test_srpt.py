@@ -1,4 +1,4 @@
-"""SRPT against every possible plan of small problems."""
+"""SRPT against exhaustive search on small problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of layers with the lowest peak, against brute force, and answers that do not depend on it."""
+"""The launch order of the lowest peak against brute force, and answers that do not depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What switches between the designs of an application: what is watched, the table, and the manager."""
+"""Switching between the designs of an application: watched quantities, the table, and the manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bundle goes to another machine: what it may ask of a device at a time, and what is said where it does not fit."""
+"""A bundle on another machine than it was compiled for: what it may allocate, and the message where it does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor: which layers have events, what it waits for and how far it runs ahead; what a failing launch says."""
+"""The executor: events, waits, run-ahead, and the message of a failing launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong is reported once and clearly, and nothing is left half-alive."""
+"""Failures of a run: reported once and clearly, with all resources released."""
 
 from __future__ import annotations
 

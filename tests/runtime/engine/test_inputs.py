@@ -1,4 +1,4 @@
-"""Inputs and outputs: what is refused, what is converted, what passes through; rows of tables."""
+"""Inputs and outputs: refusals, conversions, arrays passed without a copy; rows of tables."""
 
 from __future__ import annotations
 

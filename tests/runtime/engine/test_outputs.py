@@ -1,4 +1,4 @@
-"""Outputs: handed back without a copy where kernels use host memory, read early elsewhere; right, and the user's own."""
+"""Outputs: without a copy where kernels use host memory, read early elsewhere; right, and owned by the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cold and warm: later runs switch to what was prepared between two of them, with the right answers, inside the budget."""
+"""Cold and warm: later runs switch to steady kernels prepared between two runs, with right answers, inside the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program cache: the second process compiles nothing, and any doubt is a miss."""
+"""The program cache: a second process compiles nothing, and any doubt is a miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""M_peak is a limit: what real sessions hold beside W and what is fixed never passes it, in any transfer mode."""
+"""M_peak: streamed bytes that real sessions hold at a time never exceed it, in any transfer mode."""
 
 from __future__ import annotations
 

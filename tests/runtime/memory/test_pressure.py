@@ -1,4 +1,4 @@
-"""`budget="auto"`: what the system says, read from trees of files, and the budgets that follow."""
+"""`budget="auto"`: memory pressure, read from made system files, and the budgets that follow."""
 
 from __future__ import annotations
 

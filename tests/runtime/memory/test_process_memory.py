@@ -1,4 +1,4 @@
-"""What the process that answers holds above its budget: interpreter, driver, kernels, and no more than 32 MiB else."""
+"""Memory of the running process above its budget: interpreter, driver, kernels, and at most 32 MiB more."""
 
 from __future__ import annotations
 

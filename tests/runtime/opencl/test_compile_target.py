@@ -1,4 +1,4 @@
-"""Compiled kernels are for one instruction set, and what a driver does not take, of the cache or a bundle, is built again."""
+"""Compiled kernels are bound to an instruction set; entries that a driver refuses are built again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which descriptor a device gets, from what its driver says, and what it keeps of its own."""
+"""Choice of the descriptor for a device, from its driver's properties, and the device's own overrides."""
 
 from __future__ import annotations
 

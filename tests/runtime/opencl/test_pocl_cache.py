@@ -1,4 +1,4 @@
-"""PoCL's own cache goes where it can be written and where there is room: on a full disk PoCL ends the process."""
+"""PoCL's own cache: a writable folder with free space, because PoCL ends the process on a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded launches: what is recorded and what is not, the same bits as without, and Qualcomm's calls to a made library."""
+"""Recorded launches: what is recorded, the same bits as without, and Qualcomm's calls to a mock library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a runtime promises its models: exactly what is held and what is under way, however slow pages are dropped."""
+"""Budgets of a runtime's models: exact accounting of held and pending bytes, however slowly pages are dropped."""
 
 from __future__ import annotations
 

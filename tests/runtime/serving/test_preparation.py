@@ -1,4 +1,4 @@
-"""Models of a runtime switch to steady kernels as sessions do, and back when residents change; who prepares, and where."""
+"""Steady kernels of a runtime's models: prepared as in sessions, and given up when residents change."""
 
 from __future__ import annotations
 

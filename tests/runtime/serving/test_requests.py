@@ -1,4 +1,4 @@
-"""Requests of a runtime that fail, are cancelled or are told: nothing of one harms another, and nothing is left behind."""
+"""Requests of a runtime that fail or are cancelled, and callbacks: no effect on others, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several models under one budget: answers, order, memory, what fails alone, a budget that moves."""
+"""Several models under one budget: answers, order, memory, isolated failures, a changing budget."""
 
 from __future__ import annotations
 

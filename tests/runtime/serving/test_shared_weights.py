@@ -1,4 +1,4 @@
-"""Weights that several bundles have in common: brought in once, held once, and nobody loses them to another."""
+"""Weights that several bundles share: loaded once, held once, and never released while another model uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loader threads: what may begin before a gate opens, what may not, and how they end."""
+"""Loader threads: which loads may start before their gate opens, which may not, and how threads end."""
 
 from __future__ import annotations
 

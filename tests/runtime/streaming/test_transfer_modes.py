@@ -1,4 +1,4 @@
-"""Every device that is here, both memory paths, every transfer mode and strategy: right, and the same to the bit."""
+"""Every device, both memory paths, every transfer mode and strategy: right answers, and the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights are what was written: compared with their digests as they come in, and not cut while kernels read them in place."""
+"""Checksums of weights while they are read, and files that are cut short while kernels read them."""
 
 from __future__ import annotations
 

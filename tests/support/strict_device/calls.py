@@ -1,4 +1,4 @@
-"""What a program calls in place of pyopencl."""
+"""The stand-in for pyopencl."""
 # ruff: noqa: N802 - the names are OpenCL's
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory objects, commands, and what commands do with memory. No OpenCL here.
+"""Memory objects, commands, and the accesses of commands to memory. No OpenCL here.
 
 Section numbers are of the OpenCL 3.0 API specification.
 """

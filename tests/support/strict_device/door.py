@@ -1,4 +1,4 @@
-"""The strict device put in place of OpenCL in flashmem: the one module here that knows the program."""
+"""Installs the strict device in flashmem: the one module here that knows the program."""
 
 from __future__ import annotations
 

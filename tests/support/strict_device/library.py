@@ -1,4 +1,4 @@
-"""What a program calls in place of the functions of the OpenCL library, by ctypes: handles are numbers, and so are events."""
+"""The stand-in for the OpenCL library behind ctypes: handles and events are numbers."""
 # ruff: noqa: N802 - the names are OpenCL's
 
 from __future__ import annotations

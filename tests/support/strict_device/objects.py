@@ -1,4 +1,4 @@
-"""Stand-ins for pyopencl's devices, queues, memory objects, maps and events: each has the real one, and what the rules know."""
+"""Stand-ins for pyopencl's devices, queues, memory objects, maps and events: the real object and the rules' state."""
 
 from __future__ import annotations
 

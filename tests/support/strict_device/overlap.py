@@ -1,4 +1,4 @@
-"""Copies that overlap each time: one stays in flight until another thread of the host has made one too."""
+"""Forces overlap of copies: one stays in flight until another thread of the host has enqueued one too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What drivers of phones and of one GPU with memory of its own report, from dumps that people published. `assumed` says what no
-dump of the family was found for.
+"""Properties that drivers of phones and of one GPU with memory of its own report, from published dumps.
+
+`assumed` lists the properties for which no dump of the family was found.
 
 A smaller figure is the stricter one: where dumps of a family differ, the smallest is taken. Extensions are those that the
 strict device can play on PoCL; a phone has more (cl_khr_fp16, subgroups, command buffers, cl_qcom_large_buffer), which a

@@ -1,4 +1,4 @@
-"""Stand-ins for programs and kernels: what they may use of the language, what their arguments are, and their launches."""
+"""Stand-ins for programs and kernels: allowed language features, arguments, and launches."""
 
 from __future__ import annotations
 

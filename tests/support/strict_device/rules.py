@@ -1,4 +1,4 @@
-"""The rules: which commands may run at the same time on which memory, and what of it the host may touch. No OpenCL here.
+"""The rules: which commands may overlap on which memory, and which bytes the host may access. No OpenCL here.
 
 What happens before what is kept as vector clocks with an entry for each queue: a command is behind those of its queue, those of
 its wait list, what those are behind, and what the host knew to be complete when it was enqueued. Section numbers are of the

@@ -1,4 +1,4 @@
-"""Who wrote what last: for each allocation, the commands whose bytes no later one has written over."""
+"""The last writer of each byte: for each allocation, the commands whose bytes no later one has overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The designs of an application: what is asked for, optimality, RASS and its policy, and what is written."""
+"""Designs of an application: requests, optimality, RASS and its policy, and the written files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flashmem doctor`: what it says of three phones (trees of files that stand for them), and of every runtime that is here."""
+"""`flashmem doctor`: its findings on three phones, given as trees of files, and on every runtime of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plots are made of; that they are drawn at all is tested through the command line."""
+"""The data of plots; the command line tests that they are drawn."""
 
 from __future__ import annotations
 

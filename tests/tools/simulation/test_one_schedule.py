@@ -1,4 +1,4 @@
-"""One schedule, played by the planner's clock, and by the simulator with the runtime's own loads and needs: the same times.
+"""One schedule, timed by the planner's clock and by the simulator with the runtime's own loads: the same times.
 
 The machine is the one that the clock knows: one thread that never takes a load apart, a disk that is told of every open gate,
 and a host that costs nothing. What the simulator adds to it (docs/simulation.md) is left out here.

@@ -1,4 +1,4 @@
-"""The simulation against real sessions: the same loads and the same memory, whatever the device, the mode and the strategy."""
+"""The simulation against real sessions: the same loads and the same memory, for every device, mode and strategy."""
 
 from __future__ import annotations
 

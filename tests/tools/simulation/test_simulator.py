@@ -1,4 +1,4 @@
-"""The simulator against hand-computed runs and bounds that no run can beat; `test_one_schedule` has the planner's clock."""
+"""The simulator against hand-computed runs and lower bounds; `test_one_schedule` compares it with the planner's clock."""
 
 from __future__ import annotations
 

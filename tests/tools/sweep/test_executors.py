@@ -1,4 +1,4 @@
-"""Points of a sweep on a dask or ray cluster, and what is said when the cluster fails."""
+"""Points of a sweep on a dask or ray cluster, and the message when the cluster fails."""
 
 from __future__ import annotations
 

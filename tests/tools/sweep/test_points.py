@@ -1,4 +1,4 @@
-"""Points of a sweep are planned as `compile` plans: from a graph that travels without its weights, with layers split."""
+"""Points of a sweep are planned as `compile` plans them: from a graph without its weights, with layers split."""
 
 from __future__ import annotations
 

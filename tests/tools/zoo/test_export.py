@@ -1,4 +1,4 @@
-"""The zoo: what it lists, what it refuses, and that its exports depend on what they are asked.
+"""The zoo: its list, its refusals, and exports that depend on their arguments.
 
 PyTorch is not needed for the tests of the committed exports; where it is installed, exporting is tested too.
 """

@@ -1,4 +1,4 @@
-"""Graphs from configurations: the same planning problem as the exported files, and sizes that are the published ones."""
+"""Graphs from configurations: the planning problem of the exported files, and the published sizes."""
 
 from __future__ import annotations
 
