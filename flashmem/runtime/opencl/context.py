@@ -1,5 +1,5 @@
 """Every use of OpenCL: devices, queues, memory objects, programs. Only this module, `launching.py` and `copier.py` call OpenCL,
-through `binding.py` and `undocumented.py`, so that tests can check every call (tests/strict_device).
+through `binding.py` and `undocumented.py`, so that tests can check every call (tests/support/strict_device).
 
 Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.memory.ledger`), which counts them.
 Every OpenCL error becomes a `RunError` with the error's name and a hint.

@@ -2,7 +2,7 @@
 
 What a model costs to stream depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs are
 what the importer makes of the files PyTorch exports (operators, their order, folded constants); weights have a shape and no
-data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/test_zoo_graphs.py`.
+data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/tools/zoo/test_graphs.py`.
 """
 
 from __future__ import annotations
@@ -273,8 +273,7 @@ class ResNet:
                     x = net.conv(x, f"{at}.shortcut", width, 1, stride, 0)
                 x = net.relu(net.op("Add", [y, x], y.shape))
         channels = x.shape[1]
-        x = net.op("ReduceMean", [x, net.integers([-1, -2])], (1, channels, 1, 1), keepdims=1)
-        return net.finish(net.gemm(net.reshape(x, (1, channels)), "classifier", self.classes))
+        return net.finish(net.gemm(net.reshape(net.pooled(x), (1, channels)), "classifier", self.classes))
 
 
 @dataclass(frozen=True)
@@ -305,16 +304,56 @@ class MobileNet:
                 if x.shape == before.shape:
                     x = net.op("Add", [before, x], x.shape)
         x = net.relu6(net.conv(x, "head", self.head, 1, 1, 0))
-        x = net.op("ReduceMean", [x, net.integers([-1, -2])], (1, self.head, 1, 1), keepdims=1)
-        return net.finish(net.gemm(net.reshape(x, (1, self.head)), "classifier", self.classes))
+        return net.finish(net.gemm(net.reshape(net.pooled(x), (1, self.head)), "classifier", self.classes))
+
+
+@dataclass(frozen=True)
+class MobileNetV3:
+    """MobileNetV3: inverted residuals with squeeze-and-excitation in some blocks, batch normalisation folded.
+
+    `blocks`: kernel size, inner channels, channels, whether it squeezes, whether it activates by HardSwish (else ReLU), stride.
+    """
+
+    blocks: tuple[tuple[int, int, int, bool, bool, int], ...]
+    stem: int = 16
+    last: int = 960
+    head: int = 1280
+    classes: int = 1000
+
+    def graph(self, name: str, pixels: int) -> Graph:
+        """The graph for one square image with sides of `pixels`."""
+        net = Net(name)
+        x = net.hard_swish(net.conv(net.input("pixel_values", (1, 3, pixels, pixels), "float32"), "stem", self.stem, 3, 2, 1))
+        for block, (kernel, inside, channels, squeezes, swish, stride) in enumerate(self.blocks):
+            at, before, activate = f"blocks.{block}", x, net.hard_swish if swish else net.relu
+            if inside != x.shape[1]:
+                x = activate(net.conv(x, f"{at}.expand", inside, 1, 1, 0))
+            x = activate(net.conv(x, f"{at}.depthwise", inside, kernel, stride, kernel // 2, groups=inside))
+            if squeezes:
+                scale = net.relu(net.conv(net.pooled(x), f"{at}.squeeze", -(-inside // 32) * 8, 1, 1, 0))
+                scale = net.conv(scale, f"{at}.excite", inside, 1, 1, 0)
+                x = net.op("Mul", [x, net.op("HardSigmoid", [scale], scale.shape, alpha=1 / 6)], x.shape)
+            x = net.conv(x, f"{at}.project", channels, 1, 1, 0)
+            if x.shape == before.shape:
+                x = net.op("Add", [before, x], x.shape)
+        x = net.pooled(net.hard_swish(net.conv(x, "last", self.last, 1, 1, 0)))
+        x = net.hard_swish(net.gemm(net.reshape(x, (1, self.last)), "head", self.head))
+        return net.finish(net.gemm(x, "classifier", self.classes))
 
 
 @dataclass(frozen=True)
 class _Known:
-    config: GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet
+    config: GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet | MobileNetV3
     size: int  # tokens, frames, or pixels a side
     source: str
 
+
+_MOBILENET_V3_LARGE = (
+    (3, 16, 16, False, False, 1), (3, 64, 24, False, False, 2), (3, 72, 24, False, False, 1), (5, 72, 40, True, False, 2),
+    (5, 120, 40, True, False, 1), (5, 120, 40, True, False, 1), (3, 240, 80, False, True, 2), (3, 200, 80, False, True, 1),
+    (3, 184, 80, False, True, 1), (3, 184, 80, False, True, 1), (3, 480, 112, True, True, 1), (3, 672, 112, True, True, 1),
+    (5, 672, 160, True, True, 2), (5, 960, 160, True, True, 1), (5, 960, 160, True, True, 1),
+)  # fmt: skip
 
 _ZOO = {
     "resnet50": _Known(ResNet((3, 4, 6, 3), (256, 512, 1024, 2048)), 224, "microsoft/resnet-50"),
@@ -323,6 +362,7 @@ _ZOO = {
         224,
         "arXiv 1801.04381, table 2",
     ),
+    "mobilenetv3-large": _Known(MobileNetV3(_MOBILENET_V3_LARGE), 224, "arXiv 1905.02244, table 1"),
     "vit-b16": _Known(Vit(12, 768, 12, 3072, 16), 224, "google/vit-base-patch16-224"),
     "vit-103m": _Known(WideVit(12, 1024, 16, 2048, 16), 224, "lucidrains/vit-pytorch, sized by the paper's parameters"),
     "deepvit-204m": _Known(WideVit(24, 1024, 16, 2048, 16, mixing=True), 224, "the same"),

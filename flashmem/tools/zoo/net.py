@@ -87,6 +87,14 @@ class Net:
         """The positive part, no larger than 6."""
         return self.op("Clip", [x, self.number(0.0), self.number(6.0)], x.shape)
 
+    def hard_swish(self, x: Value) -> Value:
+        """`x` times a piecewise linear sigmoid of it."""
+        return self.op("HardSwish", [x], x.shape)
+
+    def pooled(self, x: Value) -> Value:
+        """The mean of each channel over the image."""
+        return self.op("ReduceMean", [x, self.integers([-1, -2])], (*x.shape[:2], 1, 1), keepdims=1)
+
     # -- layers with weights
 
     def embed(self, vocabulary: int, hidden: int, tokens: int) -> Value:
