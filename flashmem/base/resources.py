@@ -5,6 +5,7 @@ In a checkout their folders are links to `kernels/` and `devices/` at the top of
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Literal
@@ -33,6 +34,7 @@ def read_bytes(folder: Folder, path: str) -> bytes:
     return (resources.files(f"flashmem.{folder}") / path).read_bytes()
 
 
+@cache  # a descriptor is looked up many times while a model is compiled
 def names(folder: Folder, suffix: str) -> tuple[str, ...]:
     """Names of the files directly inside `folder` that end in `suffix`, sorted and without it."""
     files = resources.files(f"flashmem.{folder}").iterdir()

@@ -19,6 +19,7 @@ from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.options import BUNDLE_OPTIONS
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.plan import Status
+from tests.support.caches import empty_bundle_cache
 from tests.support.command_line import Command, command_line
 from tests.support.paths import DATA
 
@@ -28,8 +29,7 @@ DEVICES = [device.descriptor_name for device in list_devices()]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    return empty_bundle_cache(tmp_path / "cache", monkeypatch)
 
 
 @pytest.fixture
@@ -249,13 +249,13 @@ def test_what_the_user_has_to_change(
     np.savez("wrong-name.npz", pixels=np.zeros((1, 3, 32, 32), np.float32))
     np.savez("wrong-shape.npz", pixel_values=np.zeros((1, 3, 32, 31), np.float32))
     np.savez("wrong-type.npz", pixel_values=np.zeros((1, 3, 32, 32), np.int64))
-    before = sorted(tmp_path.iterdir())
+    before = {path for path in tmp_path.iterdir() if path.name != "cache"}
     outcome = flashmem(*(bundle if word == BUNDLE else word for word in words))
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     sentence = outcome.err.strip().splitlines()[-1]
     assert len(sentence) > 20
-    left = [path for path in sorted(tmp_path.iterdir()) if path.name != "cache"]
+    left = {path for path in tmp_path.iterdir() if path.name != "cache"}
     assert left == before, "nothing half-written remains"
 
 

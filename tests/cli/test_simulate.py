@@ -13,6 +13,7 @@ import pytest
 
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.schedule.plan import Status
+from tests.support.caches import empty_bundle_cache
 from tests.support.command_line import Command, command_line
 from tests.support.paths import DATA
 
@@ -23,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def flashmem(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    empty_bundle_cache(tmp_path / "cache", monkeypatch)
     return command_line(monkeypatch, capfd)
 
 
