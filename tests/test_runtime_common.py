@@ -228,8 +228,8 @@ def test_one_that_has_to_give_memory_up_takes_none_from_the_other(
         wanted = first.run(None, inputs)
         second.run(None, inputs)
         before = runtime.held
-        first.tenant.drop_residents()
-        assert runtime.held == before and first.tenant.resident_bytes == 0
+        first.loaded.drop_residents()
+        assert runtime.held == before and first.loaded.resident_bytes == 0
         count = len(brought)
         for model in (second, first):
             assert all(np.array_equal(x, y) for x, y in zip(model.run(None, inputs), wanted, strict=True))

@@ -74,7 +74,7 @@ class _Running:
 class Manager:
     """Sessions of the design in force. Methods may be called from any thread; each task has one run at a time.
 
-    `switches` and `openings` list what was done so far, the first placement among it; `current` is the place of the design.
+    `switches` and `openings` list what was done so far, the first design among it; `current` is the index of the design.
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:

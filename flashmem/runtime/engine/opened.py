@@ -1,4 +1,4 @@
-"""A bundle opened to run on a device, before anything of it is there: its weight file, tables, transfer mode and kernels."""
+"""A bundle opened to run on a device, before anything is allocated: its weight file, tables, transfer mode and kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def uses_host_memory(device: Device) -> bool:
 
 
 class OpenedBundle:
-    """What placements and runs of a bundle have in common. `close` closes its weight file."""
+    """One shape variant of a bundle, with its weight file open. `close` closes the file, for all variants."""
 
     def __init__(
         self,
@@ -44,15 +44,19 @@ class OpenedBundle:
         lanes: bool = True,
         file: WeightFile | None = None,
     ) -> None:
-        """Open the weight file. `verify_weights`: compare every slice and table row that is read with its digest. `file`: the
-        weight file, where another of the bundle's shape variants has it open.
+        """Open the weight file.
+
+        Args:
+            verify_weights: compare every slice and table row that is read with its digest.
+            lanes: in mode "interleave", whether kernels copy weights while they compute.
+            file: the weight file, where another of the bundle's shape variants has it open.
 
         Raises:
             BundleError: the weight file is not there, or not as long as it was.
         """
         program = program_on(bundle.program, device)
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
-        self._device, self._verify_weights, self._others_file = device, verify_weights, file is not None
+        self._device, self._verify_weights = device, verify_weights
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}
@@ -66,21 +70,20 @@ class OpenedBundle:
         ]
 
     def variant(self, bundle: Bundle) -> OpenedBundle:
-        """The same for another shape variant of the bundle. It has to be closed before this one."""
+        """The same for another shape variant of the bundle, with the same file."""
         return OpenedBundle(
             bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file
         )
 
     def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
-        """What kernels move in a run of `plan`, by layer."""
+        """The copies that kernels make in a run of `plan`, by layer; none but in mode "interleave"."""
         if self.mode != "interleave":
             return {}
         return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
 
     def close(self) -> None:
-        """Close the weight file; placements have to be closed before."""
-        if not self._others_file:
-            self.file.close()
+        """Close the weight file; bound programs have to be closed before."""
+        self.file.close()
 
 
 class Kernels:

@@ -1,8 +1,8 @@
 """How several models share one budget: pure rules, without OpenCL.
 
-A model's *fixed* bytes are its activations, constants and host scratch, held while it is placed; its *room* is what its plan
+A model's *fixed* bytes are its activations, constants and host scratch, held while it is bound; its *room* is what its plan
 has in flight beside them, held while it runs. Where all fixed bytes and the largest room fit the budget at once, every model
-stays placed, and what is left holds weights that stay resident. Where they do not, models take turns, and nothing stays.
+stays bound, and what is left holds weights that stay resident. Where they do not, models take turns, and nothing stays.
 The queue says who needs what is left soonest.
 """
 
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a model holds while it is placed, and those that a run holds beside them."""
+    """Bytes that a model holds while it is bound, and bytes that a run holds beside them."""
 
     fixed: int
     room: int

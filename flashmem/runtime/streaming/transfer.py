@@ -101,7 +101,7 @@ class Transfer(ABC):
         the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
         """
         step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes
-        end, value = band.first + band.nbytes, digest(b"")
+        end, value = band.first + band.nbytes, 0
         for first in range(band.first, end, step):
             piece = through[: min(step, end - first)]
             self.file.read_into(piece, part.offset + first)
