@@ -21,7 +21,7 @@ from flashmem.runtime.memory.accounts import Account
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.serving.runtime import OnPressure
 from flashmem.runtime.streaming.loader import LoaderRun
-from flashmem.runtime.streaming.shared_pages import Place
+from flashmem.runtime.streaming.shared_pages import SharedSlice
 from flashmem.runtime.streaming.weight_file import WeightFile
 
 DEVICES = [str(number) for number in range(len(list_devices()))]
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MiniModel:
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are let go long after the layer that used them is done, and loads are counted long after they are taken."""
     rng = random.Random(1)
-    for kind, name in ((WeightFile, "drop"), (Place, "load")):
+    for kind, name in ((WeightFile, "drop"), (SharedSlice, "load")):
         act = getattr(kind, name)
 
         def later(*arguments: Any, act: Any = act) -> None:

@@ -55,7 +55,7 @@ class WeightStore:
         self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = make_transfer(
             opened.mode, device.context, ledger, opened.file, opened.program.slices, layout,
-            device.places, opened.bundle.digests.identities, opened.digests, opened.together, after,
+            device.shared_slices, opened.bundle.digests.identities, opened.digests, opened.together, after,
         )  # fmt: skip
 
     @property

@@ -24,7 +24,7 @@ from flashmem.program.launches import Launch as Launched
 from flashmem.program.program import Program as BundleProgram
 from flashmem.runtime.opencl.context import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
 from flashmem.runtime.opencl.launching import Launch, Recorder, Recording, not_recorded
-from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Ride
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.loads import Span
@@ -115,14 +115,14 @@ def make_steps(
             continue
         arguments = [binder.bind(arg) for arg in launch.args]
         moving = moves.get(layer)
-        commands = [_copy(lane, ride, resources) for ride in (moving.leading if moving else ())]
-        if moving is None or moving.riding is None:
+        commands = [_copy(lane, stream, resources) for stream in (moving.leading if moving else ())]
+        if moving is None or moving.interleaved is None:
             commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments))
         else:
             assert lane is not None
-            arguments += _lane(moving.riding, resources)
+            arguments += _lane(moving.interleaved, resources)
             commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments))
-        commands += [_copy(lane, ride, resources) for ride in (moving.separate if moving else ())]
+        commands += [_copy(lane, stream, resources) for stream in (moving.separate if moving else ())]
         steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
     return steps
 
@@ -133,13 +133,13 @@ def _command(
     return Command(program.kernel(name, arguments), size, group, tuple(arguments))
 
 
-def _copy(lane: Kernels | None, ride: Ride, resources: Resources) -> Command:
+def _copy(lane: Kernels | None, stream: CopyStream, resources: Resources) -> Command:
     assert lane is not None
-    return _command(lane, ride.copier, (ride.copy_items,), (COPY_GROUP,), _lane(ride, resources))
+    return _command(lane, stream.copier, (stream.copy_items,), (COPY_GROUP,), _lane(stream, resources))
 
 
-def _lane(ride: Ride, resources: Resources) -> list[Any]:
-    return ride.arguments(lambda part: resources.staged[part.name], lambda part: resources.weights[part.name], np.int32)
+def _lane(stream: CopyStream, resources: Resources) -> list[Any]:
+    return stream.arguments(lambda part: resources.staged[part.name], lambda part: resources.weights[part.name], np.int32)
 
 
 class _Binder:
