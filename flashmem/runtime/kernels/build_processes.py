@@ -252,7 +252,7 @@ def _arguments(use: Use, program: Program) -> list[list[Any]]:
         else:
             found.append([arg.kind, arg.value])
     if use.stream is not None:
-        found += use.stream.arguments(lambda part: (["buffer", part.file_bytes], 0), _memory, lambda number: ["int", number])
+        found += use.stream.arguments(lambda part: ["buffer", part.file_bytes], _memory, lambda number: ["int", number])
     return found
 
 

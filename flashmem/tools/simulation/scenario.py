@@ -140,7 +140,7 @@ class Scenario:
 def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
     """Where the runtime would put slices: the plan's layout for `mode`, made now if the plan has none for it."""
     if strategy == "preload":
-        return preloaded_layout(program, mode, plan.loader_threads, shares_memory=plan.shares_memory)
+        return preloaded_layout(program, mode, plan.loader_threads)
     return (
         plan.layouts[mode]
         if mode in plan.layouts
@@ -255,15 +255,14 @@ class _Travel:
     def _passed_through(self, preload: bool) -> int:
         """Bytes of what a load is copied out of, a thread's own; 0: it is read to where it stays, or where kernels fetch it."""
         layout = self.layout
-        if self.mode == "interleave" and not layout.ring_bytes:
-            return layout.entrance_bytes if preload else 0
-        ring = layout.staging_bytes if self.mode == "dma" else layout.ring_bytes
-        return ring // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
+        if layout.staging and not preload:
+            return 0
+        return layout.ring_bytes // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a load passes through staging of a thread's own, and is read there before its gate opens."""
-        return self.mode == "dma" or bool(self.layout.ring_bytes)
+        """Whether a streamed load passes through memory of a thread's own, and is read there before its gate opens."""
+        return self.mode == "dma" or bool(self.layout.staging_slots)
 
     def held(self, band: Band) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
@@ -313,14 +312,13 @@ def _gathered_bytes(program: Program) -> int:
 
 def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:
     """In the engine's order; mapped pages are not among them, they come and go."""
-    homes = layout.pool_bytes + sum(slot.nbytes for slot in layout.slots)
     return (
         Allocation("arena", program.arena_bytes),
         Allocation("constants", program.constants_bytes),
         Allocation("outputs", output_bytes(program)),
         Allocation("staging", scratch_bytes(program)),
-        Allocation("weights", homes),
-        Allocation("staging", layout.staging_bytes + layout.ring_bytes),
+        Allocation("weights", layout.home_bytes),
+        Allocation("staging", layout.all_staging_bytes + layout.ring_bytes),
     )
 
 
