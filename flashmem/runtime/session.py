@@ -1,4 +1,4 @@
-"""A session: a bundle on a device, ready to run."""
+"""A session: one model on a device, with a budget of its own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.engine.compatibility import laid_out, playable
+from flashmem.runtime.engine.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
-from flashmem.runtime.engine.fitted import fit
-from flashmem.runtime.engine.opened import OpenedBundle
+from flashmem.runtime.engine.opened import OpenedBundle, planned_variant
 from flashmem.runtime.engine.ports import arrays_by_name, chosen_outputs, described, fitting_variant
 from flashmem.runtime.engine.report import RunReport
-from flashmem.runtime.options import choose_budget, choose_mode, choose_strategy, device_here
+from flashmem.runtime.options import choose_budget, choose_strategy, device_here
 from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.residency import Strategy
 
@@ -35,12 +34,11 @@ __all__ = ["RunReport", "Session", "Strategy"]
 class Session:
     """A bundle on a device. Use it as a context manager, or call `close`.
 
-    Runs are made one at a time: threads wait for each other. A run that fails closes the session; an input that is refused
+    There is one run at a time: threads wait for each other. A run that fails closes the session; an input that is refused
     does not. A forked child has to open sessions of its own.
 
-    Of a bundle with several shape variants one is ready at a time, at first the one that the bundle stands for (the first). A
-    run with inputs of other shapes takes that one's place: memory is that of one variant, never of two, and weights that both
-    leave resident are not read again (docs/shapes.md).
+    A bundle with several shape variants has one of them bound at a time, at first its own (`Bundle.index`). Inputs of other
+    shapes have another one bound instead: memory is that of one variant, and weights of both stay resident (docs/shapes.md).
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Session:
         Args:
             bundle: a bundle or its path.
             device: "auto", or what `flashmem.runtime.options.device_here` understands.
-            mode: how weights travel; "auto" takes the one the bundle was planned for, else the device's first.
+            mode: how weights are transferred; "auto" takes the one the bundle was planned for, else the device's first.
             strategy: "auto" follows the plan, whatever strategy made it; "preload" makes everything resident first, as engines
                 do; any other name must be the strategy that the bundle was compiled with.
             budget: most bytes to hold; the bundle's by default, and none with "preload".
@@ -73,8 +71,8 @@ class Session:
                 Constants are compared always.
             build_apart: kernels that no cache has are built in child processes, whose memory goes with them; if not, in this
                 one, which keeps a compiler's 200 to 400 MB. For those who open many sessions, or cannot start processes.
-            prepare: between two runs, load what the next one begins with, and get the bundle's steady kernels ready, which
-                later runs are then played by. A session that traces prepares nothing.
+            prepare: between two runs, begin the loads of the next one, and make the bundle's steady kernels ready for later
+                runs. A session that traces prepares nothing.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below what the layout needs, an argument of
@@ -89,17 +87,9 @@ class Session:
         opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.device = device_here(device, prefer=opened.descriptor.name)
         self.strategy: Strategy = choose_strategy(opened.plan, strategy)
-        self.mode = choose_mode(
-            playable(opened, self.device, mode),
-            mode,
-            path=opened.program.memory_path,
-            planned=opened.meta.get("mode"),
-            strategy=self.strategy,
-            layouts=laid_out(opened),
-        )
-        self._variants = [
-            fit(opened.variant(index), self.device, self.mode, self.strategy) for index in range(len(opened.variants))
-        ]
+        self.mode = mode_for(opened, self.device, mode, self.strategy)
+        bundles = map(opened.variant, range(len(opened.variants)))
+        self._variants = [planned_variant(each, self.device, self.mode, self.strategy) for each in bundles]
         self._ready = self._variants[opened.index]
         needed = max(variant.needed for variant in self._variants)
         self.budget = choose_budget(budget, opened.budget_bytes, needed, mode=self.mode, strategy=self.strategy)
@@ -174,7 +164,7 @@ class Session:
 
     @property
     def bundle(self) -> Bundle:
-        """The bundle, standing for the shape variant that is ready: the one that ran last."""
+        """The bundle, as the shape variant that is bound: the one that ran last."""
         return self._ready.bundle
 
     @contextmanager
@@ -192,7 +182,7 @@ class Session:
                 self._busy = False
 
     def prepared(self) -> None:
-        """Return when the steady kernels are ready that the next run is played by, where there are any: to measure with.
+        """Return when the steady kernels of the next run are ready, if it has any: to measure with.
 
         Raises:
             RunError: called inside a run of the same thread.

@@ -14,7 +14,7 @@ from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.executor import Executor, Resources, Step, make_steps
 from flashmem.runtime.engine.executor import Kernels as AnyKernels
 from flashmem.runtime.engine.opened import Kernels, OpenedBundle
-from flashmem.runtime.kernels.steady import needed_residents, playable
+from flashmem.runtime.kernels.steady import needed_residents, usable_launches
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Kernel, Memory, Queue
 from flashmem.runtime.streaming.copied import InterleaveTransfer
@@ -232,7 +232,7 @@ class BoundKernels:
         opened, weights = self._opened, self._weights
         if not self._moves_no_more() <= weights.resident:
             return ()
-        return playable(opened.program, weights.resident, opened.moves(weights.plan.later()), weights.joined)
+        return usable_launches(opened.program, weights.resident, opened.moves(weights.plan.later()), weights.joined)
 
     def _moves_no_more(self) -> frozenset[str]:
         """The slices that kernels bound for later runs do not move."""

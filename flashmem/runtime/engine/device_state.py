@@ -1,4 +1,4 @@
-"""What lives with a device: its context, the queue that layers run on, compiled programs, and the budget that all share."""
+"""A device in use: its context, the queue of the layers, compiled programs, and the budget that models share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmem.runtime.streaming.shared_pages import SharedSlices
 
 
 class DeviceInUse:
-    """A device for as long as somebody uses it. Bound programs come and go on it."""
+    """A device with the state that all programs bound to it share."""
 
     def __init__(self, device: Device, budget: int | None, *, profiling: bool = False) -> None:
         """Make the context and the queue.

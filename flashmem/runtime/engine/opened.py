@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.checksums import Digest, table_blocks
 from flashmem.program.lanes import lane_kind
-from flashmem.program.program import Program
+from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
@@ -18,7 +18,8 @@ from flashmem.runtime.kernels.required import Wanted, wanted_kernels
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
-from flashmem.schedule.plan import OverlapPlan
+from flashmem.schedule.plan import OverlapPlan, PoolLayout
+from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
 
 
 def program_on(program: Program, device: Device) -> Program:
@@ -84,6 +85,34 @@ class OpenedBundle:
     def close(self) -> None:
         """Close the weight file; bound programs have to be closed before."""
         self.file.close()
+
+
+@dataclass(frozen=True)
+class PlannedVariant:
+    """A shape variant with its plan and layout in one transfer mode and strategy. `program`: as the device runs it."""
+
+    bundle: Bundle
+    program: Program
+    plan: OverlapPlan
+    layout: PoolLayout
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a session of this variant holds."""
+        return fixed_bytes(self.program) + self.layout.total_bytes
+
+
+def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy: Strategy) -> PlannedVariant:
+    """The variant that `bundle` has as its own (`Bundle.index`).
+
+    Raises:
+        UserError: the bundle was not compiled for that mode.
+    """
+    program, plan, shares = program_on(bundle.program, device), bundle.plan, device.unified_memory
+    if strategy == "preload":
+        layout = preloaded_layout(program, mode, plan.loader_threads)
+        return PlannedVariant(bundle, program, preloaded(plan), layout)
+    return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares))
 
 
 class Kernels:

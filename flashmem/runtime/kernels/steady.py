@@ -11,13 +11,13 @@ from flashmem.runtime.kernels.required import Use, Wanted, variant
 from flashmem.runtime.streaming.interleaved import LayerMoves
 
 
-def playable(
+def usable_launches(
     program: Program,
     resident: Collection[str],
     moves: Mapping[int, LayerMoves],
     joined: Callable[[str, Sequence[str]], object | None],
 ) -> tuple[SteadyLaunch, ...]:
-    """The steady launches of `program` that later runs can play, which find `resident` and make `moves` by kernels.
+    """The steady launches of `program` that later runs can have, which find `resident` and make `moves` by kernels.
 
     A launch that stands for several layers needs all its slices before the first of them, so they must be resident, and side by
     side as `joined(name, parts)` tells. A kernel that moves weights while it computes stays as it is.

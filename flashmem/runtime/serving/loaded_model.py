@@ -14,12 +14,11 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.planning.carried_instance import carried_problem
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.engine.compatibility import laid_out, playable
+from flashmem.runtime.engine.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine, Run
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.options import choose_mode
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.schedule.loads import Load, kept_within, pages
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
@@ -56,9 +55,7 @@ class LoadedModel(Engine):
             UserError: a mode that the device lacks, kernels that it does not take.
             RunError: the driver refuses the kernels.
         """
-        planned = bundle.meta.get("mode")
-        descriptor, path = playable(bundle, device.device, mode), bundle.program.memory_path
-        chosen = choose_mode(descriptor, mode, path=path, planned=planned, layouts=laid_out(bundle))
+        chosen = mode_for(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         super().__init__(opened, device, apart=build_apart, warm_up=prepare)
         self.begun_under: int | None = None  # the budget's limit when `current` began
@@ -78,7 +75,7 @@ class LoadedModel(Engine):
 
     @property
     def streams_pages(self) -> bool:
-        """Whether weights come and go slice by slice (mode `map`); in every other mode a plan has places for all of them."""
+        """Whether slices are loaded and freed one by one (mode `map`); in all other modes a plan has places for all of them."""
         return self.opened.mode == "map"
 
     @cached_property
