@@ -150,6 +150,10 @@ def test_a_request_that_cannot_be_answered_leaves_its_model_open(
                     each.run(None, model.inputs())
             assert each.engines[0].failure is None
         assert right(each.run(None, model.inputs()), model)
+        monkeypatch.setattr(Executor, "run", failing(ValueError("inside a layer")))
+        with pytest.raises(ValueError, match="inside a layer"):
+            each.run(None, model.inputs())
+        assert each.engines[0].failure == "its last run failed: inside a layer" and each.held == 0
 
 
 @pytest.mark.parametrize("through", THROUGH)

@@ -21,7 +21,6 @@ import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, RunError, UserError
 from flashmem.planning import replanning as again
-from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.engine.warm_up import WarmUp
@@ -154,33 +153,6 @@ def failing_after(count: int, act: Any, fail: Any) -> Any:
         return fail() if calls > count else act(*arguments)
 
     return counted
-
-
-def test_only_what_the_request_is_at_fault_for_leaves_its_model_open(
-    models: list[MiniModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By when it fails, not by the kind of error."""
-    write = Activations.write_inputs
-
-    def failing(error: Exception) -> Any:
-        def raising(*_: Any, **__: Any) -> None:
-            raise error
-
-        return raising
-
-    with Runtime(prepare=False) as runtime:
-        opened = runtime.open(models[0].path)
-        for error in (MemoryError("no room to convert an input"), TypeError("not an index"), ValueError("outside the table")):
-            monkeypatch.setattr(Activations, "write_inputs", failing(error))
-            with pytest.raises(type(error), match=str(error)):
-                opened.run(None, models[0].inputs())
-            assert opened.failure is None
-        monkeypatch.setattr(Activations, "write_inputs", write)
-        assert right(opened.run(None, models[0].inputs()), models[0])
-        monkeypatch.setattr(Executor, "run", failing(ValueError("inside a layer")))
-        with pytest.raises(ValueError, match="inside a layer"):
-            opened.run(None, models[0].inputs())
-        assert opened.failure == "its last run failed: inside a layer" and runtime.held == 0
 
 
 # Nobody waits for what others need.

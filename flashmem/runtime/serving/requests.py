@@ -79,7 +79,7 @@ def complete(future: FencedFuture[Any], act: Callable[[], object]) -> None:
 
 
 def complete_cancelled(future: FencedFuture[Any]) -> None:
-    """Cancel a request for good, in a thread that others depend on: who waits for it is told."""
+    """Cancel a request in a thread that others depend on, and notify who waits for it."""
     complete(future, partial(Future.cancel, future))
     future.set_running_or_notify_cancel()
 
@@ -87,8 +87,8 @@ def complete_cancelled(future: FencedFuture[Any]) -> None:
 class Answer(FencedFuture[list[Array]]):
     """The outputs of a request, when they are there. A request can be cancelled until it begins.
 
-    `submitted`, `started` and `finished` are seconds of `time.perf_counter()`; `report` is of the run. `inputs` are held until
-    it is over.
+    `submitted`, `started` and `finished` are seconds of `time.perf_counter()`; `report` is of the run. `inputs` are held
+    while the run may need them.
     """
 
     def __init__(self, model: Model, loaded: LoadedModel, inputs: Mapping[str, Array], names: Sequence[str]) -> None:
@@ -121,7 +121,7 @@ class Model:
         return self._runtime.submit(self, inputs, output_names)
 
     def run(self, output_names: Sequence[str] | None, inputs: Mapping[str, Array]) -> list[Array]:
-        """Run the model once, when its turn comes; what `Session.run` gives and raises.
+        """Run the model once, after all requests submitted before. Returns and raises what `Session.run` does.
 
         Raises:
             RunError: also in a callback of a future: the runtime's own thread would wait for itself.

@@ -60,8 +60,8 @@ class Runtime:
             verify_weights: compare every slice and table row that is read with its digest, as a `Session` does; a damaged one
                 fails the run, and closes its model.
             build_apart: as for `Session`.
-            prepare: between two runs of a model, get its bundle's steady kernels ready, which later runs are then played by as
-                far as what is resident allows.
+            prepare: between two runs of a model, make its bundle's steady kernels ready, which later runs have as far as
+                resident slices allow.
 
         Raises:
             UserError: not a size, no such device, another word.
@@ -132,7 +132,7 @@ class Runtime:
         return Model(self, variants, opened)
 
     def submit(self, model: Model, inputs: Mapping[str, Array], output_names: Sequence[str] | None = None) -> Answer:
-        """Have `model` run once, after all that was submitted before. The inputs must stay as they are until it has.
+        """Have `model` run once, after all requests submitted before. The inputs must not change until it has.
 
         Raises:
             ValueError: an input or an output name that does not fit.
@@ -167,8 +167,7 @@ class Runtime:
         return self._worker.set_limit(limit, halt_always=self._on_pressure == "fail")
 
     def prepared(self) -> None:
-        """Return when the steady kernels are ready that the models' next runs are played by, where there are any: to measure
-        with.
+        """Return when the steady kernels of the models' next runs are ready, if they have any: to measure with.
 
         Raises:
             RunError: called by a callback of a future.

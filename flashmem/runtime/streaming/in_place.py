@@ -1,4 +1,4 @@
-"""Transfers that read slices to where kernels use them: `map`, the file as it is mapped, and `alias`, a pool."""
+"""Transfers that read slices to where kernels use them: `map`, the mapped file, and `alias`, a pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmem.schedule.plan import PoolLayout
 class MapTransfer(Transfer):
     """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
 
-    With `places`, a slice that another placement on the device has too is used where that one has it. A placement is known by
+    A slice that another model on the device has too is used where that one has it mapped (`places`). A model is identified by
     its ledger.
     """
 
@@ -91,7 +91,7 @@ class MapTransfer(Transfer):
         self._together.clear()
 
     def close(self) -> None:
-        """Let all pages go, and their places."""
+        """Free all pages."""
         super().close()
         self._give_places_up()
 

@@ -43,7 +43,7 @@ class Transfer(ABC):
     """Whether a load may begin before its gate is open: what it reads waits in a part of staging that is its thread's own."""
 
     digests: Mapping[str, Digest] | None = None
-    """What each slice must have when it comes in, as a whole then; None: that is not checked."""
+    """The checksum of each slice, compared when it is loaded, as a whole then; None: not compared."""
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
