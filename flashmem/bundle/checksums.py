@@ -1,7 +1,7 @@
 """Digests of what is read from the weight file: one of every slice, one of the constants, one of every block of a table.
 
 They are CRC-32: an accident changes one of them by chance once in 2^32, and they are made faster than any disk reads, so that
-a session can check what it streams (docs/architecture.md has the measurement). The file as a whole has a SHA-256 in the
+a session can check what it streams (docs/bundles.md has the measurement). The file as a whole has a SHA-256 in the
 manifest. A bundle keeps them in `digests.bin`, four bytes each, little endian: the constants, the slices in the program's
 order, the blocks of each row gather. Behind them stand the *identities* of the slices, 16 bytes of BLAKE2b each: of two slices
 with one identity, whatever bundles they are in, a runtime compares the bytes, and holds them once (docs/many-models.md).

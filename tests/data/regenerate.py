@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+
 from flashmem.tools.zoo.export import export
 
 HERE = Path(__file__).parent

@@ -1,12 +1,7 @@
-"""pyopencl itself: imported here, its errors told in sentences, and what it does that flashmem does not want."""
+"""The import of pyopencl, its errors turned into `RunError`, and its compiler warnings turned off."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib
-import sqlite3
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -24,15 +19,6 @@ except ImportError as error:
     raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
 
 cl: Any = pyopencl  # its type stubs lack what is needed here (enumerations that can be called, numpy scalar types)
-
-
-@functools.cache
-def library(*, locked: bool = False) -> Any:
-    """OpenCL's functions as C has them, looked up in the loader that pyopencl is linked with; `locked`: called with the
-    interpreter's lock held. What does not go through `cl` goes through here.
-    """
-    path: str = cl._cl.__file__
-    return ctypes.PyDLL(path) if locked else ctypes.CDLL(path)
 
 
 _HINTS = {
@@ -107,38 +93,3 @@ class _Quiet:
 
 
 QUIET = _Quiet()
-
-
-_INVOKERS = threading.RLock()
-
-
-@contextmanager
-def without_invokers() -> Iterator[None]:
-    """Kernels made inside cannot be called as Python functions, which flashmem never does.
-
-    pyopencl writes and compiles Python code for that, 0.2 ms a kernel object: for a model of 500 layers, a tenth of a second.
-    """
-    invoker = _invokers()
-    with _INVOKERS:  # two threads inside would each put back what the other had set
-        generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
-
-        def skip_here(*args: Any, **kwargs: Any) -> Any:
-            return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
-
-        invoker.generate_enqueue_and_set_args = skip_here
-        try:
-            yield
-        finally:
-            invoker.generate_enqueue_and_set_args = generate
-
-
-def _invokers() -> Any:
-    """The module of pyopencl that writes those functions. It opens a database in the user's cache folder as it is imported."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # a database that was not opened cannot close
-    try:
-        return importlib.import_module("pyopencl.invoker")
-    except (OSError, sqlite3.Error):
-        cl._PYOPENCL_NO_CACHE = True
-    finally:
-        sys.unraisablehook = hook
-    return importlib.import_module("pyopencl.invoker")

@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Bytes, Context, Memory
 
@@ -32,7 +32,7 @@ class CopyEvent:
     def __init__(self, handle: int) -> None:
         """Take over `handle`, a cl_event."""
         self.int_ptr = handle
-        self._library = binding.library()  # not looked up when the interpreter ends
+        self._library = undocumented.library()  # not looked up when the interpreter ends
 
     def wait(self) -> None:
         """Flush the queue, as clWaitForEvents does, and return when the copy is done; other threads run meanwhile.
@@ -57,7 +57,7 @@ class Copier:
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
         """Begin to copy contiguous host memory into a buffer, `offset` bytes into it. Raises RunError."""
-        enqueue = binding.library().clEnqueueWriteBuffer
+        enqueue = undocumented.library().clEnqueueWriteBuffer
         return self._begun(
             "write to a buffer",
             lambda event: enqueue(
@@ -71,7 +71,7 @@ class Copier:
 
         Raises RunError.
         """
-        enqueue = binding.library().clEnqueueWriteImage
+        enqueue = undocumented.library().clEnqueueWriteImage
         return self._begun(
             "write to a texture",
             lambda event: enqueue(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flashmem.base.errors import RunError
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 
 COMMAND_BUFFERS = "cl_khr_command_buffer"
@@ -49,7 +49,7 @@ def enqueue_function(alone: bool) -> Callable[..., int]:
     """clEnqueueNDRangeKernel. Called with the interpreter's lock held if nobody else wants it: it is over before a thread could
     be woken for it. Not so beside threads that copy, for which a driver may have it wait, or when it loads a kernel first.
     """
-    enqueue: Callable[..., int] = binding.library(locked=alone).clEnqueueNDRangeKernel
+    enqueue: Callable[..., int] = undocumented.library(locked=alone).clEnqueueNDRangeKernel
     return enqueue
 
 
@@ -59,7 +59,7 @@ Find = Callable[[str], int | None]
 
 def functions_of(platform: Any) -> Find:
     """Those of the loader and, behind them, of a platform's extensions."""
-    library = binding.library()
+    library = undocumented.library()
     extension = library.clGetExtensionFunctionAddressForPlatform
     extension.restype = ctypes.c_void_p
 
