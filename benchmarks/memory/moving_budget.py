@@ -34,7 +34,7 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.units import format_size, parse_size
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.memory.accounts import Account
-from flashmem.runtime.serving.loaded_model import Tenant
+from flashmem.runtime.serving.loaded_model import LoadedModel
 
 _STEADY = 3
 """Runs of a runtime that keeps its budget; the last two count."""
@@ -42,16 +42,16 @@ _STEADY = 3
 
 def planned(seconds: list[tuple[float, float]]) -> None:
     """Have every new plan note its elapsed and processor seconds."""
-    make = Tenant._plan
+    make = LoadedModel._plan
 
-    def timed(tenant: Tenant, limit: int | None, *, keep: bool) -> Any:
+    def timed(loaded: LoadedModel, limit: int | None, *, keep: bool) -> Any:
         begun, spent = time.perf_counter(), time.thread_time()
         try:
-            return make(tenant, limit, keep=keep)
+            return make(loaded, limit, keep=keep)
         finally:
             seconds.append((time.perf_counter() - begun, time.thread_time() - spent))
 
-    Tenant._plan = timed  # type: ignore[method-assign]
+    LoadedModel._plan = timed  # type: ignore[method-assign]
 
 
 def over(over_time: list[tuple[float, int]], settled: list[tuple[float, int]]) -> int:

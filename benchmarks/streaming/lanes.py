@@ -38,7 +38,7 @@ from flashmem.runtime.engine.executor import Resources, Step, make_steps
 from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.opencl.context import Launch
 from flashmem.runtime.options import device_here, find_descriptor
-from flashmem.runtime.streaming.interleaved import LayerMoves, Move, Ride
+from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 
 Row = dict[str, Any]
 SHARES = (0.2, 1.0, 3.0)
@@ -144,29 +144,29 @@ class Bench:
             return [[self.queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
 
         alone = launches([None])
-        empty = launches([LayerMoves(self._ride(kind, 0, 0))])
+        empty = launches([LayerMoves(self._stream(kind, 0, 0))])
         seconds = self._settled(alone)
-        large = launches([LayerMoves(None, (self._ride(kind, 3 * _PLACE_BYTES // 4, 0),))])
+        large = launches([LayerMoves(None, (self._stream(kind, 3 * _PLACE_BYTES // 4, 0),))])
         both = self._settled(large)
         rate = 3 * _PLACE_BYTES / 4 / max(both - seconds, 1e-9)
         found = []
         for share in SHARES:
             nbytes = int(min(max(share * seconds * rate, 1 << 14), 2 * _PLACE_BYTES))
             turns = max(1, min(_TURNS, 2 * _PLACE_BYTES // nbytes))
-            rides = [self._ride(kind, nbytes, turn) for turn in range(turns)]
-            moved = sum(move.nbytes for move in rides[0].moves)
+            streams = [self._stream(kind, nbytes, turn) for turn in range(turns)]
+            moved = sum(move.nbytes for move in streams[0].moves)
             variants = {
                 "alone": alone,
                 "empty": empty,
-                "riding": launches([LayerMoves(ride) for ride in rides]),
-                "separate": launches([LayerMoves(None, (ride,)) for ride in rides]),
+                "interleaved": launches([LayerMoves(stream) for stream in streams]),
+                "separate": launches([LayerMoves(None, (stream,)) for stream in streams]),
             }
             times = self._compare(variants)
-            riding, separate = ((times[each] - times["alone"]) / moved for each in ("riding", "separate"))
+            interleaved, separate = ((times[each] - times["alone"]) / moved for each in ("interleaved", "separate"))
             found.append({
                 "name": case.name, "path": path, "class": case.group, "family": case.family, "share": share,
-                "kernel": launch.kernel, "bytes": moved, "seconds": times, "riding_ns_per_kib": 1024e9 * riding,
-                "separate_ns_per_kib": 1024e9 * separate, "ratio": riding / separate if separate > 0 else None,
+                "kernel": launch.kernel, "bytes": moved, "seconds": times, "interleaved_ns_per_kib": 1024e9 * interleaved,
+                "separate_ns_per_kib": 1024e9 * separate, "ratio": interleaved / separate if separate > 0 else None,
             })  # fmt: skip
         return found
 
@@ -190,7 +190,7 @@ class Bench:
         _, staged, homes = self._memory[kind]
         return replace(resources, weights={**resources.weights, **homes}, staged=staged)
 
-    def _ride(self, kind: LaneKind, nbytes: int, turn: int) -> Ride:
+    def _stream(self, kind: LaneKind, nbytes: int, turn: int) -> CopyStream:
         """About `nbytes`, shared by all places but a buffer beside textures; other launches' are elsewhere."""
         parts = [part for part in self._memory[kind][0] if kind == "buffer" or part.is_image]
         moves = []
@@ -199,7 +199,7 @@ class Bench:
             count = nbytes // len(parts) // unit
             first = turn * count % max(1, _PLACE_BYTES // unit - count)
             moves.append(Move(part, first, count, part.width, part.row_pitch // unit if part.is_image else 0))
-        return Ride(kind, tuple(moves))
+        return CopyStream(kind, tuple(moves))
 
     def _play(self, launches: Sequence[Sequence[Launch]], count: int) -> float:
         """Seconds of one of `count` steps in a burst."""
@@ -232,7 +232,7 @@ def markdown(data: Row) -> str:
     """The page: by class and path, then every row."""
     about, rows = data["about"], [row for row in data["rows"] if row.get("ratio")]
     lines = [
-        f"{about['device']} ({about['driver']}), {data['date']}. Nanoseconds a KiB: riding, by a launch of its own; ratio.",
+        f"{about['device']} ({about['driver']}), {data['date']}. ns a KiB: interleaved, in a launch of its own; ratio.",
         "",
     ]
     lines += ["| class | path | copy / kernel | ratio, median | least | most |", "|---|---|---|---|---|---|"]
@@ -240,12 +240,16 @@ def markdown(data: Row) -> str:
         ratios = [row["ratio"] for row in rows if (row["class"], row["path"], row["share"]) == key]
         numbers = f"{statistics.median(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f}"
         lines.append(f"| {key[0]} | {key[1]} | {key[2]:g} | {numbers} |")
-    lines += ["", "| kernel | path | µs alone, empty lane | KiB | riding | separate | ratio |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| kernel | path | µs alone, empty lane | KiB | interleaved | separate | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         alone, empty = (1e6 * row["seconds"][each] for each in ("alone", "empty"))
         lines.append(
             f"| {row['name']} | {row['path']} | {alone:.1f}, {empty:.1f} | {row['bytes'] / 1024:.0f} | "
-            f"{row['riding_ns_per_kib']:.1f} | {row['separate_ns_per_kib']:.1f} | {row['ratio']:.2f} |"
+            f"{row['interleaved_ns_per_kib']:.1f} | {row['separate_ns_per_kib']:.1f} | {row['ratio']:.2f} |"
         )
     failed = [f"- {row['name']}, {row['path']}: {row['failed']}" for row in data["rows"] if "failed" in row]
     return "\n".join([*lines, *(["", "Failed:", "", *failed] if failed else [])]) + "\n"

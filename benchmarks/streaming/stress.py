@@ -42,8 +42,8 @@ from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
-from flashmem.runtime.engine.compatibility import playable
-from flashmem.runtime.engine.fitted import fit
+from flashmem.runtime.engine.compatibility import usable_modes
+from flashmem.runtime.engine.opened import planned_variant
 from flashmem.runtime.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader
 from flashmem.schedule.loads import Step
@@ -172,9 +172,9 @@ def compile_all(source: Path, path: MemoryPath, device: str, folder: Path) -> di
 
     if not all(bundle.exists() for bundle in made.values()):
         bundle, here = compiled("none", None), device_here(device)
-        mode = playable(bundle, here, "auto").modes[path][0]
+        mode = usable_modes(bundle, here, "auto").modes[path][0]
         try:
-            compiled("half", fit(bundle, here, mode, "preload").needed // 2)
+            compiled("half", planned_variant(bundle, here, mode, "preload").needed // 2)
         except BudgetError as error:
             compiled("half", error.smallest_bytes)
         try:
@@ -199,7 +199,7 @@ def cases(args: argparse.Namespace, folder: Path) -> list[Case]:
         for budget in args.budgets:
             bundle = bundles[budget]
             opened = Bundle.open(bundle)
-            modes = [mode for mode in playable(opened, device, "auto").modes[path] if mode in opened.plan.layouts]
+            modes = [mode for mode in usable_modes(opened, device, "auto").modes[path] if mode in opened.plan.layouts]
             modes = [mode for mode in modes if mode in (args.modes or [mode])]
             found += [Case(source.stem, path, budget, mode, bundle) for mode in modes]
     return found

@@ -205,11 +205,11 @@ def test_a_runtime_takes_the_variant_that_fits(model: Path, bundles: dict[str, B
         answers = [opened.submit(inputs) for inputs in asked]
         for inputs, answer in zip(asked, answers, strict=True):
             assert holds(answer.result(), expected(model, inputs))
-        held = [tenant.placement.ledger.by_category.get("weights", 0) for tenant in opened.tenants]  # type: ignore[union-attr]
-        assert opened.tenant.opened.mode != "map" or (max(held) > 0 == min(held)), "both variants have them in common"
+        held = [loaded.bound.ledger.by_category.get("weights", 0) for loaded in opened.variants]  # type: ignore[union-attr]
+        assert opened.loaded.opened.mode != "map" or (max(held) > 0 == min(held)), "both variants have them in common"
         with pytest.raises(ValueError, match="the bundle was compiled for: x=4x64"):
             opened.submit(drawn(ODD, 0))
-        runtime.set_budget(max(tenant.smallest for tenant in opened.tenants)).result()
+        runtime.set_budget(max(loaded.smallest for loaded in opened.variants)).result()
         for inputs in asked[:2]:
             assert holds(opened.run(None, inputs), expected(model, inputs))
         assert runtime.budget is not None and runtime.held <= runtime.budget

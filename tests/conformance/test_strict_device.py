@@ -24,7 +24,7 @@ from flashmem.program.tensors import Tensor
 from flashmem.runtime.engine.executor import Resources, _Binder
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
-from flashmem.runtime.serving.loaded_model import Tenant
+from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.schedule import loads as schedule
 from flashmem.schedule.plan import passing_bytes
 from flashmem.tools.doctor import selftest
@@ -166,8 +166,8 @@ def test_constants_of_a_model_that_is_opened_beside_another_are_waited_for(
     path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are written on another queue than kernels read them on."""
-    place = Tenant.place
-    monkeypatch.setattr(Tenant, "place", lambda tenant, plan, queue: place(tenant, plan, tenant.device.beside))
+    bind = LoadedModel.try_bind
+    monkeypatch.setattr(LoadedModel, "try_bind", lambda loaded, plan, queue: bind(loaded, plan, loaded.device.beside))
     model = write_mini_bundle(tmp_path / "m.flashmem", path)
     with strict(PROFILES[1]) as device:
         with flashmem.Runtime("64MiB") as many:

@@ -63,7 +63,7 @@ with flashmem.Runtime() as runtime:
     model = runtime.open(sys.argv[1])
     inputs = complete_inputs(model.bundle.program, {}, 0)
     (before,) = model.run(None, inputs)
-    runtime.set_budget(model.tenant.smallest).result()
+    runtime.set_budget(model.loaded.smallest).result()
     (after,) = model.run(None, inputs)
     assert (before == after).all() and runtime.held <= runtime.budget
 """

@@ -22,7 +22,7 @@ from flashmem import Session
 from flashmem.base import paths
 from flashmem.base.errors import RunError, UserError
 from flashmem.compiler.frontend.mapped_file import load_mapped
-from flashmem.runtime.engine.run import Run
+from flashmem.runtime.engine.engine import Run
 from flashmem.runtime.opencl import icd, pocl
 from flashmem.runtime.opencl.context import list_devices
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
@@ -195,7 +195,7 @@ def test_a_signal_handler_that_runs_the_session_is_told_and_the_run_goes_on(
     session: Session, model: MiniModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    play = Run.play
+    play = Run.execute
 
     def handler(*_: object) -> None:
         with pytest.raises(RunError) as caught:
@@ -208,7 +208,7 @@ def test_a_signal_handler_that_runs_the_session_is_told_and_the_run_goes_on(
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
-        monkeypatch.setattr(Run, "play", interrupted)
+        monkeypatch.setattr(Run, "execute", interrupted)
         assert len(session.run(None, model.inputs())) == 3
     finally:
         signal.signal(signal.SIGUSR1, before)

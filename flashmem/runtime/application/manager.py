@@ -45,7 +45,7 @@ class Switch(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """A session that was opened: when, by the clock; of which task and bundle; seconds that it took. Weights come after it."""
+    """A session that was opened: when, by the clock; of which task and bundle; seconds that it took, without its weights."""
 
     at: float
     task: str
@@ -74,7 +74,7 @@ class _Running:
 class Manager:
     """Sessions of the design in force. Methods may be called from any thread; each task has one run at a time.
 
-    `switches` and `openings` list what was done so far, the first placement among it; `current` is the place of the design.
+    `switches` and `openings` list what was done so far, the first design among it; `current` is the index of the design.
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
@@ -129,7 +129,7 @@ class Manager:
             task: its name.
             inputs: an array for every input; or, where the models of a task do not take the same, a function that is called
                 with the bundle that answers and gives them. It may call methods of the manager. It is called again where a
-                switch comes before the run begins, and another bundle answers.
+                switch happens before the run begins, and another bundle answers.
 
         Raises:
             UserError: no such task.

@@ -1,7 +1,7 @@
-"""A bundle on a device: whether it fits, which transfer modes it can be played in, and what is said where it is another one.
+"""Compatibility of a bundle and a device: whether the bundle fits, and which transfer modes can run it.
 
-A bundle is compiled for one device and may be copied to any. What a driver would refuse with a code while a session is opened
-is refused here with a sentence.
+A bundle is compiled for one device and may be copied to any. A driver would refuse it with an error code while a session is
+opened; here it is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from flashmem.base.types import TEXEL_BYTES, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.options import choose_mode
+from flashmem.schedule.residency import Strategy
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 
 
-def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
-    """The descriptor of `device` with the transfer modes in which it can play `bundle`; `mode` is the one asked for, or "auto".
+def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
+    """The descriptor of `device`, with the transfer modes that can run `bundle`; `mode` is the one asked for, or "auto".
 
     Warns where the bundle was compiled for another device.
 
@@ -38,7 +40,7 @@ def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     if target != device.descriptor_name and target in descriptor_names():
         here = f"{device.name} ({device.descriptor_name})"
         text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
-        warnings.warn(FlashmemWarning(text), stacklevel=3)
+        warnings.warn(FlashmemWarning(text), stacklevel=4)
     descriptor = descriptor_for(device)
     path = bundle.program.memory_path
     if not reasons or path not in descriptor.modes:
@@ -47,14 +49,21 @@ def playable(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     return replace(descriptor, modes={**descriptor.modes, path: left})
 
 
-def laid_out(bundle: Bundle) -> list[str]:
-    """The transfer modes that all plans of `bundle` have layouts for."""
+def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "stream") -> TransferMode:
+    """The transfer mode of a session or a model: `mode`, or for "auto" the one that the bundle was planned for, if possible.
+
+    Raises:
+        UserError: the bundle does not fit the device, or not in that mode.
+    """
     first, *others = (variant.plan.layouts for variant in bundle.variants)
-    return [mode for mode in first if all(mode in layouts for layouts in others)]
+    laid_out = [known for known in first if all(known in layouts for layouts in others)]
+    path, planned = bundle.program.memory_path, bundle.meta.get("mode")
+    descriptor = usable_modes(bundle, device, mode)
+    return choose_mode(descriptor, mode, path=path, planned=planned, strategy=strategy, layouts=laid_out)
 
 
 def _misfit(program: Program, device: Device) -> str:
-    """What of the program is larger than the device allows; "" if nothing is."""
+    """The memory object of the program that the device cannot allocate, for a message; "" if there is none."""
     most = device.max_alloc_bytes
     for what, nbytes in (("activations", program.arena_bytes), ("constants", program.constants_bytes)):
         if 0 < most < nbytes:
@@ -69,7 +78,7 @@ def _misfit(program: Program, device: Device) -> str:
 
 
 def _reasons(program: Program, device: Device) -> dict[TransferMode, str]:
-    """Modes in which the device cannot play the program though it has them, each with the reason."""
+    """Transfer modes of the device that cannot run the program, each with the reason."""
     reasons: dict[TransferMode, str] = {}
     if program.page_bytes % page_size():
         reasons["map"] = f"its weights lie in pages of {program.page_bytes} bytes, and this system has pages of {page_size()}"

@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
+from flashmem.bundle.shape_variants import which_fits
 from flashmem.program.tensors import Port, RowGather, Tensor, panel_bytes
 from flashmem.runtime.streaming.weight_file import Reader
 
@@ -94,6 +95,13 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
             raise ValueError(f"input {port.name!r} is {array.dtype}; the model takes {port.dtype}: convert it with astype")
         if array.shape != port.shape:
             raise ValueError(f"input {port.name!r} has shape {array.shape}; the model was compiled for {port.shape}")
+
+
+def fitting_variant(variants: Sequence[Sequence[Port]], inputs: Mapping[str, Array]) -> int:
+    """The index of the shape variant, given the ports of each, that takes exactly `inputs`. Raises ValueError without one."""
+    index = which_fits(variants, inputs) if len(variants) > 1 else 0
+    check_inputs(variants[index], inputs)
+    return index
 
 
 def to_device(tensor: Tensor, array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What a run reports: latency, memory, and what happened when."""
+"""Report of a run: latency, memory, and when loads and layers ran."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MemoryUse:
 class RunReport:
     """One run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
 
-    `loads` may have begun before the run did. `steady`: it was played by the kernels of later runs.
+    `loads` may have begun before the run did. `steady`: it had the kernels of later runs.
     """
 
     latency: Latency

@@ -251,8 +251,8 @@ def _arguments(use: Use, program: Program) -> list[list[Any]]:
             found.append(["buffer", tensors[str(arg.value)] if arg.kind == "tensor" else arg.nbytes])
         else:
             found.append([arg.kind, arg.value])
-    if use.ride is not None:
-        found += use.ride.arguments(lambda part: ["buffer", part.file_bytes], _memory, lambda number: ["int", number])
+    if use.stream is not None:
+        found += use.stream.arguments(lambda part: ["buffer", part.file_bytes], _memory, lambda number: ["int", number])
     return found
 
 

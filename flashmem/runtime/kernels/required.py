@@ -9,7 +9,7 @@ from flashmem.base.errors import RunError
 from flashmem.program.kernel_text import Source, kernel_texts
 from flashmem.program.launches import Arg
 from flashmem.program.program import Program
-from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Ride
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 
 SMALL_GRID = 65535
 """PoCL compiles a kernel anew for launches of that many work-items or more in a direction."""
@@ -20,11 +20,11 @@ Size = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class Use:
-    """One launch of a kernel: its sizes, and its arguments; `ride` is what its stream lane moves, if it has one."""
+    """One launch of a kernel: its sizes, its arguments, and the copies that it makes in its `stream`, if any."""
 
     size: Size
     args: tuple[Arg, ...]
-    ride: Ride | None = None
+    stream: CopyStream | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ def wanted_kernels(
     for moves in (runs[0], *(other for other in runs[1:] if other is not runs[0])):
         for layer, launch in enumerate(program.launches, start=1):
             moving = moves.get(layer)
-            riding = moving.riding if moving else None
-            uses = plain if riding is None else laned
-            uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
-            for ride in (*moving.leading, *moving.separate) if moving else ():
-                laned.setdefault(ride.copier, []).append(Use(((ride.copy_items,), (COPY_GROUP,)), (), ride))
+            interleaved = moving.interleaved if moving else None
+            uses = plain if interleaved is None else laned
+            uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, interleaved))
+            for stream in (*moving.leading, *moving.separate) if moving else ():
+                laned.setdefault(stream.copier, []).append(Use(((stream.copy_items,), (COPY_GROUP,)), (), stream))
     return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
 
 

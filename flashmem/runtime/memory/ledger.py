@@ -16,7 +16,7 @@ from flashmem.runtime.opencl.context import Bytes, Context, Memory, release
 
 
 class Ledger(Account):
-    """The account of one placement, and the memory objects in it. Safe to use from several threads."""
+    """The account of one bound program, and the memory objects in it. Safe to use from several threads."""
 
     def __init__(self, context: Context, budget: int | Budget | None) -> None:
         """`budget`: one that several share, or the bytes of this one alone; None for no limit."""

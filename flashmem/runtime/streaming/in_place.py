@@ -1,4 +1,4 @@
-"""Transfers that read slices to where kernels use them: `map`, the file as it is mapped, and `alias`, a pool."""
+"""Transfers that read slices to where kernels use them: `map`, the mapped file, and `alias`, a pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Queue
-from flashmem.runtime.streaming.shared_pages import Place, Places
+from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool, view
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Band, whole_words
@@ -18,7 +18,7 @@ from flashmem.schedule.plan import PoolLayout
 class MapTransfer(Transfer):
     """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
 
-    With `places`, a slice that another placement on the device has too is used where that one has it. A placement is known by
+    A slice that another model on the device has too is used where that one has it mapped (`places`). A model is identified by
     its ledger.
     """
 
@@ -30,7 +30,7 @@ class MapTransfer(Transfer):
         ledger: Ledger,
         file: WeightFile,
         slices: Sequence[Slice],
-        places: Places,
+        places: SharedSlices,
         identities: Mapping[str, bytes],
         together: Mapping[str, Slice],
         after: MapTransfer | None = None,
@@ -39,7 +39,7 @@ class MapTransfer(Transfer):
         file.missed = True  # populating does not tell
         self._ledger = ledger
         self._all, self._identities = places, identities
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, SharedSlice] = {}
         self._together: dict[str, Memory] = {}  # by the slices that they join
         try:
             for part in slices:
@@ -91,7 +91,7 @@ class MapTransfer(Transfer):
         self._together.clear()
 
     def close(self) -> None:
-        """Let all pages go, and their places."""
+        """Free all pages."""
         super().close()
         self._give_places_up()
 

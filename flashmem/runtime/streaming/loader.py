@@ -1,8 +1,8 @@
 """Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
 
 A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of what waits for them, the first one
-whose gate is open: w may come in once the layer is done that was the last to need its place (mode `map`: layer g_w - 1) and
-everything freed by then has been let go, so that no two slices are ever resident that the plan kept apart. Loads that pass
+whose gate is open: w may be loaded once the layer is done that was the last to need its place (mode `map`: layer g_w - 1) and
+all slices freed by then are gone, so that no two slices are ever resident that the plan kept apart. Loads that pass
 through staging of a thread's own are read there before that, and copied on when the gate opens.
 """
 
@@ -79,7 +79,7 @@ class LoaderRun:
         self._admit = admit
         self._loading = 0  # threads that have a load
         self._at_gates = 0  # of those, the ones that wait for its gate
-        self.when_freed: Callable[[int], None] | None = None  # told of layers that are done and have no slice left to free
+        self.when_freed: Callable[[int], None] | None = None  # called with a layer that is done, once its slices are freed
         self._to_free: list[Slice] = []
         self._freeing = 0
         self._failure: str | None = None  # no exception: its traceback would hold on to what is loaded, and to this
@@ -153,7 +153,7 @@ class LoaderRun:
             self._wanted = None
 
     def stop(self) -> None:
-        """End the threads, and let go what is still to be freed. Raises RunError if a load failed."""
+        """End the threads, and free the slices that are due. Raises RunError if a load failed."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -259,7 +259,7 @@ class LoaderRun:
         return islice((number for number in range(self._first, last) if not taken[number]), most)
 
     def _announce(self, taken: int) -> Sequence[Load]:
-        """The load just taken and a few that come next behind open gates, so that the disk reads on."""
+        """Announce the load just taken and a few next ones behind open gates, so that the disk reads on."""
         ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_open(self._loads[number].gate))]
         ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:

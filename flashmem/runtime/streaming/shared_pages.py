@@ -1,9 +1,9 @@
-"""Pages of weights that several placements on a device use, where weights are used in place (mode `map`).
+"""Pages of weights that several models on a device share, where weights are used in place (mode `map`).
 
 Slices of one identity (`flashmem.bundle.checksums`) should be the same bytes. What a bundle says of itself is not believed:
 slices of two bundles are compared byte by byte before they are shared. Whoever is there first gives the place, in its own
 file; others use it. A band is brought in by the first who loads it and counted there; others borrow it, and the last one to
-let go drops its pages. When its holder lets go before, a borrower holds it: it has counted on that all the time.
+free it drops its pages. When its holder frees it before, a borrower holds it, which has counted on those bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _Pages:
         self.there = False
 
 
-class Place:
-    """Where a slice is mapped, for all who use it. They are told apart by what they give as `user`."""
+class SharedSlice:
+    """A mapped slice, and who uses it. Users are distinguished by what they pass as `user`."""
 
     def __init__(self, file: WeightFile, part: Slice) -> None:
         self.file, self.offset, self.nbytes = file, part.offset, part.file_bytes
-        self.uses = 0  # of those that may load it; see `Places`
+        self.uses = 0  # of those that may load it; see `SharedSlices`
         self._bands: dict[Band, _Pages] = {}
         self._changed = threading.Condition()
 
@@ -102,14 +102,14 @@ class Place:
                     ledger.release("weights", nbytes)
 
 
-class Places:
-    """The places on a device, by the identity of what is there, while somebody uses them."""
+class SharedSlices:
+    """The mapped slices on a device, by their content hash, while somebody uses them."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[bytes, int], list[Place]] = {}  # more than one where bundles lie
+        self._places: dict[tuple[bytes, int], list[SharedSlice]] = {}  # more than one where a bundle's hashes are wrong
         self._lock = threading.Lock()
 
-    def take(self, file: WeightFile, part: Slice, identity: bytes) -> Place:
+    def take(self, file: WeightFile, part: Slice, identity: bytes) -> SharedSlice:
         """The place of a slice: that of another one of the same bytes, or in `file`, which stays open until it is given up.
 
         Raises:
@@ -131,13 +131,13 @@ class Places:
         if found is not None:
             return found
         with self._lock:
-            made = Place(file, part)
+            made = SharedSlice(file, part)
             made.uses = 1
             file.keep()
             self._places.setdefault((identity, part.file_bytes), []).append(made)
             return made
 
-    def give_up(self, place: Place, identity: bytes) -> None:
+    def give_up(self, place: SharedSlice, identity: bytes) -> None:
         """Whoever took it uses it no longer, and holds nothing there."""
         with self._lock:
             place.uses -= 1

@@ -13,7 +13,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.copied import DmaTransfer, InterleaveTransfer
 from flashmem.runtime.streaming.in_place import AliasTransfer, MapTransfer
-from flashmem.runtime.streaming.shared_pages import Places
+from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.plan import PoolLayout
@@ -26,7 +26,7 @@ def make_transfer(
     file: WeightFile,
     slices: Sequence[Slice],
     layout: PoolLayout,
-    places: Places,
+    places: SharedSlices,
     identities: Mapping[str, bytes],
     digests: Mapping[str, Digest] | None = None,
     together: Mapping[str, Slice] = MappingProxyType({}),

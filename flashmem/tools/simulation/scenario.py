@@ -19,7 +19,7 @@ from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.memory.accounts import Category
-from flashmem.runtime.streaming.interleaved import LayerMoves, Ride, layer_moves, needed_slices
+from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
 from flashmem.schedule.instance import build_problem
 from flashmem.schedule.loads import Band, Load, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
@@ -280,17 +280,17 @@ def _moved_beside(plan: OverlapPlan) -> Counter[int]:
 
 def _riding_bytes(moves: Mapping[int, LayerMoves]) -> dict[int, int]:
     """Bytes that the lanes of each layer's own kernel move."""
-    return {layer: _moved_bytes(moving.riding) for layer, moving in moves.items() if moving.riding is not None}
+    return {layer: _moved_bytes(moving.interleaved) for layer, moving in moves.items() if moving.interleaved is not None}
 
 
 def _own_launches(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
     """Seconds of the moves before a layer that are launches of their own."""
     rates, own = descriptor.rates, (*moving.leading, *moving.separate)
-    return sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in own)
+    return sum(rates.launch_seconds + _moved_bytes(stream) / rates.copy_bandwidth for stream in own)
 
 
-def _moved_bytes(ride: Ride) -> int:
-    return sum(move.nbytes for move in ride.moves)
+def _moved_bytes(stream: CopyStream) -> int:
+    return sum(move.nbytes for move in stream.moves)
 
 
 def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
@@ -299,8 +299,8 @@ def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
     lane: set[str] = set()
     for layer, launch in enumerate(program.launches, start=1):
         moving = moves.get(layer)
-        (lane if moving is not None and moving.riding is not None else plain).add(launch.kernel)
-        lane.update(ride.copier for ride in ((*moving.leading, *moving.separate) if moving else ()))
+        (lane if moving is not None and moving.interleaved is not None else plain).add(launch.kernel)
+        lane.update(stream.copier for stream in ((*moving.leading, *moving.separate) if moving else ()))
     return len(plain) + len(lane)
 
 

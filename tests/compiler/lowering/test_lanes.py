@@ -32,7 +32,7 @@ from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming import interleaved as lanes
-from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Move, Ride
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves, Move
 from flashmem.target.descriptor import Variant, load_descriptor
 
 DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_devices()]
@@ -145,13 +145,13 @@ def test_any_number_of_moves_by_launches_of_their_own(kind: LaneKind, device: De
     @given(moves(kind, most=9))
     def check(drawn: list[Move]) -> None:
         here.clear()
-        rides = lanes._launches(drawn)
-        assert Counter(move for ride in rides for move in ride.moves) == Counter(drawn)
-        assert len(rides) <= -(-sum(move.kind != "buffer" for move in drawn) // 3) + -(-len(drawn) // 4)
-        for ride in rides:
-            arguments = ride.arguments(lambda part: here.staged[part.name], lambda part: here.homes[part.name], np.int32)
-            kernel = kernels.kernel(ride.copier, arguments)
-            here.queue.launch_all([here.queue.prepare(kernel, (max(ride.copy_items, COPY_GROUP),), (COPY_GROUP,))])
+        streams = lanes._launches(drawn)
+        assert Counter(move for stream in streams for move in stream.moves) == Counter(drawn)
+        assert len(streams) <= -(-sum(move.kind != "buffer" for move in drawn) // 3) + -(-len(drawn) // 4)
+        for stream in streams:
+            arguments = stream.arguments(lambda part: here.staged[part.name], lambda part: here.homes[part.name], np.int32)
+            kernel = kernels.kernel(stream.copier, arguments)
+            here.queue.launch_all([here.queue.prepare(kernel, (max(stream.copy_items, COPY_GROUP),), (COPY_GROUP,))])
         here.queue.finish()
         here.check(drawn)
 
@@ -162,26 +162,26 @@ def test_any_number_of_moves_by_launches_of_their_own(kind: LaneKind, device: De
 @given(st.data(), st.sampled_from(KINDS))
 def test_the_largest_moves_ride_and_each_has_its_place(data: st.DataObject, kind: LaneKind) -> None:
     drawn = data.draw(moves(kind, most=10))
-    ride = lanes._taken(drawn, kind)
-    if ride is None:  # buffers alone, where a lane has textures to write
+    stream = lanes._taken(drawn, kind)
+    if stream is None:  # buffers alone, where a lane has textures to write
         assert kind != "buffer" and all(move.kind == "buffer" for move in drawn)
         return
-    left = [move for move in drawn if move not in ride.moves]
+    left = [move for move in drawn if move not in stream.moves]
     for place in {"buffer", kind}:
-        riding = [move for move in ride.moves if move.kind == place]
-        assert len(riding) == min(lane_places(kind).count(place), sum(move.kind == place for move in drawn))
+        interleaved = [move for move in stream.moves if move.kind == place]
+        assert len(interleaved) == min(lane_places(kind).count(place), sum(move.kind == place for move in drawn))
         others = [move.nbytes for move in left if move.kind == place]
-        assert not riding or min(move.nbytes for move in riding) >= max(others, default=0)
-    arguments = ride.arguments(lambda part: f"from {part.name}", lambda part: f"to {part.name}", str)
+        assert not interleaved or min(move.nbytes for move in interleaved) >= max(others, default=0)
+    arguments = stream.arguments(lambda part: f"from {part.name}", lambda part: f"to {part.name}", str)
     assert len(arguments) == 6 * len(lane_places(kind))
     for place, at in zip(lane_places(kind), range(0, len(arguments), 6), strict=True):
         source, target, _, count, width, pitch = arguments[at : at + 6]
         if place != "buffer":  # a place of a texture has one that this launch writes, also where it moves nothing there
-            assert target.removeprefix("to ") in {move.part.name for move in ride.moves if move.kind == kind}
+            assert target.removeprefix("to ") in {move.part.name for move in stream.moves if move.kind == kind}
         assert count == "0" or source.removeprefix("from ") == target.removeprefix("to ")
         assert int(width) >= 1 and int(pitch) >= 1
     units = [int(count) for count in arguments[3::6]]
-    assert sum(units) * LANE_UNIT[kind] == sum(move.nbytes for move in ride.moves)
+    assert sum(units) * LANE_UNIT[kind] == sum(move.nbytes for move in stream.moves)
 
 
 def network(path: Path) -> Path:
@@ -248,16 +248,16 @@ class Runner:
                 here.queue.write(homes[part.name], content)
         self.resources = Resources(here.context, self.arena, constants, homes | here.homes, here.staged)
 
-    def run(self, ride: Ride) -> list[NDArray[np.uint8]]:
-        """What the arena holds after each layer, each with `ride`; what it moved has arrived."""
-        layers = {layer: LayerMoves(ride) for layer in range(1, len(self.program.launches) + 1)}
+    def run(self, stream: CopyStream) -> list[NDArray[np.uint8]]:
+        """What the arena holds after each layer, each with `stream`; what it moved has arrived."""
+        layers = {layer: LayerMoves(stream) for layer in range(1, len(self.program.launches) + 1)}
         steps = make_steps(self.program, {}, layers, self.resources, self.kernels, self.kernels)
         self.bench.queue.write(self.arena, self.first)
         after = []
         for step in steps:
             self.bench.clear()
             Executor(self.bench.queue, [step]).run(None)
-            self.bench.check(ride.moves)
+            self.bench.check(stream.moves)
             after.append(np.empty(self.first.nbytes, np.uint8))
             self.bench.queue.read(after[-1], self.arena)
         return after
@@ -279,14 +279,14 @@ def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, varian
         assert any(launch.shape.stage for launch in generated.program.launches)
     kind = lane_kind(generated.program)
     runner = Runner(device, generated)
-    nothing = Ride(kind, (move_of(parts_of(kind)[0], 0, 0),))
+    nothing = CopyStream(kind, (move_of(parts_of(kind)[0], 0, 0),))
     alone = runner.run(nothing)
 
     @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(moves(kind, most=9))
     def check(drawn: list[Move]) -> None:
-        ride = lanes._taken(drawn, kind) or nothing
-        for layer, (got, expected) in enumerate(zip(runner.run(ride), alone, strict=True)):
+        stream = lanes._taken(drawn, kind) or nothing
+        for layer, (got, expected) in enumerate(zip(runner.run(stream), alone, strict=True)):
             np.testing.assert_array_equal(got, expected, err_msg=generated.program.launches[layer].kernel)
 
     check()

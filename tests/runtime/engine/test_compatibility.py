@@ -15,7 +15,7 @@ from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.planning.capacity.model import Roofline, default_model
-from flashmem.runtime.engine.compatibility import playable
+from flashmem.runtime.engine.compatibility import usable_modes
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.serving.runtime import Runtime
@@ -42,14 +42,16 @@ def mini(tmp_path_factory: pytest.TempPathFactory) -> MiniModel:
 def test_nothing_is_said_on_the_device_that_it_was_compiled_for(travelled: Bundle) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        descriptor = playable(travelled, phone(image_max_width=16384, image_max_height=16384, image_pitch_alignment=64), "auto")
+        descriptor = usable_modes(
+            travelled, phone(image_max_width=16384, image_max_height=16384, image_pitch_alignment=64), "auto"
+        )
     assert descriptor.modes["texture"][0] == "alias"
 
 
 def test_another_device_is_one_sentence(travelled: Bundle) -> None:
     other = phone(version="OpenCL 3.0 Adreno(TM) 750", image_max_width=16384, image_max_height=16384, image_pitch_alignment=64)
     with pytest.warns(FlashmemWarning, match=r"was compiled for adreno740 and runs on QUALCOMM Adreno\(TM\) \(adreno750\)"):
-        playable(travelled, other, "auto")
+        usable_modes(travelled, other, "auto")
 
 
 @pytest.mark.parametrize(
@@ -61,14 +63,14 @@ def test_another_device_is_one_sentence(travelled: Bundle) -> None:
 )
 def test_what_does_not_fit_is_refused_with_a_sentence(travelled: Bundle, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"compiled for adreno740, {message}; compile the model for this device"):
-        playable(travelled, phone(**changes), "auto")
+        usable_modes(travelled, phone(**changes), "auto")
 
 
 def test_rows_that_cannot_lie_over_a_buffer_leave_the_other_modes(travelled: Bundle) -> None:
     strict = phone(image_max_width=16384, image_max_height=16384, image_pitch_alignment=4096)
-    assert playable(travelled, strict, "auto").modes["texture"] == ("interleave", "dma")
+    assert usable_modes(travelled, strict, "auto").modes["texture"] == ("interleave", "dma")
     with pytest.raises(UserError, match="mode alias here: its textures have rows that are not multiples of 4096 texels"):
-        playable(travelled, strict, "alias")
+        usable_modes(travelled, strict, "alias")
 
 
 def test_pools_and_arenas_are_held_against_one_allocation(mini: MiniModel, tmp_path: Path) -> None:

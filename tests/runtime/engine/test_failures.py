@@ -13,9 +13,10 @@ import pytest
 from flashmem import Runtime, Session
 from flashmem.base.errors import BudgetError, BundleError, FlashmemWarning, NoDeviceError, RunError, UserError
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.engine import prefetch as preparation
+from flashmem.runtime.engine import engine
+from flashmem.runtime.engine.bound_program import WeightStore
+from flashmem.runtime.engine.engine import Run
 from flashmem.runtime.engine.executor import Executor
-from flashmem.runtime.engine.run import Run
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import choose, descriptor_for
@@ -51,15 +52,13 @@ def test_a_file_truncated_while_open_is_one_clear_error(mode: str, device: int, 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_truncated_while_open_fails_preloading_too(mode: str, model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmem.runtime.engine.bound_program import Placement
+    preload = WeightStore.preload
 
-    preload = Placement.preload
-
-    def truncate_first(placement: Placement) -> None:
+    def truncate_first(weights: WeightStore) -> None:
         os.truncate(model.open().weights_path, model.open().program.slices[5].offset + 8)
-        preload(placement)
+        preload(weights)
 
-    monkeypatch.setattr(Placement, "preload", truncate_first)
+    monkeypatch.setattr(WeightStore, "preload", truncate_first)
     with pytest.raises(RunError, match="short read"):
         Session(model.path, mode=mode, strategy="preload")
     assert loader_threads() == []
@@ -178,7 +177,7 @@ def test_an_answer_is_given_where_the_next_run_cannot_be_prepared(
 ) -> None:
     """It was computed; the next run does all of it, and says what it cannot do."""
     inputs, expected = model.inputs(), model.reference(model.inputs())[0]
-    make, made = preparation.Run, list[str]()
+    make, made = engine.Run, list[str]()
 
     def run(*arguments: Any, **options: Any) -> Run:
         made.append("run")
@@ -191,9 +190,9 @@ def test_an_answer_is_given_where_the_next_run_cannot_be_prepared(
 
     with Session(model.path) as session, monkeypatch.context() as patch:
         if what == "loads":
-            patch.setattr(preparation, "Run", run)
+            patch.setattr(engine, "Run", run)
         else:
-            patch.setattr(preparation.Preparation, "begin", fail)
+            patch.setattr(engine.Engine, "prepare", fail)
         for _ in range(2):
             with pytest.warns(
                 FlashmemWarning, match="the next run could not be prepared, and begins from nothing: can't start"

@@ -119,7 +119,7 @@ def test_an_input_in_any_order_is_copied_to_its_place_and_nowhere_else(
     [name], x = [port.name for port in sums.program.inputs], ORDERS[order](rng.standard_normal((1024, 512), np.float32))
     assert not x.flags.c_contiguous
     with Session(sums, device=str(device), prepare=False) as opened:
-        assert (opened._placement._host is not None) == hands_over
+        assert (opened._engine.bound.activations._host is not None) == hands_over
         [wanted] = opened.run(None, {name: np.ascontiguousarray(x)})
         tracemalloc.start()
         try:

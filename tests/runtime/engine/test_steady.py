@@ -20,7 +20,7 @@ from flashmem.bundle.kernel_bounds import check_reach
 from flashmem.bundle.validation import check_bundle
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.engine import prefetch as preparation
+from flashmem.runtime.engine import warm_up
 from flashmem.runtime.engine.cores import little_cores
 from flashmem.target.descriptor import load_descriptor
 from tests.support.command_line import command_line
@@ -146,7 +146,7 @@ def test_what_cannot_be_prepared_is_said_once(joined: Bundle, wide: Wide, monkey
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise RunError("no more")
 
-    monkeypatch.setattr(preparation, "CachedKernels", refuse)
+    monkeypatch.setattr(warm_up, "CachedKernels", refuse)
     with Session(joined, device=DEVICE) as session:
         first = session.run(None, wide[1])
         session.prepared()

@@ -20,7 +20,7 @@ from flashmem.runtime.memory.accounts import Account
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.serving.runtime import OnPressure
 from flashmem.runtime.streaming.loader import LoaderRun
-from flashmem.runtime.streaming.shared_pages import Place
+from flashmem.runtime.streaming.shared_pages import SharedSlice
 from flashmem.runtime.streaming.weight_file import WeightFile
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MiniModel:
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are let go long after the layer that used them is done, and loads are counted long after they are taken."""
     rng = random.Random(1)
-    for kind, name in ((WeightFile, "drop"), (Place, "load")):
+    for kind, name in ((WeightFile, "drop"), (SharedSlice, "load")):
         act = getattr(kind, name)
 
         def later(*arguments: Any, act: Any = act) -> None:
@@ -89,10 +89,10 @@ def test_a_run_never_holds_or_takes_more_than_it_is_promised(
     wanted = alone(model, device)
     with Runtime(device=device, prepare=False) as runtime:
         opened, promises = runtime.open(model.path, mode="map"), Promises(monkeypatch)
-        runtime.set_budget(opened.tenant.smallest)
+        runtime.set_budget(opened.loaded.smallest)
         for _ in range(2):
             assert same(opened.run(None, model.inputs()), wanted)
-        assert runtime.peak <= opened.tenant.smallest
+        assert runtime.peak <= opened.loaded.smallest
     assert promises.seen.keys() == {"take", "lower"}
 
 
@@ -101,15 +101,15 @@ def test_what_a_run_is_promised_at_its_end_is_what_it_holds(model: MiniModel, mo
     left, stop = list[tuple[int, int]](), LoaderRun.stop
     with Runtime(prepare=False) as runtime:
         opened = runtime.open(model.path, mode="map")
-        runtime.set_budget(opened.tenant.smallest)
+        runtime.set_budget(opened.loaded.smallest)
 
         def noted(run: LoaderRun) -> None:
-            placement, deadline = opened.tenant.placement, time.monotonic() + 20
-            assert placement is not None
+            bound, deadline = opened.loaded.bound, time.monotonic() + 20
+            assert bound is not None
             while run._to_free or run._freeing:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-            left.append((placement.ledger._promised, placement.ledger.total))
+            left.append((bound.ledger._promised, bound.ledger.total))
             stop(run)
 
         monkeypatch.setattr(LoaderRun, "stop", noted)
@@ -125,7 +125,7 @@ def test_no_run_fails_for_want_of_memory_while_budgets_move(device: str, on_pres
     wanted, rng, became = alone(model, device), random.Random(3), Counter[str]()
     with Runtime(device=device, on_pressure=on_pressure, prepare=False) as runtime:
         opened, over = runtime.open(model.path, mode="map"), threading.Event()
-        smallest = opened.tenant.smallest
+        smallest = opened.loaded.smallest
         limits = [smallest // 2, smallest - 1, smallest, int(1.05 * smallest), int(1.5 * smallest)]
 
         def move() -> None:
@@ -154,11 +154,11 @@ def test_a_run_that_may_finish_does_so_in_what_it_was_granted(model: MiniModel, 
     wanted, done, relieved = alone(model, "0"), LoaderRun.layer_done, list[Future[None]]()
     with Runtime(device="0", prepare=False) as runtime:
         opened = runtime.open(model.path, mode="map")
-        runtime.set_budget(opened.tenant.smallest)
+        runtime.set_budget(opened.loaded.smallest)
 
         def lower(run: LoaderRun, layer: int) -> None:
             if not relieved:
-                relieved.append(runtime.set_budget(opened.tenant.smallest // 2))
+                relieved.append(runtime.set_budget(opened.loaded.smallest // 2))
             done(run, layer)
 
         monkeypatch.setattr(LoaderRun, "layer_done", lower)

@@ -18,10 +18,9 @@ import pytest
 import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, UserError
-from flashmem.runtime.engine import cores
-from flashmem.runtime.engine import prefetch as preparation
-from flashmem.runtime.engine.bound_program import Placement
-from flashmem.runtime.engine.run import Run
+from flashmem.runtime.engine import cores, warm_up
+from flashmem.runtime.engine.bound_program import BoundKernels
+from flashmem.runtime.engine.engine import Run
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.required import Wanted
@@ -62,13 +61,13 @@ def _no_thread_is_left() -> Iterator[None]:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each run, how many steady launches it is played by."""
-    switch, seen = Placement.switch, list[int]()
+    switch, seen = BoundKernels.switch, list[int]()
 
-    def told(placement: Placement, steady: Any) -> None:
+    def told(bound: BoundKernels, steady: Any) -> None:
         seen.append(0 if steady is None else len(steady.launches))
-        switch(placement, steady)
+        switch(bound, steady)
 
-    monkeypatch.setattr(Placement, "switch", told)
+    monkeypatch.setattr(BoundKernels, "switch", told)
     return seen
 
 
@@ -101,7 +100,7 @@ def test_launches_are_joined_while_their_slices_are_resident(
 ) -> None:
     with Runtime(device=device) as many:
         model = many.open(bundles[device, "buffer"], mode="map")
-        smallest, answers = model.tenant.smallest, list[Any]()
+        smallest, answers = model.loaded.smallest, list[Any]()
 
         def answer(*, prepared: bool) -> None:
             if prepared:
@@ -127,7 +126,7 @@ def test_launches_are_joined_while_their_slices_are_resident(
 def test_a_run_does_not_halt_in_the_middle_of_joined_layers(
     bundles: dict[tuple[str, str], Bundle], wide: Wide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play, asked = Run.play, list[int]()
+    play, asked = Run.execute, list[int]()
     with Runtime(device=DEVICE) as many:
         model, other = (many.open(bundles[DEVICE, "buffer"], mode=mode) for mode in ("map", "dma"))
         for each in (other, model):
@@ -138,35 +137,35 @@ def test_a_run_does_not_halt_in_the_middle_of_joined_layers(
             def counted() -> bool:
                 asked.append(1)
                 if len(asked) == 2:  # the first of two layers that are one launch is behind it
-                    many.set_budget(model.tenant.smallest)
+                    many.set_budget(model.loaded.smallest)
                 return bool(halted())
 
             return play(run, *ports, halted=counted, **options)
 
-        monkeypatch.setattr(Run, "play", halting)
+        monkeypatch.setattr(Run, "execute", halting)
         twice = {name: 2 * each for name, each in wide[1].items()}  # not what is still in the arena
         close_to(model.run(None, twice), [2 * each for each in wide[2]])
         assert model.last_run is not None and not model.last_run.steady  # not to its end
-        assert len(asked) >= 3 and many.held <= model.tenant.smallest
+        assert len(asked) >= 3 and many.held <= model.loaded.smallest
 
 
-def test_kernels_outlive_the_placements_of_models_that_take_turns(
+def test_kernels_outlive_the_bound_programs_of_models_that_take_turns(
     bundles: dict[tuple[str, str], Bundle], wide: Wide, chosen: list[int]
 ) -> None:
     with Runtime(device=DEVICE) as many:
         one, other = (many.open(bundles[DEVICE, "buffer"], mode="dma") for _ in range(2))
-        many.set_budget(int(1.5 * one.tenant.smallest))
+        many.set_budget(int(1.5 * one.loaded.smallest))
         for model in (one, other, one, other):
             close_to(model.run(None, wide[1]), wide[2])
             many.prepared()
-            assert {one, other} - {each for each in (one, other) if each.tenant.placement} == {one, other} - {model}
+            assert {one, other} - {each for each in (one, other) if each.loaded.bound} == {one, other} - {model}
     assert chosen == [0, 0, 1, 1]
 
 
 def test_nobody_waits_for_what_is_prepared(
     bundles: dict[tuple[str, str], Bundle], wide: Wide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a run, not a placement that goes, and nothing is bound to one that is gone."""
+    """Not a run, not a bound that goes, and nothing is bound to one that is gone."""
     made, go, begun = CachedKernels, threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> Any:
@@ -174,15 +173,15 @@ def test_nobody_waits_for_what_is_prepared(
         assert go.wait(30)
         return made(*arguments)
 
-    monkeypatch.setattr(preparation, "CachedKernels", slow)
+    monkeypatch.setattr(warm_up, "CachedKernels", slow)
     with Runtime(device=DEVICE) as many:
         model = many.open(bundles[DEVICE, "buffer"], mode="dma")
         first = model.run(None, wide[1])
         assert begun.wait(30)
         assert equal(first, model.run(None, wide[1]))
-        gone = model.tenant.placement
+        gone = model.loaded.bound
         many.set_budget(1).result(30)
-        assert model.tenant.placement is None and gone is not None
+        assert model.loaded.bound is None and gone is not None
         many.set_budget(None).result(30)
         assert equal(first, model.run(None, wide[1]))
         assert model.last_run is not None and not model.last_run.steady
@@ -210,11 +209,11 @@ def test_what_this_process_built_is_kept_although_more_can_be_played_later(
     bundle = flashmem.compile(wide[0], tmp_path / "b", device=DEVICE, memory_path="buffer", build=False)
     with Runtime(device=DEVICE, build_apart=False) as many:
         model = many.open(bundle, mode="map")
-        many.set_budget(model.tenant.smallest).result(30)
+        many.set_budget(model.loaded.smallest).result(30)
         for _ in range(2):
             model.run(None, wide[1])
             many.prepared()
-        kernels = model.tenant._preparation
+        kernels = model.loaded._warm_up
         assert kernels is not None
         built = kernels._kernels
         assert built is not None and built.compiled
@@ -247,7 +246,7 @@ def test_children_that_prepare_stay_on_little_cores_while_these_are_idle(
     with Runtime(device=DEVICE) as many:  # builds what the first run needs in this process
         model = many.open(bundle)
         monkeypatch.setattr(kernel_processes, "_only_when_idle", looked_at)
-        model.tenant._preparation._apart = True  # type: ignore[union-attr]
+        model.loaded._warm_up._apart = True  # type: ignore[union-attr]
         model.run(None, wide[1])
         many.prepared()
         close_to(model.run(None, wide[1]), wide[2])
@@ -264,7 +263,7 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_runs_keep_their_kernel
     def refuse(*_: Any, **__: Any) -> Any:
         raise UserError("no temporary folder can be written")
 
-    monkeypatch.setattr(preparation, "CachedKernels", refuse)
+    monkeypatch.setattr(warm_up, "CachedKernels", refuse)
     with Runtime(device=DEVICE) as many:
         model = many.open(bundles[DEVICE, "buffer"], mode="map")
         first = model.run(None, wide[1])

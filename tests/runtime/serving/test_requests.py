@@ -20,14 +20,13 @@ import flashmem
 from flashmem import Bundle, Runtime
 from flashmem.base.errors import FlashmemWarning, RunError, UserError
 from flashmem.planning import replanning as again
-from flashmem.runtime.engine.bound_program import Placement
+from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.engine.executor import Executor
-from flashmem.runtime.engine.prefetch import Preparation
+from flashmem.runtime.engine.warm_up import WarmUp
 from flashmem.runtime.memory.accounts import Changes
 from flashmem.runtime.opencl.context import Context
-from flashmem.runtime.serving import loaded_model as tenant
-from flashmem.runtime.serving import worker as player
-from flashmem.runtime.serving.arbiter import Occupancy
+from flashmem.runtime.serving.arbiter import MemoryArbiter
+from flashmem.runtime.serving.loaded_model import LoadedModel
 from flashmem.runtime.serving.requests import Answer
 from flashmem.runtime.streaming.weight_file import WeightFile
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
@@ -57,12 +56,12 @@ def right(answer: list[Any], model: MiniModel) -> bool:
 def test_kernels_that_fail_keep_no_budget(error: Exception, models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
     with Runtime(prepare=False) as runtime:
         first, second = (runtime.open(model.path) for model in models)
-        runtime.set_budget(first.tenant.smallest)
+        runtime.set_budget(first.loaded.smallest)
 
         def refused(*_: Any) -> Any:
             raise error
 
-        monkeypatch.setattr(first.tenant, "_kernels_for", refused)
+        monkeypatch.setattr(first.loaded, "kernels_for", refused)
         with pytest.raises(type(error), match=str(error)):
             first.run(None, models[0].inputs())
         assert runtime._device.budget.committed == 0
@@ -136,7 +135,7 @@ def test_an_error_that_is_kept_keeps_no_model(models: list[MiniModel], monkeypat
                 opened.run(None, inputs)
             except RunError as error:
                 errors.append(error)
-            runtime._have_done(lambda: None)  # the request is over
+            runtime._worker.have_done(lambda: None)  # the request is over
             del opened
             assert str(errors[0]) == "the device is lost" and alive() is None
     finally:
@@ -153,33 +152,6 @@ def failing_after(count: int, act: Any, fail: Any) -> Any:
         return fail() if calls > count else act(*arguments)
 
     return counted
-
-
-def test_only_what_the_request_is_at_fault_for_leaves_its_model_open(
-    models: list[MiniModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By when it fails, not by the kind of error."""
-    write = player.write_inputs
-
-    def failing(error: Exception) -> Any:
-        def raising(*_: Any, **__: Any) -> None:
-            raise error
-
-        return raising
-
-    with Runtime(prepare=False) as runtime:
-        opened = runtime.open(models[0].path)
-        for error in (MemoryError("no room to convert an input"), TypeError("not an index"), ValueError("outside the table")):
-            monkeypatch.setattr(player, "write_inputs", failing(error))
-            with pytest.raises(type(error), match=str(error)):
-                opened.run(None, models[0].inputs())
-            assert opened.failure is None
-        monkeypatch.setattr(player, "write_inputs", write)
-        assert right(opened.run(None, models[0].inputs()), models[0])
-        monkeypatch.setattr(Executor, "run", failing(ValueError("inside a layer")))
-        with pytest.raises(ValueError, match="inside a layer"):
-            opened.run(None, models[0].inputs())
-        assert opened.failure == "its last run failed: inside a layer" and runtime.held == 0
 
 
 # Nobody waits for what others need.
@@ -222,7 +194,7 @@ def test_no_request_waits_while_a_budget_is_set(bundle: Bundle, monkeypatch: pyt
 
 
 def test_an_answer_waits_for_nothing_that_is_done_ahead(models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go, look = threading.Event(), threading.Event(), Occupancy.load_ahead
+    begun, go, look = threading.Event(), threading.Event(), MemoryArbiter.load_ahead
     run = Executor.run
 
     def stuck(*arguments: Any) -> None:
@@ -234,7 +206,7 @@ def test_an_answer_waits_for_nothing_that_is_done_ahead(models: list[MiniModel],
         assert begun.wait(30)
         return run(executor, *arguments, **options)
 
-    monkeypatch.setattr(Occupancy, "load_ahead", stuck)
+    monkeypatch.setattr(MemoryArbiter, "load_ahead", stuck)
     monkeypatch.setattr(Executor, "run", layers)
     with Runtime(prepare=False) as runtime:
         opened = [runtime.open(model.path, mode="map") for model in models]
@@ -249,7 +221,7 @@ def test_an_answer_waits_for_nothing_that_is_done_ahead(models: list[MiniModel],
 def test_a_callback_may_close_a_model_that_is_loaded_ahead(models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the thread that does so."""
     looking, at_work = threading.Event(), list[bool]()
-    look, close, run = Occupancy.load_ahead, tenant.Tenant.close, Executor.run
+    look, close, run = MemoryArbiter.load_ahead, LoadedModel.close, Executor.run
 
     def slow(*arguments: Any) -> None:
         looking.set()
@@ -257,7 +229,7 @@ def test_a_callback_may_close_a_model_that_is_loaded_ahead(models: list[MiniMode
         look(*arguments)
         looking.clear()
 
-    def noted(closed: tenant.Tenant, why: str) -> None:
+    def noted(closed: LoadedModel, why: str) -> None:
         at_work.append(looking.is_set())
         close(closed, why)
 
@@ -265,8 +237,8 @@ def test_a_callback_may_close_a_model_that_is_loaded_ahead(models: list[MiniMode
         assert looking.wait(30)
         return run(executor, *arguments, **options)
 
-    monkeypatch.setattr(Occupancy, "load_ahead", slow)
-    monkeypatch.setattr(tenant.Tenant, "close", noted)
+    monkeypatch.setattr(MemoryArbiter, "load_ahead", slow)
+    monkeypatch.setattr(LoadedModel, "close", noted)
     monkeypatch.setattr(Executor, "run", layers)
     with Runtime(prepare=False) as runtime:
         opened = [runtime.open(model.path, mode="map") for model in models]
@@ -277,7 +249,7 @@ def test_a_callback_may_close_a_model_that_is_loaded_ahead(models: list[MiniMode
         go.set()
         assert right(first.result(30), models[0])
         assert isinstance(second.exception(30), RunError)
-        runtime._have_done(lambda: None)  # the callback is over
+        runtime._worker.have_done(lambda: None)  # the callback is over
         assert opened[1].failure == "close was called" and at_work == [False]
 
 
@@ -329,7 +301,7 @@ def test_all_who_wait_are_told_when_a_runtime_closes(
         assert running.wait(30)
         closing = threading.Thread(target=runtime.close)
         closing.start()
-        while runtime._closing is None:
+        while runtime._worker.closing is None:
             pass
         go.set()
         closing.join(30)
@@ -379,7 +351,7 @@ def test_a_budget_is_told_to_all_who_wait_for_it(models: list[MiniModel], monkey
         go, told = threading.Event(), list[Future[None]]()
         waiting = opened.submit(models[0].inputs())
         waiting.add_done_callback(lambda _: go.wait(30))
-        done = [runtime.set_budget(opened.tenant.smallest // 2) for _ in range(2)]
+        done = [runtime.set_budget(opened.loaded.smallest // 2) for _ in range(2)]
         for each in done:
             each.add_done_callback(leave)
             each.add_done_callback(told.append)
@@ -425,11 +397,9 @@ def test_the_latest_changes_of_a_total_are_remembered_in_their_order() -> None:
 # What is prepared for later costs no answer.
 
 
-def prepared(opened: tenant.Tenant) -> Preparation:
+def prepared(opened: LoadedModel) -> WarmUp:
     """As of a bundle that has steady kernels."""
-    made = Preparation(opened.opened, opened.device, apart=False)
-    made._refused = False
-    return made
+    return WarmUp(opened.opened, opened.device, apart=False)
 
 
 def test_an_answer_is_given_where_nothing_can_be_prepared(models: list[MiniModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,8 +408,8 @@ def test_an_answer_is_given_where_nothing_can_be_prepared(models: list[MiniModel
 
     with Runtime() as runtime:
         opened = runtime.open(models[0].path)
-        monkeypatch.setattr(Placement, "steady_launches", fail)
-        monkeypatch.setattr(opened.tenant, "_preparation", prepared(opened.tenant))
+        monkeypatch.setattr(BoundKernels, "steady_launches", fail)
+        monkeypatch.setattr(opened.loaded, "_warm_up", prepared(opened.loaded))
         assert right(opened.run(None, models[0].inputs()), models[0])
         runtime.prepared()
         with pytest.warns(FlashmemWarning, match="later runs keep the kernels of the first one: MemoryError"):

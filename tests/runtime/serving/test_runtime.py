@@ -24,7 +24,7 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.planning import replanning as again
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.engine.run import Run
+from flashmem.runtime.engine.engine import Run
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.serving.first_plans import ShortTurns
@@ -107,20 +107,20 @@ def test_the_next_model_loads_while_one_still_runs(models: list[MiniModel], monk
     first, second = (model.open() for model in models[:2])
     with Runtime(2 * needed(first, "map")) as many:
         a, b = many.open(first, mode="map"), many.open(second, mode="map")
-        play, seen = Run.play, threading.Event()
+        play, seen = Run.execute, threading.Event()
 
         def slow(run: Run, *ports: Any, **options: Any) -> Any:
-            if run.placement.opened is a.tenant.opened:
+            if run.bound.opened is a.loaded.opened:
                 begun = time.monotonic()
                 played = play(run, *ports, **options)
-                while b.tenant.run is None or not any(b.tenant.run.loader.loaded.values()):  # type: ignore[union-attr]
+                while b.loaded.current is None or not any(b.loaded.current.loader.loaded.values()):  # type: ignore[union-attr]
                     assert time.monotonic() - begun < 30, "nothing was loaded ahead"
                     time.sleep(0.01)
                 seen.set()
                 return played
             return play(run, *ports, **options)
 
-        monkeypatch.setattr(Run, "play", slow)
+        monkeypatch.setattr(Run, "execute", slow)
         answers = [many.submit(a, models[0].inputs()), many.submit(b, models[1].inputs())]
         for answer, model in zip(answers, models, strict=False):
             assert same(answer.result(60), expected(model.path, model.inputs(), mode="map"))
@@ -136,7 +136,7 @@ def test_the_model_after_the_next_loads_too_and_residents_wait_for_the_next_turn
     budget = sum(needed(bundle, "map") for bundle in bundles)
     with Runtime(budget) as many:
         opened = [many.open(bundle, mode="map") for bundle in bundles]
-        last, play, seen, runs = opened[2].tenant, Run.play, threading.Event(), list[Run]()
+        last, play, seen, runs = opened[2].loaded, Run.execute, threading.Event(), list[Run]()
 
         def slow(run: Run, *ports: Any, **options: Any) -> Any:
             played = play(run, *ports, **options)
@@ -144,12 +144,12 @@ def test_the_model_after_the_next_loads_too_and_residents_wait_for_the_next_turn
             runs.append(run)
             while len(runs) == 2 and not seen.is_set():
                 assert time.monotonic() - begun < 30, "nothing was loaded for the third model"
-                if last.run is not None and last.run.loader is not None and any(last.run.loader.loaded.values()):
+                if last.current is not None and last.current.loader is not None and any(last.current.loader.loaded.values()):
                     seen.set()
                 time.sleep(0.01)
             return played
 
-        monkeypatch.setattr(Run, "play", slow)
+        monkeypatch.setattr(Run, "execute", slow)
         order = [0, 0, 1, 2]
         answers = [many.submit(opened[which], models[which].inputs()) for which in order]
         for which, answer in zip(order, answers, strict=True):
@@ -193,7 +193,7 @@ def test_the_first_answer_waits_for_no_plan(compiled: list[Bundle], monkeypatch:
         assert same(second.result(30), expected(compiled[1], inputs[1], mode="map"))
         assert same(outputs, expected(compiled[0], inputs[0], mode="map"))
         assert same(opened[0].run(None, inputs[0]), outputs)
-        assert all(model.tenant.placement.plan is not model.bundle.plan for model in opened)  # type: ignore[union-attr]
+        assert all(model.loaded.bound.weights.plan is not model.bundle.plan for model in opened)  # type: ignore[union-attr]
 
 
 def test_what_fits_stays_resident_and_no_more(models: list[MiniModel]) -> None:
@@ -335,7 +335,7 @@ def test_many_threads_and_random_cancels_leave_nothing_behind(models: list[MiniM
 
 def halting(monkeypatch: pytest.MonkeyPatch, after: int, act: Callable[[], object]) -> None:
     """Call `act` once, when layer `after` of the first run is enqueued."""
-    play = Run.play
+    play = Run.execute
     left = [act]
 
     def acting(run: Run, *ports: Any, halted: Callable[[], bool], **options: Any) -> Any:
@@ -350,7 +350,7 @@ def halting(monkeypatch: pytest.MonkeyPatch, after: int, act: Callable[[], objec
 
         return play(run, *ports, halted=counted, **options)
 
-    monkeypatch.setattr(Run, "play", acting)
+    monkeypatch.setattr(Run, "execute", acting)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -363,7 +363,7 @@ def test_a_run_goes_on_under_a_smaller_budget_with_the_same_bits(
     wanted = expected(bundle, inputs, device=str(device))
     with Runtime(device=str(device)) as many:
         model = many.open(bundle, mode=mode)
-        smallest = model.tenant.smallest
+        smallest = model.loaded.smallest
         assert same(model.run(None, inputs), wanted)
         assert many.held > smallest
         relieved: list[Future[None]] = []
@@ -390,7 +390,7 @@ def test_kernels_that_another_plan_replaces_load_no_longer(compiled: list[Bundle
     monkeypatch.setattr(CachedKernels, "__init__", noted)
     with Runtime() as many:
         model, inputs = many.open(compiled[0], mode="interleave"), drawn(compiled[0], 1)
-        many.set_budget(model.tenant.smallest).result(30)
+        many.set_budget(model.loaded.smallest).result(30)
         model.run(None, inputs)
         many.set_budget(None).result(30)
         model.run(None, inputs)
@@ -404,9 +404,9 @@ def test_nobody_has_to_wait_for_a_budget_that_is_moved(compiled: list[Bundle], m
     with Runtime() as many:
         model, cancelled = many.open(compiled[0], mode="map"), list[bool]()
         wanted = model.run(None, inputs)
-        halting(monkeypatch, 3, lambda: cancelled.append(many.set_budget(model.tenant.smallest).cancel()))
+        halting(monkeypatch, 3, lambda: cancelled.append(many.set_budget(model.loaded.smallest).cancel()))
         assert same(model.run(None, inputs), wanted) and cancelled == [True]
-        assert many.held <= model.tenant.smallest
+        assert many.held <= model.loaded.smallest
         assert same(model.run(None, inputs), wanted)
 
 
@@ -421,14 +421,14 @@ def test_below_the_smallest_budget_a_run_finishes_or_fails(
         model, other = many.open(bundle, mode=mode), many.open(compiled[0], mode=mode)
         other.run(None, drawn(compiled[0], 3))
         relieved: list[Future[None]] = []
-        halting(monkeypatch, 3, lambda: relieved.append(many.set_budget(model.tenant.smallest - 1)))
+        halting(monkeypatch, 3, lambda: relieved.append(many.set_budget(model.loaded.smallest - 1)))
         if policy == "finish":
             assert same(model.run(None, inputs), wanted)
         else:
             with pytest.raises(BudgetError, match="too small"):
                 model.run(None, inputs)
         relieved[0].result(30)
-        assert many.held < model.tenant.smallest
+        assert many.held < model.loaded.smallest
         with pytest.raises(BudgetError, match="too small"):
             model.run(None, inputs)
         many.set_budget("1GB").result(30)
@@ -441,7 +441,7 @@ def test_a_budget_that_moves_all_the_time_changes_no_bit(mode: Any, compiled: li
     wanted = [expected(bundle, x) for bundle, x in zip(compiled, inputs, strict=True)]
     with Runtime() as many:
         opened = [many.open(bundle, mode=mode) for bundle in compiled]
-        least = max(model.tenant.smallest for model in opened)
+        least = max(model.loaded.smallest for model in opened)
         rng = random.Random(5)
         answers = [(which, many.submit(opened[which], inputs[which])) for which in (rng.randrange(2) for _ in range(30))]
         moved = []

@@ -24,7 +24,7 @@ from flashmem.runtime.kernels.required import wanted_kernels
 from flashmem.runtime.memory.accounts import Account, Budget
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
-from flashmem.runtime.streaming.shared_pages import Place, Places
+from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import pages, whole
 from flashmem.target.descriptor import MemoryPath
@@ -67,8 +67,8 @@ class Disk:
         self.kept -= 1
 
 
-def place_on(disk: Disk) -> Place:
-    return Place(disk, PART)  # type: ignore[arg-type]
+def place_on(disk: Disk) -> SharedSlice:
+    return SharedSlice(disk, PART)  # type: ignore[arg-type]
 
 
 def test_the_second_who_loads_borrows_and_holds_when_the_first_lets_go() -> None:
@@ -153,7 +153,7 @@ def test_who_comes_while_pages_are_brought_in_waits_for_them() -> None:
 
 
 def test_a_place_lasts_and_keeps_its_file_while_somebody_has_it() -> None:
-    disk, other, places = Disk(), Disk(), Places()
+    disk, other, places = Disk(), Disk(), SharedSlices()
     first = places.take(disk, PART, b"same")  # type: ignore[arg-type]
     assert places.take(other, PART, b"same") is first  # type: ignore[arg-type]
     assert places.take(other, PART, b"another") is not first  # type: ignore[arg-type]
@@ -228,8 +228,8 @@ def test_one_that_has_to_give_memory_up_takes_none_from_the_other(
         wanted = first.run(None, inputs)
         second.run(None, inputs)
         before = runtime.held
-        first.tenant.drop_residents()
-        assert runtime.held == before and first.tenant.resident_bytes == 0
+        first.loaded.drop_residents()
+        assert runtime.held == before and first.loaded.resident_bytes == 0
         count = len(brought)
         for model in (second, first):
             assert all(np.array_equal(x, y) for x, y in zip(model.run(None, inputs), wanted, strict=True))

@@ -131,12 +131,16 @@ def test_where_memory_is_not_shared_staging_is_slots_that_are_never_mapped_and_l
 def test_without_lanes_the_same_units_move_at_the_same_layers(path: str, models: dict[tuple[str, str], MiniModel]) -> None:
     bundle = models[path, "float"].open()
     slices = {part.name: part for part in bundle.program.slices}
-    riding, separate = (layer_moves(bundle.plan, slices, lane_kind(bundle.program), lanes=lanes) for lanes in (True, False))
-    assert any(moves.riding for moves in riding.values()) and not any(moves.riding for moves in separate.values())
+    interleaved, separate = (
+        layer_moves(bundle.plan, slices, lane_kind(bundle.program), lanes=lanes) for lanes in (True, False)
+    )
+    assert any(moves.interleaved for moves in interleaved.values()) and not any(
+        moves.interleaved for moves in separate.values()
+    )
     assert {layer: set(moves.all) for layer, moves in separate.items()} == {
-        layer: set(moves.all) for layer, moves in riding.items()
+        layer: set(moves.all) for layer, moves in interleaved.items()
     }
-    assert needed_slices(bundle.plan, separate).keys() == needed_slices(bundle.plan, riding).keys()
+    assert needed_slices(bundle.plan, separate).keys() == needed_slices(bundle.plan, interleaved).keys()
 
 
 @pytest.mark.parametrize("distance", [1, 30])

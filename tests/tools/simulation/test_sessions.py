@@ -85,11 +85,11 @@ def test_interleaved_moves_delay_their_layers_by_the_contention(tmp_path: Path) 
     crowded = DeviceDescriptor("made-up", rates=Rates(copy_bandwidth=1e6, contention={"interleave": 0.5}))
     plain, slowed = (describe(bundle.program, bundle.plan, descriptor, "interleave") for descriptor in (quiet, crowded))
     delay = sum(layer.seconds for layer in slowed.layers) - sum(layer.seconds for layer in plain.layers)
-    riding = 0.0
+    interleaved = 0.0
     for number in range(1, len(bundle.program.launches) + 1):
         moved = [w.nbytes * chunks / w.chunks for w in bundle.plan.weights for layer, chunks in w.moves if layer == number]
-        riding += sum(sorted(moved)[-4:])
-    assert delay == pytest.approx(0.5 * riding / 1e6, rel=0.01)
+        interleaved += sum(sorted(moved)[-4:])
+    assert delay == pytest.approx(0.5 * interleaved / 1e6, rel=0.01)
     unknown = DeviceDescriptor("made-up", rates=Rates(contention={"map": 0.5}))
     with pytest.raises(UserError, match="no contention rate for transfer mode 'interleave'"):
         describe(bundle.program, bundle.plan, unknown, "interleave")
