@@ -42,7 +42,7 @@ from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
-from flashmem.runtime.engine.compatibility import usable_modes
+from flashmem.runtime.compatibility import usable_modes
 from flashmem.runtime.engine.opened import planned_variant
 from flashmem.runtime.options import device_here, find_descriptor
 from flashmem.runtime.streaming import loader

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.engine.compatibility import mode_for
+from flashmem.runtime.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle, planned_variant

@@ -14,7 +14,7 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.planning.carried_instance import carried_problem
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.engine.compatibility import mode_for
+from flashmem.runtime.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine, Run
 from flashmem.runtime.engine.opened import OpenedBundle
