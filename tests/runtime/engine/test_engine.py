@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import pytest
-from mini_bundle import MiniModel, write_mini_bundle
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
@@ -26,6 +25,7 @@ from flashmem.runtime.engine.activations import Activations
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.executor import Executor
 from flashmem.runtime.streaming.weight_file import WeightFile
+from tests.support.mini_bundle import MiniModel, write_mini_bundle
 
 MODES = ("map", "alias", "dma", "interleave")
 THROUGH = ("session", "runtime")
