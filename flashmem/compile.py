@@ -45,7 +45,7 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
-from flashmem.runtime.kernels.ahead import KernelBuilder, Wish
+from flashmem.runtime.kernels.ahead import BuildRequest, KernelBuilder
 from flashmem.runtime.kernels.ahead import with_binaries as carrying
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
@@ -156,8 +156,10 @@ def _compile(
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
         if kernels is not None:
-            wish = Wish(generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan)
-            kernels.begin(wish)
+            request = BuildRequest(
+                generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan
+            )
+            kernels.begin(request)
 
     progress("import", 0.0)
     graphs = _read_graphs(model, variants)

@@ -26,7 +26,7 @@ from flashmem.runtime.engine.bound_program import Placement
 from flashmem.runtime.engine.run import Run
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.cache import CachedKernels
-from flashmem.runtime.kernels.required import Wanted
+from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.target.descriptor import load_descriptor
 
 PLACES = [(device, path) for device, path in PLACES if load_descriptor(device).tile.columns == 32]  # as wide as PARTED's panels
@@ -299,8 +299,8 @@ def test_children_take_from_one_queue_the_dearest_first(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(kernel_processes, "_start", start)
     monkeypatch.setattr(kernel_processes, "_processors", lambda: 2)
-    wanted = {f"cheap {length}": Wanted("k", "x" * length, ()) for length in (10, 30, 20, 50, 40)}
-    wanted["dear"] = Wanted("k", "x" * 1000, ())
+    wanted = {f"cheap {length}": RequiredKernel("k", "x" * length, ()) for length in (10, 30, 20, 50, 40)}
+    wanted["dear"] = RequiredKernel("k", "x" * 1000, ())
     program, device = SimpleNamespace(build_options=()), SimpleNamespace(compiles_at_launch=False)
     kept: dict[str, bytes] = {}
     builders = kernel_processes.Builders(kept.__setitem__, "")

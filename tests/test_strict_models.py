@@ -48,7 +48,7 @@ KINDS: list[tuple[Profile, MemoryPath, TransferMode]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_bands_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Slices in small bands, so that threads share those of small models, too. A strict device's binaries are its own."""
+    """Slices in small segments, so that threads share those of small models, too. A strict device's binaries are its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=BAND))
@@ -94,7 +94,7 @@ def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path
 def test_loads_of_small_bundles_break_no_rule(
     profile: Profile, path: MemoryPath, mode: TransferMode, preload: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Several threads bring in bands of each slice, for W and in a run, just in time and ahead."""
+    """Several threads bring in segments of each slice, for W and in a run, just in time and ahead."""
     if mode == "interleave" and not profile.unified_memory and preload < LAYERS * SLICES:
         request.applymarker(pytest.mark.xfail(strict=True, reason=STAGING_IS_ONE))
     for distance in (1, 4):

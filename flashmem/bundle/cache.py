@@ -22,7 +22,7 @@ from flashmem.base.files import read_regular
 from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, make_private, why_unusable
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, held, named_generation, remove_leftovers
+from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, current_version, held, remove_leftovers
 
 LIMIT_BYTES = 10 * 1000**3
 LIMIT_SHARE = 10
@@ -93,7 +93,7 @@ def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
 def forget(files: Path) -> None:
     """The bundle whose files lie in `files` is damaged: if it is one of the cache, the next call makes it again."""
     path = files.parent
-    if _is_kept(path) and named_generation(path) == files.name:
+    if _is_kept(path) and current_version(path) == files.name:
         with suppress(OSError):
             os.truncate(path / MANIFEST, 0)
 
@@ -174,7 +174,7 @@ def remove(path: Path) -> bool:
 
 
 def _weights(path: Path) -> Path | None:
-    generation = named_generation(path)
+    generation = current_version(path)
     return None if generation is None else path / generation / "weights.bin"
 
 

@@ -80,7 +80,7 @@ class Kernel:
     over: set[str] = field(default_factory=set)
 
     def touches(self, numbers: Mapping[str, int], wanted: Collection[str], prefix: str) -> dict[str, tuple[int, ...]]:
-        """What is touched of the parameters `wanted`, as `_Reach.touched` has it, with these numbers. What the kernel says of
+        """What is touched of the parameters `wanted`, as `_Bounds.touched` has it, with these numbers. What the kernel says of
         names without `prefix` is left out.
 
         Raises:
@@ -104,17 +104,17 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class _Reach:
+class _Bounds:
     """What a launch with certain numbers needs: work-items, and of each parameter the elements (or texels across and down)."""
 
     items: tuple[int, ...]
     touched: Mapping[str, tuple[int, ...]]
 
 
-def check_reach(program: Program, source: str) -> None:
+def check_bounds(program: Program, source: str) -> None:
     """Raise BundleError unless every launch gives its kernel arguments of its kinds, and memory that it does not leave."""
     kernels = parsed_kernels(source)
-    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Reach] = {}
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Bounds] = {}
     tensors = {tensor.name: tensor for tensor in program.tensors}
     slices = program.readable()
     for launch in (*program.launches, *(each.launch for each in program.steady)):
@@ -127,18 +127,18 @@ def check_reach(program: Program, source: str) -> None:
         numbers = tuple(cast(int, arg.value) for arg in launch.args if arg.kind == "int")
         key = (launch.kernel, numbers, launch.global_size)
         if key not in known:
-            known[key] = _reach(name, kernel, numbers, launch.global_size, len(program.launches))
-        reach = known[key]
+            known[key] = _bounds(name, kernel, numbers, launch.global_size, len(program.launches))
+        bounds = known[key]
         group = launch.local_size or (1,) * len(launch.global_size)
         _require(
-            len(reach.items) == len(launch.global_size)
-            and all(size == -(-n // g) * g for n, size, g in zip(reach.items, launch.global_size, group, strict=True)),
+            len(bounds.items) == len(launch.global_size)
+            and all(size == -(-n // g) * g for n, size, g in zip(bounds.items, launch.global_size, group, strict=True)),
             f"{name} has {launch.global_size} work-items, not those of its kernel",
         )
         for parameter, arg in zip(kernel.parameters, launch.args, strict=True):
             if parameter.kind == "texture":
                 part = slices[str(arg.value)]
-                across, down = reach.touched[parameter.name]
+                across, down = bounds.touched[parameter.name]
                 _require(
                     part.is_image and across < part.width and down < part.height, f"{name} leaves the texture {arg.value!r}"
                 )
@@ -150,7 +150,7 @@ def check_reach(program: Program, source: str) -> None:
                 elif arg.kind == "slice":
                     room = slices[str(arg.value)].nbytes
                 _require(
-                    reach.touched[parameter.name][0] * parameter.itemsize <= room,
+                    bounds.touched[parameter.name][0] * parameter.itemsize <= room,
                     f"{name} leaves the memory of {parameter.name!r}",
                 )
 
@@ -187,7 +187,7 @@ def _check_kinds(name: str, kernel: Kernel, launch: Launch) -> None:
         _require(arg.kind in allowed, f"{name} gives a {arg.kind} for {parameter.name!r}")
 
 
-def _reach(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int, ...], layers: int) -> _Reach:
+def _bounds(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int, ...], layers: int) -> _Bounds:
     """What the kernel needs with these numbers."""
     names = [parameter.name for parameter in kernel.parameters if parameter.kind == "int"]
     values = dict(zip(names, numbers, strict=True))
@@ -215,7 +215,7 @@ def _reach(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int,
     for parameter in kernel.parameters:
         stated = parameter.kind in ("int", "float") or parameter.name in touched
         _require(stated, f"the kernel of {name} does not state what it touches of {parameter.name!r}")
-    return _Reach(items, touched)
+    return _Bounds(items, touched)
 
 
 def parsed_kernels(source: str) -> dict[str, Kernel]:

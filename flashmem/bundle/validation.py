@@ -43,7 +43,7 @@ def check_bundle(program: Program, plan: OverlapPlan) -> None:
     _check_arena(program)
     _check_launches(program)
     _check_steady(program)
-    _check_gathers(program)
+    _check_host_embeddings(program)
     _check_plan(program, plan)
     preloaded = {w.name for w in plan.weights if w.preload}
     for mode, layout in plan.layouts.items():
@@ -266,22 +266,22 @@ def _sizes_fit(launch: Launch) -> bool:
     )
 
 
-def _check_gathers(program: Program) -> None:
+def _check_host_embeddings(program: Program) -> None:
     """Every row of every table lies inside the weight file, and the rows gathered fit their tensor."""
     inputs = {port.name: port for port in program.inputs}
     tensors = {tensor.name: tensor for tensor in program.tensors}
-    for gather in program.row_gathers:
-        name = f"the table read by {gather.indices!r}"
-        _require(gather.indices in inputs and gather.tensor in tensors, f"{name} has no input or no tensor")
-        port, tensor = inputs[gather.indices], tensors[gather.tensor]
+    for lookup in program.host_embeddings:
+        name = f"the table read by {lookup.indices!r}"
+        _require(lookup.indices in inputs and lookup.tensor in tensors, f"{name} has no input or no tensor")
+        port, tensor = inputs[lookup.indices], tensors[lookup.tensor]
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
-        _require(min(gather.rows, gather.columns, gather.panel) > 0, f"{name} is empty")
-        _require(table_end(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
-        made = gather.dtype.replace("int4", "int8")
+        _require(min(lookup.rows, lookup.columns, lookup.panel) > 0, f"{name} is empty")
+        _require(table_end(lookup) <= program.weights_bytes, f"{name} lies outside the weight file")
+        made = lookup.dtype.replace("int4", "int8")
         same = tensor.dtype == made or {tensor.dtype, made} == {"float16", "float32"}
-        size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * gather.columns
+        size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * lookup.columns
         _require(same and size <= tensor.nbytes, f"{name} does not fit its tensor")
-        _require(gather.panel == 1 or not gather.dtype.endswith("int4"), f"{name} has rows that no byte starts")
+        _require(lookup.panel == 1 or not lookup.dtype.endswith("int4"), f"{name} has rows that no byte starts")
 
 
 @dataclass(frozen=True)

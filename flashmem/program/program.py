@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath
 from flashmem.program.launches import Arg, Joined, KernelShape, Launch, LaunchOrder, SteadyLaunch, first_and_last
-from flashmem.program.tensors import Port, RowGather, Slice, Tensor, array_bytes, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, Tensor, array_bytes, panel_bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Program:
     tensors: tuple[Tensor, ...]
     slices: tuple[Slice, ...]
     launches: tuple[Launch, ...]
-    row_gathers: tuple[RowGather, ...]
+    host_embeddings: tuple[HostEmbeddingLookup, ...]
     arena_bytes: int
     constants_offset: int  # in weights.bin, page aligned
     constants_bytes: int
@@ -86,7 +86,7 @@ class Program:
                 "tensors": each(Tensor, data["tensors"]),
                 "slices": each(Slice, data["slices"]),
                 "launches": each(Launch, [launch(row) for row in data["launches"]]),
-                "row_gathers": each(RowGather, data["row_gathers"]),
+                "host_embeddings": each(HostEmbeddingLookup, data["host_embeddings"]),
                 "build_options": tuple(data["build_options"]),
                 "order": LaunchOrder(**data["order"]) if data.get("order") else None,
                 "steady": each(SteadyLaunch, steady),
@@ -105,7 +105,7 @@ def raw_bytes(program: Program) -> int:
 
     Resident constants count as they lie.
     """
-    tables = [gather for gather in program.row_gathers if gather.panel == 1]  # the others lie in a weight's panels
+    tables = [lookup for lookup in program.host_embeddings if lookup.panel == 1]  # the others lie in a weight's panels
     rows = {(table.offset, table.rows * table.row_stride) for table in tables}
     return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
 
@@ -131,5 +131,5 @@ def scratch_bytes(program: Program) -> int:
     sizes = {tensor.name: ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) for tensor in program.tensors}
     ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != tensors[port.tensor].dtype]
     converted = [ITEMSIZE[tensors[str(port.tensor)].dtype] * math.prod(port.shape) for port in ports]
-    gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.row_gathers]
+    gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.host_embeddings]
     return max(converted + gathered, default=0)

@@ -29,16 +29,16 @@ def whole_words(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Band:
+class Segment:
     """A part of a slice that one thread brings in: `nbytes` bytes from its byte `first` on."""
 
     first: int
     nbytes: int
 
 
-def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
+def segments(part: Slice, mode: TransferMode) -> tuple[Segment, ...]:
     """The slice as threads share it, each what passes through staging at once: an image in whole rows; where pages are mapped,
-    whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
+    whole pages. The disk then has a little of a large slice announced, not all, and a segment is one copy: copies cost a driver
     more than their bytes do.
     """
     unit = part.row_pitch if part.is_image and mode != "map" else page_size()
@@ -46,27 +46,27 @@ def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
     passing = passing_bytes(part)
     count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
     ends = [min(units * i // count * unit, part.file_bytes) for i in range(count + 1)]
-    return tuple(Band(first, end - first) for first, end in pairwise(ends))
+    return tuple(Segment(first, end - first) for first, end in pairwise(ends))
 
 
-def whole(part: Slice) -> Band:
+def whole(part: Slice) -> Segment:
     """All of a slice."""
-    return Band(0, part.file_bytes)
+    return Segment(0, part.file_bytes)
 
 
 @dataclass(frozen=True)
 class Load:
-    """A band of a slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
+    """A segment of a slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
 
     part: Slice
-    band: Band
+    segment: Segment
     gate: int = 0
     preload: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
         """Offset and bytes in the weight file."""
-        return self.part.offset + self.band.first, self.band.nbytes
+        return self.part.offset + self.segment.first, self.segment.nbytes
 
 
 Step = Literal["read", "gate", "copy"]
@@ -74,7 +74,7 @@ Step = Literal["read", "gate", "copy"]
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedInterval:
     """Something that took from `start` to `end`, in seconds of `time.perf_counter()`.
 
     Of a load: `thread` made it, in `steps`, one after the other, each with when it ended.
@@ -98,11 +98,11 @@ def planned_loads(
     mode: TransferMode,
     *,
     preload: bool,
-    banded: bool = True,
+    segmented: bool = True,
 ) -> tuple[Load, ...]:
     """The loads of a run in the order of what waits for them, W among them (as from layer 1 on) if `preload`.
 
-    In bands, as slices are loaded in `mode`, or each as a whole.
+    In segments, as slices are loaded in `mode`, or each as a whole.
     """
     free = free_from(plan, slices, layout, mode)
 
@@ -113,7 +113,7 @@ def planned_loads(
     loads: list[Load] = []
     for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
         part, gate = slices[w.name], free.get(w.name, 0)
-        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if banded else (whole(part),))]
+        loads += [Load(part, segment, gate, w.preload) for segment in (segments(part, mode) if segmented else (whole(part),))]
     return tuple(loads)
 
 
@@ -125,7 +125,7 @@ def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) ->
     first = tuple(takewhile(lambda load: load.gate == 0, loads))
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
-    read = accumulate(load.band.nbytes for load in first)
+    read = accumulate(load.segment.nbytes for load in first)
     return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= opening * rates.disk_bandwidth)
 
 
@@ -176,16 +176,16 @@ def scheduled(
     resident: Collection[str] = (),
     kept: Collection[str] | None = None,
     done: int = 0,
-    banded: bool = True,
+    segmented: bool = True,
 ) -> Schedule:
     """A run of `plan` that finds the slices `resident`, goes on behind layer `done`, and leaves `kept`.
 
-    By default W and what is to keep stay. `layout`, `mode` and `banded` as for `planned_loads`.
+    By default W and what is to keep stay. `layout`, `mode` and `segmented` as for `planned_loads`.
     """
     kept = staying(plan) if kept is None else kept
     played = plan.later() if all(w.name in resident for w in plan.weights if w.keep) else plan
     wanted = {w.name for w in plan.weights if w.name not in resident and w.last_use > done}
-    planned = planned_loads(played, slices, layout, mode, preload=True, banded=banded)
+    planned = planned_loads(played, slices, layout, mode, preload=True, segmented=segmented)
     loads = tuple(load for load in planned if load.part.name in wanted)
     there = frozenset(w.name for w in plan.weights if w.name in wanted or w.name in resident)
     frees = {

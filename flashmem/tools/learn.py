@@ -23,7 +23,7 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import plan_problem, planning_problem
 from flashmem.runtime.engine.report import RunReport
 from flashmem.schedule.instance import Problem
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -116,8 +116,8 @@ def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -
     """What the runs measured. Layers: medians over runs, less what moving weights is known to cost them in this mode."""
     moved = _moved_bytes(bundle.plan) if mode == "interleave" else [0] * len(bundle.program.launches)
     seconds = []
-    for layer, spans in enumerate(zip(*(report.layers for report in reports), strict=True)):
-        whole = median(span.end - span.start for span in spans)
+    for layer, intervals in enumerate(zip(*(report.layers for report in reports), strict=True)):
+        whole = median(interval.end - interval.start for interval in intervals)
         seconds.append(max(whole - _moving_seconds(bundle.descriptor, mode, moved[layer]), whole / 2, 1e-9))
     rates = [rate for report in reports if (rate := _load_rate(bundle, report.loads)) is not None]
     if not rates:  # everything was resident
@@ -138,14 +138,14 @@ def _moving_seconds(descriptor: DeviceDescriptor, mode: TransferMode, nbytes: in
     return rates.contention_of(mode) * nbytes / rates.copy_bandwidth
 
 
-def _load_rate(bundle: Bundle, loads: Sequence[Span]) -> float | None:
+def _load_rate(bundle: Bundle, loads: Sequence[TimedInterval]) -> float | None:
     """Bytes per second while anything was being loaded (several threads at once count once); None without loads."""
     sizes = {part.name: part.nbytes for part in bundle.program.slices}
     busy, until = 0.0, float("-inf")
-    for span in sorted(loads, key=lambda span: span.start):
-        busy += max(0.0, span.end - max(until, span.start))
-        until = max(until, span.end)
-    return sum(sizes[name] for name in {span.name for span in loads}) / busy if busy > 0 else None
+    for interval in sorted(loads, key=lambda interval: interval.start):
+        busy += max(0.0, interval.end - max(until, interval.start))
+        until = max(until, interval.end)
+    return sum(sizes[name] for name in {interval.name for interval in loads}) / busy if busy > 0 else None
 
 
 def limits_of(bundle: Bundle) -> Limits:

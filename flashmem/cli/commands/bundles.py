@@ -18,7 +18,7 @@ from flashmem.runtime.kernels.cache_files import ProgramCache
 
 
 def check_bundle(path: Path, *, as_json: bool) -> None:
-    """Reads all of a bundle and compares every digest.
+    """Reads all of a bundle and compares every checksum.
 
     Raises:
         UserError: there is none, or it is damaged.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError
-from flashmem.bundle.checksums import digest
+from flashmem.bundle.checksums import checksum
 from flashmem.program.launches import Launch, SteadyLaunch
 from flashmem.program.program import output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, array_bytes
@@ -84,7 +84,7 @@ class Placement:
         self._places = arena, constants
         ports = (
             {port.tensor for port in (*program.inputs, *program.outputs)}
-            | {g.tensor for g in program.row_gathers}
+            | {g.tensor for g in program.host_embeddings}
             | {program.status}
         )
         self._ports = {
@@ -149,7 +149,7 @@ class Placement:
         view = queue.map(constants, program.constants_bytes, invalidate=True)
         try:
             file.read_into(view, program.constants_offset)
-            file.check_digest("the part with the constants", digest(view.data), self.opened.bundle.digests.constants)
+            file.compare_checksum("the part with the constants", checksum(view.data), self.opened.bundle.checksums.constants)
         finally:  # memory that is mapped must not be released
             written = queue.unmap(view)
         if queue is not self._device.queue:
@@ -164,7 +164,7 @@ class Placement:
         self._rebinds = True  # the first run has other steps than later ones
         self._transfer = make_transfer(
             opened.mode, context, self.ledger, opened.file, opened.program.slices, layout,
-            self._device.places, opened.bundle.digests.identities, opened.digests, opened.together, after,
+            self._device.places, opened.bundle.checksums.content_hashes, opened.checksums, opened.together, after,
         )  # fmt: skip
         staged = self.transfer.staged if isinstance(self.transfer, InterleaveTransfer) else {}
         arena, constants = self._places
@@ -278,7 +278,7 @@ class Placement:
         if self._last_schedule is None or self._last_schedule[0] != key:
             made = scheduled(
                 self.plan, opened.slices, self.layout, opened.mode,
-                resident=resident, kept=kept, done=done, banded=opened.banded,
+                resident=resident, kept=kept, done=done, segmented=opened.segmented,
             )  # fmt: skip
             self._last_schedule = key, made
         return self._last_schedule[1]

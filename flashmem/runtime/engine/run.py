@@ -21,7 +21,7 @@ from flashmem.runtime.engine.bound_program import Placement
 from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.opencl.context import Event, wait
 from flashmem.runtime.streaming.loader import LoaderRun
-from flashmem.schedule.loads import Load, Schedule, Span
+from flashmem.schedule.loads import Load, Schedule, TimedInterval
 
 Array = NDArray[Any]
 
@@ -33,8 +33,8 @@ class Played:
     `done` is the last layer; one before the last of all where the run was halted.
     """
 
-    loads: tuple[Span, ...]
-    layers: tuple[Span, ...]
+    loads: tuple[TimedInterval, ...]
+    layers: tuple[TimedInterval, ...]
     read: Mapping[str, Array]
     done: int
 
@@ -69,7 +69,7 @@ class Run:
 
     def _play(self, early: Sequence[Port], traced: bool, halted: Callable[[], bool] | None) -> Played:
         placement, loader = self.placement, self.loader
-        layers: list[Span] = []
+        layers: list[TimedInterval] = []
         arrays: dict[str, Array] = {}
         reading: list[Event] = []
 
@@ -95,7 +95,7 @@ class Run:
         self.stop()
         if done == last:
             placement.settle(self.schedule.resident)
-        return Played(tuple(loader.spans) if loader else (), tuple(layers), arrays, done)
+        return Played(tuple(loader.intervals) if loader else (), tuple(layers), arrays, done)
 
     def stop(self) -> None:
         """End the loads. Raises RunError if one failed."""
@@ -117,7 +117,7 @@ def write_inputs(placement: Placement, inputs: Mapping[str, Array]) -> None:
             placement.write(port.tensor, to_device(opened.tensors[port.tensor], inputs[port.name]))
     if program.status is not None:
         placement.write(program.status, np.zeros(1, np.int32))
-    for gather, table in zip(program.row_gathers, opened.tables, strict=True):
+    for gather, table in zip(program.host_embeddings, opened.tables, strict=True):
         rows = gather_rows(table, gather, inputs[gather.indices], opened.tensors[gather.tensor].dtype)
         placement.write(gather.tensor, rows)
 

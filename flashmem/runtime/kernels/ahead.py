@@ -18,7 +18,7 @@ from flashmem.program.program import Program
 from flashmem.runtime.kernels.build_processes import Builders
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
-from flashmem.runtime.kernels.required import wanted_kernels
+from flashmem.runtime.kernels.required import required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import choose_mode, device_for
@@ -30,7 +30,7 @@ Report = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """What a bundle's sessions on `device` ask the cache for: `keys`; `built` of them were missing, and are there now."""
 
     device: Device
@@ -39,7 +39,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Wish:
+class BuildRequest:
     """A program whose kernels are wanted, as a session plays it that is opened without options. `planned`: the transfer mode
     that it is planned for. `plan`: None as long as there is none; nothing is known then of kernels that stream.
     """
@@ -68,7 +68,7 @@ class KernelBuilder:
     def __enter__(self) -> Self:
         return self
 
-    def begin(self, wish: Wish) -> None:
+    def begin(self, request: BuildRequest) -> None:
         """Start to build what is missing of the kernels of a program; to ask again costs nothing.
 
         Nothing is built if the device is not here, or the cache cannot be written.
@@ -76,14 +76,14 @@ class KernelBuilder:
         Raises:
             RunError: no process can be started.
         """
-        self._begin(wish)
+        self._begin(request)
 
     def poll(self) -> None:
         """Report how far it is. Does not wait."""
         while self._builders.step(wait=False):
             self._report(self._builders.fraction)
 
-    def finish(self, bundle: Bundle) -> Built | None:
+    def finish(self, bundle: Bundle) -> BuildResult | None:
         """Wait until all kernels of `bundle` are in the program cache.
 
         Returns:
@@ -95,7 +95,9 @@ class KernelBuilder:
         keys: dict[str, None] = {}
         planned = bundle.common.get("mode")
         for each in bundle.variants:
-            found = self._begin(Wish(each.program, each.source, bundle.descriptor, each.plan.strategy, planned, each.plan))
+            found = self._begin(
+                BuildRequest(each.program, each.source, bundle.descriptor, each.plan.strategy, planned, each.plan)
+            )
             if found is None:
                 return None
             device, wanted, missing = found
@@ -112,29 +114,31 @@ class KernelBuilder:
         while self._builders.step():
             self._report(self._builders.fraction)
         self._builders.check()
-        return Built(device, tuple(keys), len(self._builders.submitted))
+        return BuildResult(device, tuple(keys), len(self._builders.submitted))
 
-    def _begin(self, wish: Wish) -> tuple[Device, tuple[str, ...], bool] | None:
+    def _begin(self, request: BuildRequest) -> tuple[Device, tuple[str, ...], bool] | None:
         """As `begin`: the device, the keys of all kernels, and whether some are missing that cannot be built."""
-        device = device_for(wish.descriptor.name, self._asked)
+        device = device_for(request.descriptor.name, self._asked)
         if device is None:
             return None
-        program = wish.program
+        program = request.program
         try:
-            mode = choose_mode(descriptor_for(device), path=program.memory_path, planned=wish.planned, strategy=wish.strategy)
+            mode = choose_mode(
+                descriptor_for(device), path=program.memory_path, planned=request.planned, strategy=request.strategy
+            )
         except UserError:  # a descriptor of that name, but not of this device
             return None
         moves: Mapping[int, LayerMoves] = {}
         again = moves
         if mode == "interleave":
-            if wish.plan is None:
+            if request.plan is None:
                 return None
             slices, kind = {part.name: part for part in program.slices}, lane_kind(program)
-            moves = layer_moves(wish.plan, slices, kind)
-            later = wish.plan.later()
-            again = moves if later is wish.plan else layer_moves(later, slices, kind)
-        plain, lane = wanted_kernels(program, wish.source, moves, again)
-        options, steady = program.build_options, new_kernels(wish.source, program.steady, plain)
+            moves = layer_moves(request.plan, slices, kind)
+            later = request.plan.later()
+            again = moves if later is request.plan else layer_moves(later, slices, kind)
+        plain, lane = required_kernels(program, request.source, moves, again)
+        options, steady = program.build_options, new_kernels(request.source, program.steady, plain)
         wanted = {kernel_key(device, each, options): each for each in (*plain, *lane, *steady)}
         missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
         if missing and why_unusable(self._cache.folder) is not None:
@@ -150,7 +154,7 @@ class KernelBuilder:
             self._cache.trim()
 
 
-def with_binaries(bundle: Bundle, built: Built | None) -> Bundle:
+def with_binaries(bundle: Bundle, built: BuildResult | None) -> Bundle:
     """The same bundle, carrying what the cache has of the kernels that were `built`.
 
     Raises:

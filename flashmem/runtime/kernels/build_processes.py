@@ -33,7 +33,7 @@ from flashmem.base.paths import no_temporary_folder, temporary_parent
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.required import SMALL_GRID, Size, Use, Wanted, variant
+from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, RequiredKernel, Size, variant
 from flashmem.runtime.opencl.compile_target import driver_variables
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.opencl.pocl import ROOM_BYTES
@@ -74,7 +74,7 @@ class Builders:
         """How much of what was submitted is done."""
         return self._finished / max(1, len(self.submitted))
 
-    def submit(self, wanted: Mapping[str, Wanted], program: Program, device: Device, *, busy: int = 0) -> None:
+    def submit(self, wanted: Mapping[str, RequiredKernel], program: Program, device: Device, *, busy: int = 0) -> None:
         """Build kernels of `program`, by key: the longest first, each by a child that is free.
 
         `busy` processors have something else to do, until `step` waits.
@@ -182,7 +182,7 @@ class Builders:
 
 
 def build_apart(
-    wanted: Mapping[str, Wanted],
+    wanted: Mapping[str, RequiredKernel],
     program: Program,
     device: Device,
     cache: ProgramCache,
@@ -216,12 +216,12 @@ def build_apart(
     return made
 
 
-def _job(key: str, wanted: Wanted, program: Program, device: Device) -> dict[str, Any]:
+def _job(key: str, wanted: RequiredKernel, program: Program, device: Device) -> dict[str, Any]:
     """What a child needs to know of one kernel: its text, and a launch for each variant."""
     trials: list[dict[str, Any]] = []
     if device.compiles_at_launch:
-        first: dict[str, Use] = {}
-        for use in wanted.uses:
+        first: dict[str, KernelLaunch] = {}
+        for use in wanted.launches:
             first.setdefault(variant(use.size), use)
         trials = [{"size": _trial_size(use.size), "args": _arguments(use, program)} for use in first.values()]
     return {"key": key, "name": wanted.name, "text": wanted.text, "options": program.build_options, "trials": trials}
@@ -239,7 +239,7 @@ def _trial_size(size: Size) -> Size:
     return tuple(least), group
 
 
-def _arguments(use: Use, program: Program) -> list[list[Any]]:
+def _arguments(use: KernelLaunch, program: Program) -> list[list[Any]]:
     """The arguments of a launch as kinds and sizes: memory of these sizes is all that the kernel reaches."""
     tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
     slices = program.readable()

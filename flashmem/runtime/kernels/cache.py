@@ -32,11 +32,11 @@ from typing import Any
 from flashmem.base.errors import RunError, UserError
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
-from flashmem.runtime.kernels.required import Wanted, variant
+from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import Context, Kernel, Program
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, Device
 
-Build = Callable[[Mapping[str, Wanted]], Mapping[str, bytes]]
+Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
 """Gives the binaries of kernels by key, and leaves them in the cache. Raises RunError."""
 
 FORMAT_VERSION = 3
@@ -57,7 +57,7 @@ class CachedKernels:
         cache: ProgramCache,
         context: Context,
         options: Sequence[str],
-        wanted: Iterable[Wanted],
+        wanted: Iterable[RequiredKernel],
         carried: bytes = b"",
         build: Build | None = None,
         shared: MutableMapping[str, Program] | None = None,
@@ -75,13 +75,13 @@ class CachedKernels:
         self._programs: dict[str, Program] = {}
         self._names = set[str]()
         self._compiled: dict[str, Program] = {}  # by key: what this process has built
-        self._loaded: dict[str, tuple[str, Wanted]] = {}  # by name, with its key: what this process has not built from source
-        self._carried: dict[str, Wanted] = {}  # by key: what the bundle brings
+        self._loaded: dict[str, tuple[str, RequiredKernel]] = {}  # by name, with its key: not built here
+        self._carried: dict[str, RequiredKernel] = {}  # by key: what the bundle brings
         self._error: RunError | UserError | None = None
-        self._refused: dict[str, Wanted] = {}  # what the driver does not take from the cache
+        self._refused: dict[str, RequiredKernel] = {}  # what the driver does not take from the cache
         brought: dict[str, bytes] | None = None
-        found: list[tuple[str, Wanted, bytes | None]] = []  # None: in the cache
-        missing: dict[str, Wanted] = {}
+        found: list[tuple[str, RequiredKernel, bytes | None]] = []  # None: in the cache
+        missing: dict[str, RequiredKernel] = {}
         for each in wanted:
             self._names.add(each.name)
             if HALF_ARITHMETIC in each.text and HALF_ARITHMETIC not in context.device.extensions:
@@ -119,7 +119,7 @@ class CachedKernels:
         self.wait()
         return len(self._compiled)
 
-    def _make(self, missing: Mapping[str, Wanted]) -> None:
+    def _make(self, missing: Mapping[str, RequiredKernel]) -> None:
         """Build what is missing, by key."""
         if self._build is not None and missing:
             for key, binary in self._build(missing).items():
@@ -141,11 +141,11 @@ class CachedKernels:
         carried, self._carried = self._carried, {}
         build(carried)
 
-    def _keep(self, key: str, wanted: Wanted, program: Program, shared_as: str | None = None) -> Program:
+    def _keep(self, key: str, wanted: RequiredKernel, program: Program, shared_as: str | None = None) -> Program:
         self._programs[wanted.name] = self._shared[shared_as or key] = program
         return program
 
-    def _load(self, found: list[tuple[str, Wanted, bytes | None]]) -> None:
+    def _load(self, found: list[tuple[str, RequiredKernel, bytes | None]]) -> None:
         try:
             for each in found:
                 self._load_one(*each)
@@ -154,7 +154,7 @@ class CachedKernels:
                 self._left = 0
                 self._more.notify_all()
 
-    def _load_one(self, key: str, wanted: Wanted, carried: bytes | None) -> None:
+    def _load_one(self, key: str, wanted: RequiredKernel, carried: bytes | None) -> None:
         shared_as, program = key, None
         try:
             if carried is not None:
@@ -252,7 +252,7 @@ class CompiledKernels:
         return self._programs[name].kernel(name, arguments)
 
 
-def kernel_key(device: Device, wanted: Wanted, options: Sequence[str]) -> str:
+def kernel_key(device: Device, wanted: RequiredKernel, options: Sequence[str]) -> str:
     """The hash an entry is stored under: hex, 64 digits."""
     variants = sorted(set(map(variant, wanted.sizes))) if device.compiles_at_launch else []
     digest = hashlib.sha256()

@@ -19,7 +19,7 @@ Size = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
-class Use:
+class KernelLaunch:
     """One launch of a kernel: its sizes, and its arguments; `ride` is what its stream lane moves, if it has one."""
 
     size: Size
@@ -28,17 +28,17 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequiredKernel:
     """A kernel, its whole text, and its launches."""
 
     name: str
     text: str
-    uses: tuple[Use, ...]
+    launches: tuple[KernelLaunch, ...]
 
     @property
     def sizes(self) -> list[Size]:
         """Global and local size of each launch."""
-        return [use.size for use in self.uses]
+        return [use.size for use in self.launches]
 
 
 def variant(size: Size) -> str:
@@ -49,30 +49,32 @@ def variant(size: Size) -> str:
     return f"{group} {'small' if max(whole) < SMALL_GRID else 'large'}"
 
 
-def wanted_kernels(
+def required_kernels(
     program: Program, source: Source, *runs: Mapping[int, LayerMoves]
-) -> tuple[tuple[Wanted, ...], tuple[Wanted, ...]]:
+) -> tuple[tuple[RequiredKernel, ...], tuple[RequiredKernel, ...]]:
     """The plain kernels, and those with a stream lane, of a session whose runs make these moves by kernels.
 
     Raises:
         RunError: a kernel is missing.
     """
-    plain: dict[str, list[Use]] = {}
-    laned: dict[str, list[Use]] = {}
+    plain: dict[str, list[KernelLaunch]] = {}
+    laned: dict[str, list[KernelLaunch]] = {}
     for moves in (runs[0], *(other for other in runs[1:] if other is not runs[0])):
         for layer, launch in enumerate(program.launches, start=1):
             moving = moves.get(layer)
             riding = moving.riding if moving else None
             uses = plain if riding is None else laned
-            uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
+            uses.setdefault(launch.kernel, []).append(
+                KernelLaunch((launch.global_size, launch.local_size), launch.args, riding)
+            )
             for ride in (*moving.leading, *moving.separate) if moving else ():
-                laned.setdefault(ride.copier, []).append(Use(((ride.copy_items,), (COPY_GROUP,)), (), ride))
+                laned.setdefault(ride.copier, []).append(KernelLaunch(((ride.copy_items,), (COPY_GROUP,)), (), ride))
     return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
 
 
-def _with_texts(uses: Mapping[str, list[Use]], text: str) -> tuple[Wanted, ...]:
+def _with_texts(launches: Mapping[str, list[KernelLaunch]], text: str) -> tuple[RequiredKernel, ...]:
     texts = kernel_texts(text)
-    missing = next((name for name in uses if name not in texts), None)
+    missing = next((name for name in launches if name not in texts), None)
     if missing is not None:
         raise RunError(f"the bundle lacks the kernel {missing}; compile the model again")
-    return tuple(Wanted(name, texts[name], tuple(each)) for name, each in uses.items())
+    return tuple(RequiredKernel(name, texts[name], tuple(each)) for name, each in launches.items())

@@ -19,7 +19,7 @@ from flashmem.runtime.serving.arbiter import Occupancy
 from flashmem.runtime.serving.first_plans import Planner
 from flashmem.runtime.serving.loaded_model import Tenant
 from flashmem.runtime.serving.requests import Answer
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 
 Array = NDArray[Any]
 
@@ -57,7 +57,7 @@ class Player:
         wanted = [ports[name] for name in dict.fromkeys(answer.names)]
         with of_the_request():
             write_inputs(placement, answer.inputs)
-        loads: list[Span] = []
+        loads: list[TimedInterval] = []
         read: dict[str, Array] = {}
         done, last = 0, len(tenant.opened.program.launches)
         while True:

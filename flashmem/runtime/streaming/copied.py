@@ -11,7 +11,7 @@ from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import WORD, Band, whole_words
+from flashmem.schedule.loads import WORD, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 
 
@@ -102,9 +102,9 @@ class _MovingTransfer(Transfer):
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def _copy_home(self, part: Slice, band: Band, through: Bytes, turn: Turn) -> None:
-        """Read a band into `through`, and copy it to where kernels read the slice."""
-        self._copy(part, band, through, turn, partial(self._homes.write, self._copier, part))
+    def _copy_home(self, part: Slice, segment: Segment, through: Bytes, turn: Turn) -> None:
+        """Read a segment into `through`, and copy it to where kernels read the slice."""
+        self._copy(part, segment, through, turn, partial(self._homes.write, self._copier, part))
 
 
 class DmaTransfer(_MovingTransfer):
@@ -124,9 +124,9 @@ class DmaTransfer(_MovingTransfer):
         super().__init__(context, ledger, file, slices, layout, after)
         self._ring = _Ring(self._copier.queue, ledger, layout.staging_bytes, layout.threads)
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read and copy, a staging part at a time."""
-        self._copy_home(part, band, self._ring.part(thread), turn)
+        self._copy_home(part, segment, self._ring.part(thread), turn)
 
     def leave(self) -> None:
         """Unmap staging."""
@@ -136,7 +136,7 @@ class DmaTransfer(_MovingTransfer):
 class InterleaveTransfer(_MovingTransfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
-    Where host and device share memory, each slice is a part of staging that is mapped only while a band of it is read.
+    Where host and device share memory, each slice is a part of staging that is mapped only while a segment of it is read.
     Elsewhere staging is the device's, and loads are copied there out of a ring that is the host's: were staging mapped, the
     driver would keep a second one on the host (docs/opencl-notes.md). Preloaded slices are copied home out of that ring, or
     out of the entrance that staging has for W, while layers run.
@@ -172,24 +172,24 @@ class InterleaveTransfer(_MovingTransfer):
                 place = self._context.sub_buffer(self._staging, start, nbytes) if shared else self._staging
                 self.staged[part.name] = place, 0 if shared else start
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read into staging."""
         here, start = self.staged[part.name]
         if self._shared is None:
-            self._copy(part, band, self._ring.part(thread), turn, partial(_write_from, self._copier, here, start))
+            self._copy(part, segment, self._ring.part(thread), turn, partial(_write_from, self._copier, here, start))
             return
-        with self._shared.mapped(here, band.nbytes, offset=band.first, unmapped=partial(self._arrives, part)) as place:
-            self._read(part, band, place, turn)
+        with self._shared.mapped(here, segment.nbytes, offset=segment.first, unmapped=partial(self._arrives, part)) as place:
+            self._read(part, segment, place, turn)
 
-    def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read, and copy home."""
         if self._shared is None:
-            self._copy_home(part, band, self._ring.part(thread), turn)
+            self._copy_home(part, segment, self._ring.part(thread), turn)
             return
         nbytes = self._layout.entrance_bytes
         entrance = self._context.sub_buffer(self._staging, self._layout.staging[part.name] + thread * nbytes, nbytes)
         with self._shared.mapped(entrance, nbytes, offset=0, unmapped=partial(self._arrives, part)) as through:
-            self._copy_home(part, band, through, turn)
+            self._copy_home(part, segment, through, turn)
 
     def leave(self) -> None:
         """Unmap the ring."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
 from flashmem.bundle.writer import replace_plan
-from flashmem.runtime.application.designs import FILE, Design, Designs, Part
+from flashmem.runtime.application.designs import FILE, Design, Designs, TaskAssignment
 from flashmem.tools.design import metrics
 from flashmem.tools.design.application import Application
 from flashmem.tools.design.metrics import Candidate, Decision
@@ -101,10 +101,10 @@ def described(solved: Solved) -> Designs:
     )
 
 
-def _part(candidate: Candidate) -> Part:
+def _part(candidate: Candidate) -> TaskAssignment:
     device, processor = candidate.processor.device, candidate.processor.name
     usual = float(np.median(candidate.profile.later))
-    return Part(candidate.task, _bundle(candidate), device, processor, candidate.profile.memory, usual)
+    return TaskAssignment(candidate.task, _bundle(candidate), device, processor, candidate.profile.memory, usual)
 
 
 def _bundle(candidate: Candidate) -> str:

@@ -21,7 +21,7 @@ from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import LayerMoves, Ride, layer_moves, needed_slices
 from flashmem.schedule.instance import build_problem
-from flashmem.schedule.loads import Band, Load, planned_frees, planned_loads, read_while_opening
+from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout
 from flashmem.target.descriptor import DeviceDescriptor
@@ -51,7 +51,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """A band of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
+    """A segment of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
 
     `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find it if it is of W or to
     `keep`. One that `reads_ahead` waits for its gate only when it has something to copy.
@@ -196,12 +196,12 @@ def describe(
         loads=tuple(
             SimulatedLoad(
                 load.part.name,
-                load.band.nbytes,
+                load.segment.nbytes,
                 travel.pieces(load),
                 load.gate,
                 load.preload,
-                travel.held(load.band),
-                load.band.first,
+                travel.held(load.segment),
+                load.segment.first,
                 load.part.name in kept,
                 travel.reads_ahead,
             )
@@ -240,7 +240,7 @@ class _Travel:
     page: int  # bytes
 
     def pieces(self, load: Load) -> tuple[Piece, ...]:
-        part, total = load.part, load.band.nbytes
+        part, total = load.part, load.segment.nbytes
         if self.mode == "map":
             return (("copy", total),)
         if self.mode == "alias":
@@ -265,9 +265,9 @@ class _Travel:
         """Whether a load passes through staging of a thread's own, and is read there before its gate opens."""
         return self.mode == "dma" or bool(self.layout.ring_bytes)
 
-    def held(self, band: Band) -> int:
+    def held(self, segment: Segment) -> int:
         """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
-        return -(-band.nbytes // self.page) * self.page if self.mode == "map" else 0
+        return -(-segment.nbytes // self.page) * self.page if self.mode == "map" else 0
 
 
 def _moved_beside(plan: OverlapPlan) -> Counter[int]:
@@ -308,7 +308,7 @@ def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
 def _gathered_bytes(program: Program) -> int:
     """Bytes of the panels that a run reads from tables at most: one for each index, none twice."""
     shapes = {port.name: port.shape for port in program.inputs}
-    return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.row_gathers)
+    return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.host_embeddings)
 
 
 def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.memory.accounts import Category
-from flashmem.schedule.loads import LOOKED_AT, Span
+from flashmem.schedule.loads import LOOKED_AT, TimedInterval
 from flashmem.tools.simulation.events import Events, Process, Work
 from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
 
@@ -39,7 +39,7 @@ class Prediction:
     later: float
     busy: dict[str, float]
     load_threads: tuple[int, ...]
-    disk: tuple[Span, ...]
+    disk: tuple[TimedInterval, ...]
 
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
@@ -58,7 +58,7 @@ def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
             None,
             tuple(memory.history),
         ),
-        tuple(span for span, _ in first.loads),
+        tuple(interval for interval, _ in first.loads),
         tuple(first.layers),
     )
     return Prediction(report, later, first.events.busy, tuple(thread for _, thread in first.loads), tuple(first.disk))
@@ -111,12 +111,12 @@ class _Player:
         self.events = Events(lambda busy: speeds(self.machine, busy), in_turn)
         self.memory = _Memory()
         self.opened = 0.0
-        self.loads: list[tuple[Span, int]] = []
-        self.layers: list[Span] = []
-        self.disk: list[Span] = []
+        self.loads: list[tuple[TimedInterval, int]] = []
+        self.layers: list[TimedInterval] = []
+        self.disk: list[TimedInterval] = []
         self._disk_queue: deque[SimulatedLoad] = deque()
         self._backlog = 0  # bytes announced and not read yet
-        self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the band
+        self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the segment
         self._in_cache: set[tuple[str, int]] = set()
 
     def play(self) -> float:
@@ -172,7 +172,7 @@ class _Player:
                 yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
             start = self.events.now
             yield Work("compute", layer.seconds)
-            self.layers.append(Span(layer.name, start, self.events.now))
+            self.layers.append(TimedInterval(layer.name, start, self.events.now))
             loader.layer_done(number)
 
     # What runs beside it.
@@ -189,7 +189,7 @@ class _Player:
             load = self._disk_queue.popleft()
             start = self.events.now
             yield Work("disk", load.nbytes)
-            self.disk.append(Span(load.name, start, self.events.now))
+            self.disk.append(TimedInterval(load.name, start, self.events.now))
             self._backlog -= load.nbytes
             self._in_cache.add((load.name, load.first))
 
@@ -219,7 +219,7 @@ class _Loader:
     def __init__(
         self, player: _Player, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
     ) -> None:
-        self._missing = Counter(load.name for load in loads)  # bands, by slice
+        self._missing = Counter(load.name for load in loads)  # segments, by slice
         self._player = player
         self._loads = loads
         self._frees = frees
@@ -271,7 +271,7 @@ class _Loader:
             if load.held:
                 player.memory.change(start, "weights", load.held)
             yield from player.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
-            player.loads.append((Span(load.name, start, events.now), thread))
+            player.loads.append((TimedInterval(load.name, start, events.now), thread))
             self._missing[load.name] -= 1
             if not self._missing[load.name]:
                 del self._missing[load.name]
