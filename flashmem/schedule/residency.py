@@ -1,4 +1,4 @@
-"""Where slices live in a session: the plan's layout for streaming, or everything resident for `--strategy preload`."""
+"""The memory layout of slices in a session: the plan's layout for streaming, or all resident for `--strategy preload`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Strategy = PlannedStrategy | Literal["preload"]
 
 
 def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, shares_memory: bool) -> PoolLayout:
-    """The layout that the plan has for `mode`, on a device that shares the host's memory or does not.
+    """The plan's layout for `mode`, adapted to a device that shares the host's memory or does not.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -28,24 +28,24 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
     layout = plan.layouts[mode]
-    if mode == "interleave" and not shares_memory and not layout.ring_bytes:  # planned for another kind of device
+    if mode == "interleave" and not shares_memory and not layout.ring_bytes:  # planned for a device with shared memory
         layout = replace(layout, ring_bytes=layout.threads * _largest_piece(program))
     return layout
 
 
 def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
-    """By streamed weight, the layer that must be done before it may come in to its place in `layout`; 0: none.
+    """By streamed weight, the layer that must be done before the weight can be loaded into its place in `layout`; 0: none.
 
-    Its read gate g_w says from when the plan wants that place, which may be free before: memory is taken when a session
-    opens, so that a read which begins earlier holds no more of it. Not so in mode `map`, where memory is taken by reading, nor
-    for the strategies that ours is compared with, which are made of their gates.
+    The plan's read gate can be later than the place is free. Memory is allocated when a session opens, so an earlier read needs
+    no more of it. Exceptions are mode `map`, where reading allocates memory, and the baseline strategies, which keep their own
+    gates.
     """
     streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
     if mode == "map" or plan.strategy != "stream":
         return {w.name: w.read_layer - 1 for w in streamed}
     staging = mode == "interleave"
     total = layout.staging_bytes if staging else layout.pool_bytes
-    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # the last layer that needs what is there
+    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # by page, the last layer that uses its content
     slots = [0] * len(layout.slots)
     free: dict[str, int] = {}
     for w in streamed:
@@ -64,8 +64,10 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
 def share_places(
     before: PoolLayout, after: PoolLayout, mode: TransferMode, *, slices: tuple[Collection[str], Collection[str]]
 ) -> bool:
-    """Whether the places of weights in `before` are those in `after`, each with the names of its program's `slices`: what is
-    resident in them may stay when a session goes on to another shape variant. In mode `map` places are pages of the file.
+    """Whether two layouts put weights in the same places, each layout with the names of its program's slices.
+
+    If so, resident slices stay valid when a session changes to another shape variant. In mode `map` the places are pages of the
+    file, which are always the same.
     """
     if mode == "map":
         return True
@@ -76,13 +78,13 @@ def share_places(
 
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:
-    """The same plan with every weight in W."""
+    """The same plan with all weights in W."""
     weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) for w in plan.weights)
     return replace(plan, weights=weights)
 
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
-    """A place of its own for every slice, and what loads pass through."""
+    """A layout in which every slice has memory of its own, with the staging that loads of `mode` need."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":
@@ -108,12 +110,12 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shar
         return replace(layout, staging_bytes=threads * piece)
     if mode == "interleave" and not shares_memory:
         return replace(layout, ring_bytes=threads * piece, staging=dict.fromkeys(sizes, 0))
-    if mode == "interleave":  # one entrance that slices pass through
+    if mode == "interleave":  # slices pass through one staging area
         return replace(layout, staging_bytes=threads * piece, staging=dict.fromkeys(sizes, 0), entrance_bytes=piece)
     return layout
 
 
 def _largest_piece(program: Program) -> int:
-    """Bytes that pass through staging at a time of the largest slice: whole pages."""
+    """Bytes of the largest segment in staging, in whole pages."""
     largest = max((passing_bytes(part) for part in program.slices), default=0)
     return -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT
