@@ -1,4 +1,4 @@
-"""Kernels built ahead of the first run: the program cache is full before anything runs."""
+"""Building of kernels during compilation, so that the program cache has them before the first run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Report = Callable[[float], None]
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a bundle's sessions on `device` ask the cache for: `keys`; `built` of them were missing, and are there now."""
+    """The kernels of a bundle for `device`: their cache `keys`, and the number `built` because the cache lacked them."""
 
     device: Device
     keys: tuple[str, ...]
@@ -40,8 +40,9 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """A program whose kernels are wanted, as a session plays it that is opened without options. `planned`: the transfer mode
-    that it is planned for. `plan`: None as long as there is none; nothing is known then of kernels that stream.
+    """A program whose kernels are to be built, for a session that is opened without options.
+
+    `planned` is the transfer mode of its plan. While `plan` is None, kernels with stream lanes are unknown and not built.
     """
 
     program: Program
@@ -53,13 +54,13 @@ class BuildRequest:
 
 
 class KernelBuilder:
-    """Fills the program cache while its owner goes on. Used in a `with`: to leave it ends the child processes."""
+    """A context manager that fills the program cache in child processes while compilation continues; leaving it ends them."""
 
     def __init__(self, device: str = "auto", report: Report = lambda fraction: None) -> None:
-        """Nothing starts yet.
+        """Create a builder without starting anything.
 
         Args:
-            device: what is compiled for, as `flashmem.compile` takes it.
+            device: the target of compilation, as for `flashmem.compile`.
             report: called with the fraction done, in `begin`, `poll` and `finish`.
         """
         self._asked, self._report, self._cache = device, report, ProgramCache()
@@ -69,9 +70,9 @@ class KernelBuilder:
         return self
 
     def begin(self, request: BuildRequest) -> None:
-        """Start to build what is missing of the kernels of a program; to ask again costs nothing.
+        """Start building the missing kernels of a program. A repeated request costs nothing.
 
-        Nothing is built if the device is not here, or the cache cannot be written.
+        Nothing is built if the device is not on this machine or the cache cannot be written.
 
         Raises:
             RunError: no process can be started.
@@ -79,7 +80,7 @@ class KernelBuilder:
         self._begin(request)
 
     def poll(self) -> None:
-        """Report how far it is. Does not wait."""
+        """Report the progress without waiting."""
         while self._builders.step(wait=False):
             self._report(self._builders.fraction)
 
@@ -87,7 +88,7 @@ class KernelBuilder:
         """Wait until all kernels of `bundle` are in the program cache.
 
         Returns:
-            None where its device is not here, or the cache cannot be written, with a warning: nothing is built then.
+            None, with nothing built, if the device is not on this machine, or with a warning if the cache cannot be written.
 
         Raises:
             RunError: the driver refuses a kernel, or ends the process that builds it.
@@ -117,7 +118,7 @@ class KernelBuilder:
         return BuildResult(device, tuple(keys), len(self._builders.submitted))
 
     def _begin(self, request: BuildRequest) -> tuple[Device, tuple[str, ...], bool] | None:
-        """As `begin`: the device, the keys of all kernels, and whether some are missing that cannot be built."""
+        """Like `begin`; the device, the keys of all kernels, and whether some are missing that cannot be built."""
         device = device_for(request.descriptor.name, self._asked)
         if device is None:
             return None
@@ -126,7 +127,7 @@ class KernelBuilder:
             mode = choose_mode(
                 descriptor_for(device), path=program.memory_path, planned=request.planned, strategy=request.strategy
             )
-        except UserError:  # a descriptor of that name, but not of this device
+        except UserError:  # a descriptor of the same name that is not for this device
             return None
         moves: Mapping[int, LayerMoves] = {}
         again = moves
@@ -144,7 +145,7 @@ class KernelBuilder:
         if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
         if missing:
-            self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # with the weights
+            self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # one processor packs weights
             self._report(self._builders.fraction)
         return device, tuple(wanted), False
 
@@ -155,10 +156,10 @@ class KernelBuilder:
 
 
 def with_binaries(bundle: Bundle, built: BuildResult | None) -> Bundle:
-    """The same bundle, carrying what the cache has of the kernels that were `built`.
+    """Store the compiled kernels of `built` in the bundle, and return it opened again.
 
     Raises:
-        UserError: their device is not here, or the bundle cannot be written.
+        UserError: the device is not on this machine, or the bundle cannot be written.
     """
     if built is None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Which kernels a session needs, and what each is launched with: what is opened from the program cache, or compiled."""
+"""The kernels that a session needs, each with its launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmem.program.program import Program
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Ride
 
 SMALL_GRID = 65535
-"""PoCL compiles a kernel anew for launches of that many work-items or more in a direction."""
+"""Grid size in one direction from which PoCL compiles a kernel again."""
 
 Size = tuple[tuple[int, ...], tuple[int, ...] | None]
 """Global and local size of a launch."""
@@ -20,7 +20,7 @@ Size = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One launch of a kernel: its sizes, and its arguments; `ride` is what its stream lane moves, if it has one."""
+    """The sizes and arguments of one launch of a kernel; `ride` is the copy of its stream lane, if it has one."""
 
     size: Size
     args: tuple[Arg, ...]
@@ -29,7 +29,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class RequiredKernel:
-    """A kernel, its whole text, and its launches."""
+    """A kernel with its complete text and its launches."""
 
     name: str
     text: str
@@ -42,9 +42,9 @@ class RequiredKernel:
 
 
 def variant(size: Size) -> str:
-    """What a driver that compiles at a launch tells launches apart by: local size, and whether the grid is small."""
+    """The properties of a launch for which a driver compiles a kernel separately: the local size, and a small or large grid."""
     whole, group = size
-    if group is None:  # the driver chooses one that fits
+    if group is None:  # the driver chooses a local size
         return f"any {whole}"
     return f"{group} {'small' if max(whole) < SMALL_GRID else 'large'}"
 
@@ -52,10 +52,10 @@ def variant(size: Size) -> str:
 def required_kernels(
     program: Program, source: Source, *runs: Mapping[int, LayerMoves]
 ) -> tuple[tuple[RequiredKernel, ...], tuple[RequiredKernel, ...]]:
-    """The plain kernels, and those with a stream lane, of a session whose runs make these moves by kernels.
+    """The plain kernels and those with a stream lane, for runs with these copies in kernels.
 
     Raises:
-        RunError: a kernel is missing.
+        RunError: the source lacks a kernel.
     """
     plain: dict[str, list[KernelLaunch]] = {}
     laned: dict[str, list[KernelLaunch]] = {}

@@ -1,4 +1,4 @@
-"""Which steady launches later runs play instead of their first ones, and which kernels these need: pure functions."""
+"""Selection of steady launches: which ones later runs can use, and which kernels these need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from flashmem.runtime.streaming.interleaved import LayerMoves
 
 @dataclass(frozen=True)
 class Steady:
-    """All layers, with `launches` instead of some of the first run's. They can be played while the slices `needs` stay."""
+    """An executor that uses the steady `launches` in place of the layers they replace, while the slices `needs` are
+    resident.
+    """
 
     launches: tuple[SteadyLaunch, ...]
     needs: frozenset[str]
@@ -30,10 +32,10 @@ def playable(
     moves: Mapping[int, LayerMoves],
     joined: Callable[[str, Sequence[str]], object | None],
 ) -> tuple[SteadyLaunch, ...]:
-    """The steady launches of `program` that later runs can play, which find `resident` and make `moves` by kernels.
+    """The steady launches of `program` that a later run can use, with the slices `resident` and with `moves` in kernels.
 
-    A launch that stands for several layers needs all its slices before the first of them, so they must be resident, and side by
-    side as `joined(name, parts)` tells. A kernel that moves weights while it computes stays as it is.
+    A launch for several layers needs all its slices before the first of them, so they must be resident, and adjacent:
+    `joined(name, parts)` returns their buffer. A kernel that copies weights while it computes is not replaced.
     """
     parts, here = {each.name: each.parts for each in program.joined}, frozenset(resident)
 
@@ -48,8 +50,9 @@ def playable(
 
 
 def needed_residents(program: Program, steady: Sequence[SteadyLaunch]) -> frozenset[str]:
-    """The slices that must be resident for `steady`: those of launches that stand for several layers. Others need none: their
-    layers wait for the same slices as before.
+    """The slices that must be resident for `steady`: those of launches for several layers.
+
+    Other steady launches wait for the same slices as the layers they replace.
     """
     parts = {each.name: each.parts for each in program.joined}
     names = [name for each in steady if each.last > each.first for name in _read(each)]
@@ -61,7 +64,7 @@ def _read(each: SteadyLaunch) -> list[str]:
 
 
 def new_kernels(source: Source, steady: Sequence[SteadyLaunch], known: Sequence[RequiredKernel]) -> tuple[RequiredKernel, ...]:
-    """The kernels of `steady` launches that are none of the `known` ones, or launched in a way that these are not."""
+    """The kernels of `steady` launches that are not among `known`, or that have launches of another variant."""
     uses: dict[str, list[KernelLaunch]] = {}
     for each in steady:
         launch = each.launch
@@ -76,17 +79,17 @@ def new_kernels(source: Source, steady: Sequence[SteadyLaunch], known: Sequence[
 
 
 class NamedKernels(Kernels, Protocol):
-    """Kernels that say which there are."""
+    """A source of kernels that can be tested for a name."""
 
     def __contains__(self, name: object) -> bool: ...
 
 
 class Either:
-    """Kernels of one source, and where it has none of that name, of another one."""
+    """The kernels of one source, with another source for the names that it lacks."""
 
     def __init__(self, one: NamedKernels, other: Kernels) -> None:
         self._one, self._other = one, other
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A kernel object of its own with its arguments set. Raises RunError."""
+        """A new kernel object with its arguments set. Raises RunError."""
         return (self._one if name in self._one else self._other).kernel(name, arguments)
