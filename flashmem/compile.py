@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-import flashmem
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.base.types import MemoryPath, Optimize, TransferMode
+from flashmem.base.version import __version__
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
@@ -393,7 +393,7 @@ def _key(model: Path, variants: Sequence[Options]) -> str:
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
     content = json.dumps(
-        [flashmem.__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
+        [__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
         sort_keys=True,
         default=str,
     )

@@ -72,7 +72,7 @@ def test_nothing_is_imported_from_the_current_folder(
 _BUILD = """
 import sys, time
 from types import SimpleNamespace
-from flashmem.runtime import kernel_processes
+from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import find_device
 start = kernel_processes._start

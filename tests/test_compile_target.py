@@ -39,7 +39,7 @@ _RUN = """
 import json, sys
 import numpy as np
 from flashmem import Session
-from flashmem.runtime import opened
+from flashmem.runtime.engine import opened
 build, built = opened.build_apart, []
 def counted(missing, *rest):
     built.extend(missing)

@@ -180,7 +180,7 @@ def test_a_child_that_dies_is_one_sentence_each_time(where: str, tmp_path: Path,
 _INTERRUPTED = """
 import signal, sys, time
 from flashmem import Session
-from flashmem.runtime import kernel_processes
+from flashmem.runtime.kernels import build_processes as kernel_processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who was started in the background ignores it
 start = kernel_processes._start
 def started(*given):

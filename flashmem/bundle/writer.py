@@ -15,8 +15,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem import __version__
 from flashmem.base.errors import BundleError, UserError
+from flashmem.base.version import __version__
 from flashmem.bundle.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, checksum_of_file, common_part, own_part
 from flashmem.bundle.checksums import ChecksummedRange, checksum, content_hash, pack_checksums
 from flashmem.bundle.kernel_bounds import check_bounds

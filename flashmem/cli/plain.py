@@ -1,6 +1,6 @@
 """What a phone needs of the command line, where typer is not installed: `flashmem doctor | devices | run | check | replan ...`.
 
-The same words as in `flashmem.cli.main`, read by argparse; what they do is in `flashmem.commands`.
+The same words as in `flashmem.cli.main`, read by argparse; what they do is in `flashmem.cli.commands`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from flashmem import __version__
 from flashmem.base.interrupts import unwinding
 from flashmem.base.streams import exit_codes, prepare_streams
+from flashmem.base.version import __version__
 from flashmem.cli.commands.compiling import CompileOptions
 
 Command = Callable[[argparse.Namespace], int | None]

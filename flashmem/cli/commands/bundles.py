@@ -13,7 +13,7 @@ from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.cache import Entry
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.cli.console import emit_json, print_table
+from flashmem.cli.output.console import emit_json, print_table
 from flashmem.runtime.kernels.cache_files import ProgramCache
 
 

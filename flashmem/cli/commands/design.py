@@ -9,7 +9,7 @@ from typing import Any
 
 from flashmem.base.streams import say
 from flashmem.base.units import format_size
-from flashmem.cli.console import emit_json, print_facts, print_table
+from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.application.designs import Designs, SwitchingRule
 from flashmem.tools.design.application import Application, Objective, read_application
 from flashmem.tools.design.profiles import Profiling, candidates

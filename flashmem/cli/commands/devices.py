@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashmem.base.units import format_size
-from flashmem.cli.console import emit_json, out
+from flashmem.cli.output.console import emit_json, out
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, choose, descriptor_for, no_device, why_not
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_said

@@ -18,7 +18,7 @@ from flashmem.cli.commands.compiling import CompileOptions, open_bundle
 from flashmem.cli.commands.plan_steady import steady_rows, steady_text
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import plan_architecture
-from flashmem.cli.console import emit_json, print_facts, print_table
+from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
 from flashmem.schedule.plan import OverlapPlan

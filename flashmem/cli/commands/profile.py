@@ -7,7 +7,7 @@ from pathlib import Path
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import need
 from flashmem.base.streams import say
-from flashmem.cli.console import progress
+from flashmem.cli.output.console import progress
 
 
 def profile_device(
@@ -114,7 +114,7 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
         if figures.exists() and not figures.is_dir():
             raise UserError(f"--figures {figures} is not a folder; name one")
         require_matplotlib()
-    from flashmem.cli.profile_report import print_repeats, print_report
+    from flashmem.cli.output.profile_report import print_repeats, print_report
     from flashmem.profiler.report import held_out
 
     if again is not None:

@@ -16,7 +16,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.console import emit_json, print_facts, print_table
+from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.serving.requests import Answer
 from flashmem.runtime.serving.runtime import Runtime

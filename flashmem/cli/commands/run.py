@@ -21,7 +21,7 @@ from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
-from flashmem.cli.console import emit_json, print_facts, waiting
+from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy

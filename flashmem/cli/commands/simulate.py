@@ -14,7 +14,7 @@ from flashmem.bundle.shape_variants import port_shapes
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
-from flashmem.cli.console import emit_json, print_facts
+from flashmem.cli.output.console import emit_json, print_facts
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said
 from flashmem.runtime.options import choose_budget, choose_mode, choose_strategy, find_descriptor

@@ -7,7 +7,7 @@ from pathlib import Path
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.streams import say
-from flashmem.cli.console import progress
+from flashmem.cli.output.console import progress
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention", "reduce_rows")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from flashmem.base.streams import say
-from flashmem.cli.console import print_table
+from flashmem.cli.output.console import print_table
 from flashmem.tools.zoo.export import Exporter, export
 from flashmem.tools.zoo.models import find, names
 

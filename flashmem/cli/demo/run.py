@@ -23,8 +23,8 @@ from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.cli.commands.compiling import CompileOptions, compile_apart
 from flashmem.cli.commands.stand_in_cache import have_cache
-from flashmem.cli.console import out, print_table, waiting
 from flashmem.cli.demo import ocr
+from flashmem.cli.output.console import out, print_table, waiting
 from flashmem.runtime.session import Session
 
 if TYPE_CHECKING:

@@ -136,7 +136,7 @@ class CachedKernels:
             self._compiled[key] = self._keep(key, each, self._context.build(each.text, self._options))
 
     def _distrust(self, build: Build) -> None:
-        """After a driver refused a new binary: delete the cache entries of this process's binaries, and build its kernels again.
+        """After a driver refused a new binary: delete the cache entries of this process's binaries, and build again.
 
         Intel's runtime refuses binaries in a process that has loaded one for another instruction set (docs/opencl-notes.md).
         The binaries of this process then do not match their keys, and the next process must not find them.

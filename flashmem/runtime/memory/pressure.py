@@ -106,7 +106,7 @@ class Follower:
                 self._apply(self.state.budget)
 
     def stop(self) -> None:
-        """Stop the thread; waits for it unless called by it."""
+        """Stop the thread and, unless this thread calls it, wait for its end."""
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()

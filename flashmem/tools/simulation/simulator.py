@@ -1,15 +1,14 @@
-"""A scenario played: host, loader threads and disk as processes over shared resources.
+"""The simulator: runs a scenario with host, loader threads and disk as processes that share resources.
 
-What runs at the same time, and what waits for what, is as in runtime/{session,run,executor,loader}.py:
+It models the concurrency and the waits of runtime/{session,run,executor,loader}.py:
 
-- the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
-  cache ends no sooner than the disk brought it in;
-- loader threads free what may be freed, then take the next load whose gate is open; where loads pass through staging of a
-  thread's own, they read it there before that, and copy it then. They share one read rate, and one copy rate or a copy engine,
-  which does one copy after the other. What slices cost beside their bytes is the interpreter's time, one thread's at a time;
-- the device runs layers in order, each once its slices are there, for as long as the planner's clock says that it takes with
-  what the plan moves beside it. The host costs nothing and is never late: it always waits for the oldest layer in flight, so
-  gates open when a layer is done.
+- The disk reads what was announced, in order. Its queue is limited, and a thread that announces more waits. A read from the
+  page cache cannot end before the disk has read the data.
+- Loader threads free slices, then take the next load with an open gate. If loads pass through staging of a thread, it reads one
+  ahead of its gate and copies it when the gate opens. Threads share one read rate, and one copy rate or a copy engine, which
+  makes one copy after the other. The fixed cost of a slice is interpreter time, for one thread at a time.
+- The device runs layers in order, each when its slices are loaded, for the time that the planner computes with the copies
+  beside it. The host costs nothing: it always waits for the oldest layer in flight, so gates open when a layer is done.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
 
 @dataclass(frozen=True)
 class Prediction:
-    """The first run as a session would report it, times counted from the session's creation; `later` runs in seconds.
+    """The predicted report of a first run, with times since the session's creation, and the seconds of `later` runs.
 
-    `busy`: for how many seconds of the first run each resource was at work: disk, read, copy and compute; "slice" is what a
-    load costs beside its bytes, "time" what nothing shares. `load_threads` has the thread that made each of `report.loads`;
-    `disk` is what a cold disk read when.
+    `busy` is the seconds of the first run in which each resource worked: disk, read, copy and compute; "slice" is the fixed
+    cost of loads, "time" is time without a shared resource. `load_threads` has the thread of each of `report.loads`. `disk` has
+    the reads of a cold disk.
     """
 
     report: RunReport
@@ -43,7 +42,7 @@ class Prediction:
 
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
-    """Play the first run of a session, and a later one. `budget` is only written into the report."""
+    """Simulate the first run of a session, and a later one. `budget` is only written to the report."""
     first = _Player(scenario)
     integrated = first.play()
     later = _Player(scenario.later()).play()
@@ -65,7 +64,7 @@ def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
 
 
 def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
-    """Units per second of each work: bytes (disk, read, copy), or seconds (compute, slices, time that nothing changes)."""
+    """Units per second of each work: bytes (disk, read, copy), or seconds (compute, slices, fixed times)."""
     return {
         "disk": machine.disk_bandwidth or 0.0,
         "slice": 1.0,
@@ -78,7 +77,7 @@ def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass
 class _Memory:
-    """Bytes held over time, as the ledger counts them."""
+    """Bytes held over time, with the ledger's rules."""
 
     history: list[tuple[float, int]] = field(default_factory=list)
     total: int = 0
@@ -102,7 +101,7 @@ class _Memory:
 
 
 class _Player:
-    """One run of one scenario."""
+    """One simulated run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -115,18 +114,18 @@ class _Player:
         self.layers: list[TimedInterval] = []
         self.disk: list[TimedInterval] = []
         self._disk_queue: deque[SimulatedLoad] = deque()
-        self._backlog = 0  # bytes announced and not read yet
+        self._backlog = 0  # bytes announced and not yet read
         self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the segment
         self._in_cache: set[tuple[str, int]] = set()
 
     def play(self) -> float:
-        """Seconds until the outputs are in host memory."""
+        """Simulate the run; seconds until the outputs are in host memory."""
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
         self.events.run(self._host())
         return self.events.now
 
-    # What the session does, in order.
+    # The actions of the session, in order.
 
     def _host(self) -> Process:
         scenario = self.scenario
@@ -144,10 +143,10 @@ class _Player:
         yield Work("copy", scenario.output_bytes)
 
     def _open(self) -> Process:
-        """Everything that is not weights."""
+        """Everything except weights."""
         scenario = self.scenario
         yield Work("time", scenario.context_seconds)
-        self.memory.history.append((self.events.now, 0))  # the ledger begins
+        self.memory.history.append((self.events.now, 0))  # the ledger's first entry
         yield Work("time", scenario.kernel_seconds)
         for allocation in scenario.allocations:
             self.memory.change(self.events.now, allocation.category, allocation.nbytes)
@@ -155,18 +154,18 @@ class _Player:
                 yield from self._storage(scenario.constants_bytes)
 
     def _storage(self, nbytes: int) -> Process:
-        """The host itself reads a part of the file that nobody announced."""
+        """The host reads a part of the file that was not announced."""
         rates = (self.machine.read_bandwidth, self.machine.disk_bandwidth or float("inf"))
         yield Work("time", nbytes / min(rates))
 
     def _bring_in(self, loads: Sequence[SimulatedLoad], threads: int) -> Process:
-        """Loads before the first layer, waited for."""
+        """Loads before the first layer, with a wait for all of them."""
         loader = _Loader(self, loads, {}, threads)
         yield lambda: not loader.is_missing_any
         loader.stop()
 
     def _execute(self, loader: _Loader) -> Process:
-        """Executor and compute queue: layers in order, each once its slices are there."""
+        """Executor and compute queue: layers in order, each when its slices are loaded."""
         for number, layer in enumerate(self.scenario.layers, start=1):
             for name in layer.needs:
                 yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
@@ -175,15 +174,15 @@ class _Player:
             self.layers.append(TimedInterval(layer.name, start, self.events.now))
             loader.layer_done(number)
 
-    # What runs beside it.
+    # The processes beside the session.
 
     def _announcer(self) -> Process:
-        """What the session announces while it opens."""
+        """The announcements that the session makes while it opens."""
         for load in self.scenario.loads[: self.scenario.announced]:
             yield from self.announce(load)
 
     def _disk(self) -> Process:
-        """Announced parts of the file, one after the other."""
+        """Reads the announced parts of the file, one after the other."""
         while True:
             yield lambda: bool(self._disk_queue)
             load = self._disk_queue.popleft()
@@ -194,7 +193,7 @@ class _Player:
             self._in_cache.add((load.name, load.first))
 
     def announce(self, load: SimulatedLoad) -> Process:
-        """Tell the disk to read it; waits while the disk has too much before it to take more."""
+        """Announce a load to the disk; waits while the disk's queue is full."""
         if self.machine.disk_bandwidth is None or (load.name, load.first) in self._announced:
             return
         self._announced.add((load.name, load.first))
@@ -203,7 +202,7 @@ class _Player:
         self._backlog += load.nbytes
 
     def transfer(self, load: SimulatedLoad, is_open: Callable[[], bool]) -> Process:
-        """What a loader thread does with one load; `is_open`: whether its gate is."""
+        """The steps of a loader thread for one load. `is_open` tells whether its gate is open."""
         yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
             if resource == "copy":
@@ -235,21 +234,21 @@ class _Loader:
             player.events.start(self._work(number))
 
     def lacks(self, name: str) -> bool:
-        """Whether a part of `name` is still to come."""
+        """Whether a part of `name` is not loaded yet."""
         return name in self._missing
 
     @property
     def is_missing_any(self) -> bool:
-        """Whether anything is still to come."""
+        """Whether any load is left."""
         return bool(self._missing)
 
     def layer_done(self, layer: int) -> None:
-        """The host heard that `layer` is done."""
+        """Record that the host knows `layer` is done."""
         self._done = layer
         self._to_free.extend(self._frees.get(layer, ()))
 
     def stop(self) -> None:
-        """End the threads, and free what is left to be freed."""
+        """Stop the threads and make the remaining frees."""
         self._stopping = True
         self._free()
 
@@ -282,7 +281,7 @@ class _Loader:
         self._to_free.clear()
 
     def _next(self) -> int | None:
-        """The load to begin with: the first whose gate is open, else one to read ahead."""
+        """The index of the next load: the first with an open gate, else one to read ahead."""
         waiting = self._waiting[:LOOKED_AT]
         ready = next((number for number in waiting if self._is_open(number)), None)
         return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
@@ -291,6 +290,6 @@ class _Loader:
         return self._loads[index].gate <= self._done
 
     def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
-        """The load just taken and a few that come next, behind open gates; what was announced before is passed over."""
+        """The load just taken and the next few with open gates, without those announced before."""
         ahead = [self._loads[number] for number in self._waiting[: self._ahead] if self._is_open(number)]
         return [load, *ahead]

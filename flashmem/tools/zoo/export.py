@@ -1,8 +1,8 @@
 """Export: the models of the zoo with seeded weights, written to ONNX the two ways PyTorch exports.
 
 Nothing is downloaded: a model is built from its configuration and its weights are drawn from a seed
-(`flashmem.tools.zoo.weights`). Every export is checked: another value of any input must move an output, and every output must
-move.
+(`flashmem.tools.zoo.recipes.weights`). Every export is checked: changing any
+input must change an output, and every output must change.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.tools.zoo.models import find
-from flashmem.tools.zoo.recipe import ZooModel, zoo_module
-from flashmem.tools.zoo.weights import initialise
+from flashmem.tools.zoo.recipes.recipe import ZooModel, zoo_module
+from flashmem.tools.zoo.recipes.weights import initialise
 
 Exporter = Literal["dynamo", "legacy"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashmem.base.errors import UserError
-from flashmem.tools.zoo.recipe import ZooModel
 from flashmem.tools.zoo.recipes import classifiers, depth, diffusion, language, segmentation, speech
+from flashmem.tools.zoo.recipes.recipe import ZooModel
 
 _FAMILIES = (classifiers, language, speech, segmentation, depth, diffusion)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, image, zoo_class, zoo_module
-from flashmem.tools.zoo.weights import standardise_batches
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, image, zoo_class, zoo_module
+from flashmem.tools.zoo.recipes.weights import standardise_batches
 
 _PIXELS = image()
 _BRANCH_GAIN = 0.25

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, image, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, image, zoo_class
 
 _PIXELS = image()
 

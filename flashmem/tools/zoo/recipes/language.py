@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, tokens, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, tokens, zoo_class
 
 _VOCABULARY = 50257
 _TINY_VOCABULARY = 307

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.tools.zoo.recipe import Input, Tensors, ZooModel, features, image, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Input, Tensors, ZooModel, features, image, zoo_class
 
 _PIXELS = image()
 _LEVELS = ("high_resolution_0", "high_resolution_1", "image_embedding")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, features, tokens, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, features, tokens, zoo_class
 
 _MODULE = "transformers.models.whisper.modeling_whisper"
 _SECONDS_30 = 3000  # frames of 10 ms that the published encoder takes

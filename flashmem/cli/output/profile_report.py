@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from flashmem.cli.console import print_facts, print_table
+from flashmem.cli.output.console import print_facts, print_table
 from flashmem.planning.capacity.response import Learned
 from flashmem.profiler.dataset import read_dataset
 from flashmem.profiler.report import (

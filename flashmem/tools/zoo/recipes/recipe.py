@@ -35,7 +35,7 @@ class ZooModel:
     `default_size` is the model's own, in what `size_means` names; `paper_size` is a usual one that is nearest to the
     multiply-adds which the paper states, where it has fewer. `build(size)` constructs the network, `answer(network, inputs)`
     calls it and returns a tensor for each name in `outputs`. `tune(torch, network, inputs)` corrects the weights after the
-    common initialisation (`flashmem.tools.zoo.weights`). `dynamo_only` says why the legacy exporter cannot write it.
+    common initialisation (`flashmem.tools.zoo.recipes.weights`). `dynamo_only` says why the legacy exporter cannot write it.
     """
 
     name: str
