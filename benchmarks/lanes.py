@@ -178,7 +178,7 @@ class Bench:
             homes: dict[str, Any] = {}
             for number, place in enumerate(lane_places(kind)):
                 name, pitch = f"move{number}", _WIDTH * LANE_UNIT[kind]
-                staged[name] = context.buffer(_PLACE_BYTES), 0
+                staged[name] = context.buffer(_PLACE_BYTES)
                 if place == "buffer":
                     parts.append(Slice(name, name, 0, _PLACE_BYTES))
                     homes[name] = context.buffer(_PLACE_BYTES)

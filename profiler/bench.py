@@ -328,7 +328,7 @@ class Prepared:
             first = turn * units % max(1, most - units)
             move = Move(part, first, units, width, pitch)
             moves[turn + 1] = LayerMoves(Ride(move.kind, (move,)))
-        self._resources = replace(self._resources, weights={**self._weights, "lane": target}, staged={"lane": (source, 0)})
+        self._resources = replace(self._resources, weights={**self._weights, "lane": target}, staged={"lane": source})
         options = self._program.build_options
         lane = self._bench.program(self._source.lane, options)
         steps = self._make(self._bench.program(self._source.plain, options), lane, moves)

@@ -159,10 +159,13 @@ class Loads:
             slot_of = {part.name: i % slots for i, part in enumerate(parts)}
             layout = PoolLayout(slots=(slot,) * slots, slot_of=slot_of, threads=self._threads)
         if mode == "dma":
-            return replace(layout, staging_bytes=self._threads * nbytes)
+            return replace(layout, ring_bytes=self._threads * nbytes)
+        if mode == "interleave" and self._context.device.unified_memory:
+            return replace(layout, staging_bytes=places * nbytes, staging=offsets)
         if mode == "interleave":
-            ring = 0 if self._context.device.unified_memory else self._threads * nbytes
-            return replace(layout, staging_bytes=places * nbytes, staging=offsets, ring_bytes=ring)
+            slot_of = {part.name: i % places for i, part in enumerate(parts)}
+            ring = self._threads * nbytes
+            return replace(layout, staging_slots=(nbytes,) * places, staging_slot_of=slot_of, ring_bytes=ring)
         return layout
 
 

@@ -39,10 +39,10 @@ def _lane(lane: LaneKind) -> tuple[str, str, str]:
     for m, kind in enumerate(lane_places(lane)):
         words, element = (2, "uint2") if lane == "half" else (4, "uint4")
         target = f"__global {element}*" if kind == "buffer" else "__write_only image2d_t"
-        numbers = ", ".join(f"int lane_{name}{m}" for name in ("base", "first", "count", "width", "pitch"))
+        numbers = ", ".join(f"int lane_{name}{m}" for name in ("first", "count", "width", "pitch"))
         parameters.append(f"__global const uint* lane_src{m}, {target} lane_dst{m}, {numbers}")
         if kind == "buffer":
-            move = f"lane_dst{m}[u] = vload{words}(lane_base{m} + u, lane_src{m});"
+            move = f"lane_dst{m}[u] = vload{words}(u, lane_src{m});"
         else:
             read = (
                 f"vload_half4(at, (__global const half*)lane_src{m})"
@@ -50,17 +50,17 @@ def _lane(lane: LaneKind) -> tuple[str, str, str]:
                 else f"as_float4(vload4(at, lane_src{m}))"
             )
             move = (
-                f"int x = u % lane_width{m}, y = u / lane_width{m}, at = lane_base{m} + y * lane_pitch{m} + x;"
+                f"int x = u % lane_width{m}, y = u / lane_width{m}, at = y * lane_pitch{m} + x;"
                 f"write_imagef(lane_dst{m}, (int2)(x, y), {read});"
             )
         body += f"""
             for (int t = get_global_id(0); t < lane_count{m}; t += get_global_size(0)) {{
                 int u = lane_first{m} + t; {move}
             }}"""
-        row = f"lane_base{m} + lane_u{m} / lane_width{m} * lane_pitch{m}"
+        row = f"lane_u{m} / lane_width{m} * lane_pitch{m}"
         place = f"[lane_u{m}]" if kind == "buffer" else f"(lane_width{m} - 1, lane_u{m} / lane_width{m})"
         stated += f"""
-            //@ zero lane_base{m}, lane_first{m}, lane_count{m}
+            //@ zero lane_first{m}, lane_count{m}
             //@ lane_u{m} < lane_first{m} + lane_count{m}
             //@ lane_src{m}[({row} + lane_width{m} - 1) * {words} + {words - 1}]
             //@ lane_dst{m}{place}"""

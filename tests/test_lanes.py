@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ DEVICES = [pytest.param(device, id=device.descriptor_name) for device in list_de
 KINDS: tuple[LaneKind, ...] = ("buffer", "float", "half", "uint8", "uint16")
 SHAPES = ((37, 11, 64), (5, 3, 64), (64, 40, 64), (1, 1, 64), (130, 2, 192))  # width, height, pitch in texels
 WORDS = (1000, 1, 77, 4099, 64)
-APART = 48  # bytes between slices in staging, and before the first
 
 
 def parts_of(kind: LaneKind) -> list[Slice]:
@@ -89,12 +87,9 @@ class Bench:
             if part.is_image and kind == "float":  # neither is a denormal one kept everywhere
                 self.data[part.name] = generator.standard_normal(part.file_bytes // 4).astype(np.float32).view(np.uint16)
         self.staged, self.homes = {}, {}
-        places = accumulate((APART + part.file_bytes for part in self.parts), initial=0)
-        starts = {part.name: start + APART for part, start in zip(self.parts, places, strict=False)}
-        staging = self.context.buffer(sum(APART + part.file_bytes for part in self.parts))
         for part in self.parts:
-            self.staged[part.name] = staging, starts[part.name]
-            self.queue.write(staging, self.data[part.name], offset=starts[part.name])
+            self.staged[part.name] = self.context.buffer(part.file_bytes)
+            self.queue.write(self.staged[part.name], self.data[part.name])
             if part.is_image:
                 self.homes[part.name] = self.context.image(part.width, part.height, part.channel)
             else:
@@ -177,15 +172,15 @@ def test_the_largest_moves_ride_and_each_has_its_place(data: st.DataObject, kind
         assert len(riding) == min(lane_places(kind).count(place), sum(move.kind == place for move in drawn))
         others = [move.nbytes for move in left if move.kind == place]
         assert not riding or min(move.nbytes for move in riding) >= max(others, default=0)
-    arguments = ride.arguments(lambda part: (f"from {part.name}", 4096), lambda part: f"to {part.name}", str)
-    assert len(arguments) == 7 * len(lane_places(kind))
-    for place, at in zip(lane_places(kind), range(0, len(arguments), 7), strict=True):
-        _, target, base, _, count, width, pitch = arguments[at : at + 7]
+    arguments = ride.arguments(lambda part: f"from {part.name}", lambda part: f"to {part.name}", str)
+    assert len(arguments) == 6 * len(lane_places(kind))
+    for place, at in zip(lane_places(kind), range(0, len(arguments), 6), strict=True):
+        source, target, _, count, width, pitch = arguments[at : at + 6]
         if place != "buffer":  # a place of a texture has one that this launch writes, also where it moves nothing there
             assert target.removeprefix("to ") in {move.part.name for move in ride.moves if move.kind == kind}
-        assert count == "0" or (target.startswith("to ") and int(base) * LANE_UNIT[kind] == 4096)
+        assert count == "0" or source.removeprefix("from ") == target.removeprefix("to ")
         assert int(width) >= 1 and int(pitch) >= 1
-    units = [int(count) for count in arguments[4::7]]
+    units = [int(count) for count in arguments[3::6]]
     assert sum(units) * LANE_UNIT[kind] == sum(move.nbytes for move in ride.moves)
 
 
@@ -303,7 +298,7 @@ def test_a_lane_that_reaches_further_than_it_says_is_refused(tmp_path: Path) -> 
     program, text = generated.program, generated.source.lane
     check_lanes(program, text)
     for old, new, message in (
-        ("lane_src1[(lane_base1 + lane_unit1 / lane_width1 * lane_pitch1 + lane_x1) * 4 + 3]",
+        ("lane_src1[(lane_unit1 / lane_width1 * lane_pitch1 + lane_x1) * 4 + 3]",
          "lane_src1[lane_unit1 * lane_pitch1]", "leaves the staging of slice"),
         ("lane_dst0(lane_x0, lane_unit0 / lane_width0)", "lane_dst0(lane_x0, lane_unit0)", "leaves the home of slice"),
         ("//@ lane_dst2(lane_x2, lane_unit2 / lane_width2)\n", "", "does not state what its stream lane touches"),

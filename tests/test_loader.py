@@ -28,7 +28,7 @@ from flashmem.runtime.streaming.transfer import Transfer, Turn
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment
 from flashmem.schedule.plan import PoolLayout
-from flashmem.schedule.residency import free_from
+from flashmem.schedule.residency import free_from, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -195,7 +195,7 @@ def test_copies_arrive_and_one_that_cannot_be_made_says_so(device: Any) -> None:
 
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 def test_nothing_is_left_mapped_where_staging_is_refused(device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    layout = PoolLayout(staging_bytes=1 << 20, ring_bytes=1 << 16, threads=1)
+    layout = PoolLayout(staging_slots=(1 << 20,), ring_bytes=1 << 16, threads=1)
     (tmp_path / "weights.bin").write_bytes(bytes(16))
     context, mapped = Context(device), 0
 
@@ -222,19 +222,24 @@ def test_a_descriptor_with_another_number_of_threads_is_refused(threads: float) 
 
 
 @pytest.mark.parametrize("path", ["buffer", "texture"])
-@pytest.mark.parametrize("mode", ["alias", "dma", "interleave"])
+@pytest.mark.parametrize(
+    ("mode", "shares_memory"), [("alias", True), ("dma", True), ("dma", False), ("interleave", True), ("interleave", False)]
+)
 def test_a_slice_may_come_in_when_all_that_was_in_its_place_has_been_used(
-    mode: TransferMode, path: Any, tmp_path: Path
+    mode: TransferMode, shares_memory: bool, path: Any, tmp_path: Path
 ) -> None:
     bundle = write_mini_bundle(tmp_path / "m.flashmem", path).open()
-    layout, slices = bundle.plan.layouts[mode], {part.name: part for part in bundle.program.slices}
+    layout = streamed_layout(bundle.program, bundle.plan, mode, shares_memory=shares_memory)
+    assert bool(layout.staging_slots) == (mode == "interleave" and not shares_memory)
+    slices = {part.name: part for part in bundle.program.slices}
     streamed = [w for w in bundle.plan.weights if not w.preload]
     free = free_from(bundle.plan, slices, layout, mode)
     assert free.keys() == {w.name for w in streamed}
 
     def place(name: str) -> tuple[str, int, int]:
-        if mode != "interleave" and name in layout.slot_of:
-            return "slot", layout.slot_of[name], layout.slot_of[name] + 1
+        slot = (layout.staging_slot_of if mode == "interleave" else layout.slot_of).get(name)
+        if slot is not None:
+            return "slot", slot, slot + 1
         start = (layout.staging if mode == "interleave" else layout.offsets)[name]
         return "bytes", start, start + slices[name].file_bytes
 

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from zoo_data import examples
 
 import flashmem
 from flashmem.base import resources
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
+from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.program import fixed_bytes
 from flashmem.runtime.opencl.context import find_device
 
@@ -89,22 +91,27 @@ def test_what_a_limit_leaves_over_stays_for_later_runs(mode: TransferMode, tmp_p
             np.testing.assert_array_equal(got, wanted)
 
 
+def _apart(folder: Path) -> str:
+    """The descriptor of PoCL as a device that shares no memory with its host."""
+    text = resources.read_text("devices", "pocl.toml").replace("[modes]", "loader_threads = 3\n\n[modes]")
+    text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
+    (folder / "apart.toml").write_text(re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text))
+    return str(folder / "apart.toml")
+
+
 @pytest.mark.parametrize("mode", ["dma", "interleave"])
 def test_what_loads_pass_through_counts_where_memory_is_not_shared(
     mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pinned host memory, a part for each of the threads that the descriptor asks for."""
-    text = resources.read_text("devices", "pocl.toml").replace("[modes]", "loader_threads = 3\n\n[modes]")
-    text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
-    (tmp_path / "apart.toml").write_text(re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text))
     options: dict[str, Any] = {"memory_path": "buffer", "mode": mode, "build": False, "unfusion": False}
     whole = flashmem.compile(MODEL, tmp_path / "whole.flashmem", device="pocl", **options)
     with flashmem.Session(whole, mode=mode) as session:
         expected = session.run(None, _inputs(whole))
-    bundle = flashmem.compile(MODEL, tmp_path / "m.flashmem", device=str(tmp_path / "apart.toml"), m_peak=150_000, **options)
+    bundle = flashmem.compile(MODEL, tmp_path / "m.flashmem", device=_apart(tmp_path), m_peak=150_000, **options)
     layout = bundle.plan.layouts[mode]
-    through = layout.ring_bytes if mode == "interleave" else layout.staging_bytes
-    assert layout.threads == 3 and through > 0 and through % 3 == 0 and not layout.entrance_bytes
+    assert layout.threads == 3 and layout.ring_bytes > 0 and layout.ring_bytes % 3 == 0 and not layout.staging
+    assert bool(layout.staging_slots) == (mode == "interleave")
     pocl = find_device("pocl")
     monkeypatch.setattr("flashmem.runtime.options.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
     for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
@@ -112,3 +119,28 @@ def test_what_loads_pass_through_counts_where_memory_is_not_shared(
     monkeypatch.undo()  # on a device that shares memory it runs as well
     for got, wanted in zip(_held(bundle, mode, 150_000), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_staging_slots_keep_to_every_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what they waste, since slices of other sizes take turns in them; answers are the resident ones."""
+    model, inputs = MODEL.with_name("gptneo-tiny.onnx"), examples("gptneo-tiny")
+    options: dict[str, Any] = {"device": _apart(tmp_path), "memory_path": "buffer", "mode": "interleave", "build": False}
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, tmp_path / "none.flashmem", budget=1, **options)
+    least, pocl = refused.value.smallest_bytes, find_device("pocl")
+    monkeypatch.setattr("flashmem.request.find_device", lambda *_, **__: replace(pocl, unified_memory=False))
+    wasted = []
+    for number, budget in enumerate((least, int(1.1 * least), int(1.3 * least))):
+        bundle = flashmem.compile(model, tmp_path / f"{number}.flashmem", budget=budget, **options)
+        layout = bundle.plan.layouts["interleave"]
+        assert fixed_bytes(bundle.program) + layout.total_bytes <= budget
+        placed = lay_out_pools(bundle.program.slices, replace(bundle.plan, shares_memory=True), ["interleave"])["interleave"]
+        wasted.append(layout.all_staging_bytes - placed.all_staging_bytes)
+        with flashmem.Session(bundle, mode="interleave", strategy="preload") as session:
+            expected = session.run(None, inputs)
+        with flashmem.Session(bundle, mode="interleave", budget=budget) as session:
+            for _ in range(2):
+                for got, wanted in zip(session.run(None, inputs), expected, strict=True):
+                    np.testing.assert_array_equal(got, wanted)
+                assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
+    assert max(wasted) > 0

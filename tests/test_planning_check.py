@@ -19,6 +19,7 @@ from flashmem.planning.latency.first_answer import first_plan, smallest_m_peak
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
+from flashmem.schedule.check import check_rules
 from flashmem.schedule.instance import Problem, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout, TextureSlot
 
@@ -121,12 +122,14 @@ def test_the_checker_agrees_with_the_rules_on_random_changes(problem: Problem, d
         assert keeps_the_rules(plan, inside)
 
 
-def laid_out() -> OverlapPlan:
+def laid_out(*, shares_memory: bool = True) -> OverlapPlan:
     weights = tuple(replace(w, nbytes=s.nbytes) for w, s in zip(WEIGHTS, SLICES, strict=True))
     problem = replace(PROBLEM, weights=weights, m_peak=100_000)
-    plan = first_plan(problem)
+    plan = first_plan(replace(problem, shares_memory=shares_memory))
+    early = tuple(replace(w, read_layer=1) if w.name == "b" else w for w in plan.weights)  # so that it waits beside a
+    plan = replace(plan, weights=early)
     plan = replace(plan, layouts=lay_out_pools(SLICES, plan, MODES))  # type: ignore[arg-type]
-    plan.check(problem, SLICES)
+    check_rules(plan, problem, SLICES)  # not the objective, which reads in another order change
     return plan
 
 
@@ -143,7 +146,7 @@ def change(layout: PoolLayout, **changes: Any) -> PoolLayout:
         ("alias", lambda x: change(x, offsets={**x.offsets, "a": -1})),
         ("alias", lambda x: change(x, offsets={**x.offsets, "a": x.pool_bytes - 24})),
         ("alias", lambda x: change(x, offsets={k: v for k, v in x.offsets.items() if k != "a"})),
-        ("dma", lambda x: change(x, staging_bytes=99)),
+        ("dma", lambda x: change(x, ring_bytes=99)),
         ("dma", lambda x: change(x, slot_of={**x.slot_of, "c": x.slot_of["b"]})),
         ("dma", lambda x: change(x, slot_of={**x.slot_of, "c": 7})),
         ("dma", lambda x: change(x, slots=tuple(replace(slot, width=1) for slot in x.slots))),
@@ -151,11 +154,32 @@ def change(layout: PoolLayout, **changes: Any) -> PoolLayout:
         ("dma", lambda x: change(x, slot_of={})),
         ("interleave", lambda x: change(x, staging={k: v for k, v in x.staging.items() if k != "a"})),
         ("interleave", lambda x: change(x, staging=dict.fromkeys(x.staging, 0))),
+        ("interleave", lambda x: change(x, ring_bytes=199)),
         ("interleave", lambda x: change(x, staging_bytes=100)),
     ],
 )
 def test_spoilt_layouts_are_caught(mode: str, spoil: Callable[[PoolLayout], PoolLayout]) -> None:
-    plan = laid_out()
+    _catches(laid_out(), mode, spoil)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: change(x, staging_slot_of={k: v for k, v in x.staging_slot_of.items() if k != "a"}),
+        lambda x: change(x, staging_slot_of={**x.staging_slot_of, "a": 7}),
+        lambda x: change(x, staging_slot_of={**x.staging_slot_of, "a": -1}),
+        lambda x: change(x, staging_slot_of={**x.staging_slot_of, "a": x.staging_slot_of["b"]}),
+        lambda x: change(x, staging={"a": 0}),
+        lambda x: change(x, staging_slots=(24,) * len(x.staging_slots)),
+        lambda x: change(x, staging_slots=()),
+        lambda x: change(x, ring_bytes=199),
+    ],
+)
+def test_spoilt_staging_slots_are_caught(spoil: Callable[[PoolLayout], PoolLayout]) -> None:
+    _catches(laid_out(shares_memory=False), "interleave", spoil)
+
+
+def _catches(plan: OverlapPlan, mode: str, spoil: Callable[[PoolLayout], PoolLayout]) -> None:
     problem = replace(
         PROBLEM, weights=tuple(WeightSpec(w.name, w.nbytes, w.first_use, w.last_use) for w in plan.weights), m_peak=100_000
     )
@@ -169,7 +193,7 @@ def test_a_slot_may_be_taken_again_once_it_is_free() -> None:
     problem = Problem(layers_of([0] * 5), (WeightSpec("x", 16, 2, 2), WeightSpec("y", 16, 4, 4)), 16, 16, 1.0)
     slices = (Slice("x", "x", 0, 16, 1, 1, 16), Slice("y", "y", 0, 16, 1, 1, 16))
     plan = first_plan(problem)
-    layout = PoolLayout(slots=(TextureSlot(1, 1, "float", 16),), slot_of={"x": 0, "y": 0}, staging_bytes=16)
+    layout = PoolLayout(slots=(TextureSlot(1, 1, "float", 16),), slot_of={"x": 0, "y": 0}, ring_bytes=32)
     replace(plan, layouts={"dma": layout}).check(problem, slices)
     assert lay_out_pools(slices, plan, ["dma"])["dma"].slots == layout.slots
 

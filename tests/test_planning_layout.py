@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,8 @@ from flashmem.planning.memory.texture_slots import TextureSlotAllocator, colour_
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
 from flashmem.schedule.instance import Problem, WeightSpec
-from flashmem.schedule.plan import PlanViolation
+from flashmem.schedule.plan import PlannedWeight, PlanViolation
+from flashmem.schedule.staging_slots import staging_slots
 
 
 @st.composite
@@ -124,6 +126,74 @@ def test_slots_are_those_that_a_look_at_every_turn_finds(images: list[tuple[Slic
     assert [allocator.place(*each) for each in images] == one_slot_after_the_other(images)
 
 
+Stays = list[tuple[int, int, int]]
+"""Pages of slices, with the first and last layer at which they are in staging."""
+
+
+def staged(stays: Stays) -> list[tuple[Slice, PlannedWeight]]:
+    sizes = [pages * POOL_ALIGNMENT for pages, _, _ in stays]
+    return [
+        (Slice(f"s{n}", "w", 0, size - n), PlannedWeight(f"s{n}", size - n, 1, 99, 99, False, first, ((last, 1),)))
+        for n, (size, (_, first, last)) in enumerate(zip(sizes, stays, strict=True))
+    ]
+
+
+def fewest_pages(stays: Stays) -> int:
+    """Of slots, by trying every way to share them."""
+
+    def best(left: Stays, slots: list[Stays]) -> int:
+        if not left:
+            return sum(max(pages for pages, _, _ in slot) for slot in slots)
+        (stay, *rest) = left
+        free = [n for n, slot in enumerate(slots) if all(last < stay[1] or stay[2] < first for _, first, last in slot)]
+        shared = [best(rest, [*slots[:n], [*slots[n], stay], *slots[n + 1 :]]) for n in free]
+        return min([*shared, best(rest, [*slots, [stay]])])
+
+    return best(stays, [])
+
+
+def drawn_stays(random: Random, most_pages: int) -> Stays:
+    stays = []
+    for _ in range(random.randint(1, 7)):
+        first = random.randint(1, 9)
+        stays.append((random.randint(1, most_pages), first, first + random.randint(0, 4)))
+    return stays
+
+
+def pages_of_slots(stays: Stays) -> int:
+    """The pages of the planner's slots, in each of which its slices fit, one at a time."""
+    sizes, slot_of = staging_slots(staged(stays))
+    assert all(size % POOL_ALIGNMENT == 0 for size in sizes) and set(slot_of.values()) == set(range(len(sizes)))
+    for n, (pages, first, last) in enumerate(stays):
+        assert pages * POOL_ALIGNMENT <= sizes[slot_of[f"s{n}"]]
+        for m, (_, other_first, other_last) in enumerate(stays[:n]):
+            if slot_of[f"s{n}"] == slot_of[f"s{m}"]:
+                assert last < other_first or other_last < first
+    return sum(sizes) // POOL_ALIGNMENT
+
+
+def test_staging_slots_are_about_as_few_bytes_as_can_be() -> None:
+    random, most, found, least = Random(3), 0.0, 0, 0
+    for _ in range(300):
+        stays = drawn_stays(random, 40)
+        pages, best = pages_of_slots(stays), fewest_pages(stays)
+        assert best <= pages
+        most, found, least = max(most, pages / best), found + pages, least + best
+    assert most < 1.5 and found < 1.02 * least
+
+
+def test_staging_slots_of_one_size_are_as_few_as_can_be() -> None:
+    random = Random(4)
+    for _ in range(300):
+        stays = drawn_stays(random, 1)
+        assert pages_of_slots(stays) == max(sum(first <= at <= last for _, first, last in stays) for at in range(15))
+
+
+def test_a_staging_slot_grows_where_that_takes_less_than_another_one() -> None:
+    assert staging_slots(staged([(2, 1, 3), (5, 4, 6), (3, 6, 8), (2, 7, 9)]))[0] == (5 * POOL_ALIGNMENT, 3 * POOL_ALIGNMENT)
+    assert staging_slots([]) == ((), {})
+
+
 @given(problems(whole_chunks=True), st.booleans(), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, paper: bool) -> None:
@@ -135,6 +205,8 @@ def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, pa
     layouts = lay_out_pools(slices, plan, ["map", "alias", "dma", "interleave"], loader_threads=3)
     plan = replace(plan, m_peak=max(problem.m_peak, layouts["map"].in_flight_bytes))
     replace(plan, layouts=layouts).check(replace(problem, m_peak=plan.m_peak), slices)
+    apart = lay_out_pools(slices, replace(plan, shares_memory=False), ["interleave"], loader_threads=3)["interleave"]
+    replace(plan, layouts={"interleave": apart}).check(replace(problem, m_peak=plan.m_peak), slices)
 
     def held(layer: int) -> int:
         lives = {w.name: w.preload or w.read_layer <= layer <= w.last_use for w in plan.weights}  # W has places of its own
@@ -143,8 +215,10 @@ def test_pools_of_every_mode_pass_the_checker(problem: Problem, images: bool, pa
     assert layouts["map"].total_bytes == max(held(layer) for layer in range(len(problem.layers) + 1))
     assert layouts["alias"].total_bytes == layouts["alias"].pool_bytes >= layouts["map"].mapped_peak_bytes
     largest = max((-(-w.nbytes // POOL_ALIGNMENT) * POOL_ALIGNMENT for w in plan.weights), default=0)
-    assert layouts["dma"].staging_bytes == 3 * largest
-    assert set(layouts["interleave"].staging) == {w.name for w in plan.weights}
+    assert layouts["dma"].ring_bytes == apart.ring_bytes == 3 * largest
+    streamed = {w.name for w in plan.weights if not w.preload}
+    assert set(layouts["interleave"].staging) == set(apart.staging_slot_of) == streamed
+    assert apart.total_bytes == apart.home_bytes + sum(apart.staging_slots) + apart.ring_bytes
     in_slots = {s.name for s in slices if s.is_image}
     for mode in ("dma", "interleave"):
         assert (
@@ -165,6 +239,22 @@ def test_two_live_slices_in_one_place_are_caught(problem: Problem, data: st.Data
         shared = replace(layout, offsets={**layout.offsets, b: layout.offsets[a]})
         with pytest.raises(PlanViolation, match="overlap"):
             replace(plan, layouts={"alias": shared}).check(problem)
+
+
+@given(problems(most_layers=6), st.data())
+@settings(max_examples=100, deadline=None)
+def test_two_slices_in_one_staging_slot_at_once_are_caught(problem: Problem, data: st.DataObject) -> None:
+    problem = replace(problem, mode="interleave", shares_memory=False, m_peak=10**6)
+    plan = solve(problem, time_limit=0.1)
+    layout = lay_out_pools(slices_for(problem, images=False), plan, ["interleave"])["interleave"]
+    replace(plan, layouts={"interleave": layout}).check(problem)
+    lives = {w.name: (w.read_layer, w.moves[-1][0]) for w in plan.weights if not w.preload}
+    pairs = [(a, b) for a in lives for b in lives if a < b and lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]]
+    if pairs:
+        a, b = data.draw(st.sampled_from(pairs))
+        shared = replace(layout, staging_slot_of={**layout.staging_slot_of, b: layout.staging_slot_of[a]})
+        with pytest.raises(PlanViolation, match="share a staging slot"):
+            replace(plan, layouts={"interleave": shared}).check(problem)
 
 
 def test_a_plan_of_another_program_is_refused() -> None:

@@ -195,8 +195,10 @@ def test_what_is_large_passes_through_staging_in_pieces() -> None:
     plan = first_plan(problem)
     layouts = lay_out_pools(slices, plan, ["dma", "interleave"])
     replace(plan, layouts=dict(layouts)).check(problem, slices)
-    assert layouts["dma"].staging_bytes == 2 * PASSING_BYTES
-    assert layouts["interleave"].staging_bytes == 2 * PASSING_BYTES + (40 << 20)  # W passes through, the other waits
+    assert layouts["dma"].ring_bytes == layouts["interleave"].ring_bytes == 2 * PASSING_BYTES
+    assert (
+        layouts["dma"].all_staging_bytes == 0 and layouts["interleave"].staging_bytes == 40 << 20
+    )  # W passes, the other waits
     wide = Slice("wide", "w", 0, 40 << 20, 1 << 19, 5, 8 << 20)
     assert passing_bytes(wide) == 8 << 20  # a row at least
 

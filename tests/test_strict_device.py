@@ -15,7 +15,7 @@ import pytest
 from mini_bundle import write_mini_bundle
 from numpy.typing import NDArray
 from strict_device import PROFILES, Profile, StrictOpenCL
-from strict_device.door import STAGING_IS_ONE, strict
+from strict_device.door import strict
 from zoo_data import DATA, examples
 
 import flashmem
@@ -37,12 +37,7 @@ MODELS = ("gptneo-tiny", "mobilenet-tiny", "regnet-tiny", "resnet-tiny", "vit-ti
 PATHS = ("buffer", "texture")
 MODES = ("alias", "dma", "interleave")
 CASES = [
-    pytest.param(
-        profile,
-        mode,
-        id=f"{profile.name}-{mode}",
-        marks=[] if profile.unified_memory or mode != "interleave" else pytest.mark.xfail(strict=True, reason=STAGING_IS_ONE),
-    )
+    pytest.param(profile, mode, id=f"{profile.name}-{mode}")
     for profile in PROFILES
     for mode in MODES
     if profile.unified_memory or mode != "alias"

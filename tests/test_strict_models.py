@@ -15,7 +15,7 @@ from random_graphs.graph import draw
 from random_graphs.judge import judge
 from random_graphs.listed import listed
 from strict_device import PROFILES, Profile
-from strict_device.door import STAGING_IS_ONE, strict
+from strict_device.door import strict
 from zoo_data import DATA, EXPORTS, examples
 
 import flashmem
@@ -92,11 +92,9 @@ def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path
     ("profile", "path", "mode"), KINDS, ids=lambda value: value.name if isinstance(value, Profile) else str(value)
 )
 def test_loads_of_small_bundles_break_no_rule(
-    profile: Profile, path: MemoryPath, mode: TransferMode, preload: int, tmp_path: Path, request: pytest.FixtureRequest
+    profile: Profile, path: MemoryPath, mode: TransferMode, preload: int, tmp_path: Path
 ) -> None:
     """Several threads bring in segments of each slice, for W and in a run, just in time and ahead."""
-    if mode == "interleave" and not profile.unified_memory and preload < LAYERS * SLICES:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=STAGING_IS_ONE))
     for distance in (1, 4):
         model = write_mini_bundle(tmp_path / f"{distance}.flashmem", path, preload=preload, distance=distance)
         inputs = model.inputs()

@@ -14,7 +14,7 @@ from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 
-_NUMBERS = ("base", "first", "count", "width", "pitch")
+_NUMBERS = ("first", "count", "width", "pitch")
 
 
 def check_lanes(program: Program, source: str) -> None:
@@ -57,20 +57,17 @@ def _lane_of(kernel: Kernel, kind: LaneKind) -> tuple[object, ...]:
 
 
 def _check_place(kernel: Kernel, kind: LaneKind, part: Slice, place: int) -> None:
-    """Check the lane of `kernel` for a copy of all of `part` with the argument set `place`, and no copy with the others.
-
-    `bundle.validation` checks where staging holds a slice, so the base is 0 here.
-    """
+    """Check the lane of `kernel` for a copy of all of `part` with the argument set `place`, and no copy with the others."""
     room = -(-part.file_bytes // 16) * 16
     if part.is_image:
         unit = LANE_UNIT[kind]
-        numbers = (0, 0, part.width * part.height, part.width, part.row_pitch // unit)
+        numbers = (0, part.width * part.height, part.width, part.row_pitch // unit)
     else:
-        numbers = (0, 0, room // LANE_UNIT[kind], 1, 1)
+        numbers = (0, room // LANE_UNIT[kind], 1, 1)
     known: Mapping[str, int] = {
         f"lane_{name}{other}": number
         for other in range(len(lane_places(kind)))
-        for name, number in zip(_NUMBERS, numbers if other == place else (0, 0, 0, 1, 1), strict=True)
+        for name, number in zip(_NUMBERS, numbers if other == place else (0, 0, 1, 1), strict=True)
     }
     touched = kernel.touches(known, {f"lane_src{place}", f"lane_dst{place}"}, "lane_")
     source, target = touched.get(f"lane_src{place}"), touched.get(f"lane_dst{place}")

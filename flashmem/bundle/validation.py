@@ -45,9 +45,8 @@ def check_bundle(program: Program, plan: OverlapPlan) -> None:
     _check_steady(program)
     _check_host_embeddings(program)
     _check_plan(program, plan)
-    preloaded = {w.name for w in plan.weights if w.preload}
     for mode, layout in plan.layouts.items():
-        _check_layout(program, mode, layout, preloaded)
+        _check_layout(program, mode, layout, {w.name for w in plan.weights if w.preload})
 
 
 def check_variants(programs: Sequence[Program]) -> None:
@@ -348,13 +347,15 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
         else:
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
-        if mode == "interleave":
-            staged = layout.threads * layout.entrance_bytes if part.name in preloaded else words
-            _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
-    ring = layout.staging_bytes if mode == "dma" else layout.ring_bytes
-    if mode == "dma" or ring:
-        rows = max((part.row_pitch for part in program.slices), default=0)
-        _require(ring // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT >= rows, "no row of its textures fits staging")
+        if part.name in layout.staging_slot_of:
+            _require(layout.staging_slot_of[part.name] < len(layout.staging_slots), f"{name} has no staging slot")
+            fits = layout.staging_slots[layout.staging_slot_of[part.name]] >= words
+            _require(fits, f"{name} does not fit its staging slot")
+        elif part.name in layout.staging:
+            _check_place(f"{name} (staging)", layout.staging[part.name], words, layout.staging_bytes)
+        if mode == "dma" or (mode == "interleave" and (part.name in preloaded or layout.staging_slots)):
+            own = layout.ring_bytes // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
+            _require(own >= part.row_pitch, f"no row of {name} fits the ring")
 
 
 def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:

@@ -14,12 +14,15 @@ from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 from flashmem.schedule.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.schedule.plan import Strategy as PlannedStrategy
+from flashmem.schedule.staging_slots import staging_slots
 
 Strategy = PlannedStrategy | Literal["preload"]
 
 
 def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, shares_memory: bool) -> PoolLayout:
-    """The plan's layout for `mode`, adapted to a device that shares the host's memory or does not.
+    """The plan's layout for `mode`, adapted to a device that does not share the host's memory.
+
+    Such a device gets staging slots instead of places in one buffer, which it cannot use. Any device can use slots.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -28,9 +31,12 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
     layout = plan.layouts[mode]
-    if mode == "interleave" and not shares_memory and not layout.ring_bytes:  # planned for a device with shared memory
-        layout = replace(layout, ring_bytes=layout.threads * _largest_piece(program))
-    return layout
+    if shares_memory or not layout.staging:
+        return layout
+    slices = {part.name: part for part in program.slices}
+    slots, slot_of = staging_slots([(slices[w.name], w) for w in plan.weights])
+    ring = layout.threads * _largest_piece(program)
+    return replace(layout, staging_bytes=0, staging={}, staging_slots=slots, staging_slot_of=slot_of, ring_bytes=ring)
 
 
 def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
@@ -44,17 +50,18 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
     if mode == "map" or plan.strategy != "stream":
         return {w.name: w.read_layer - 1 for w in streamed}
     staging = mode == "interleave"
-    total = layout.staging_bytes if staging else layout.pool_bytes
+    offsets, total = (layout.staging, layout.staging_bytes) if staging else (layout.offsets, layout.pool_bytes)
+    slot_of = layout.staging_slot_of if staging else layout.slot_of
     pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # by page, the last layer that uses its content
-    slots = [0] * len(layout.slots)
+    slots = dict.fromkeys(slot_of.values(), 0)
     free: dict[str, int] = {}
     for w in streamed:
         last = w.last_mover if staging else w.last_use
-        if not staging and w.name in layout.slot_of:
-            slot = layout.slot_of[w.name]
+        if w.name in slot_of:
+            slot = slot_of[w.name]
             free[w.name], slots[slot] = slots[slot], last
             continue
-        start = (layout.staging if staging else layout.offsets)[w.name] // POOL_ALIGNMENT
+        start = offsets[w.name] // POOL_ALIGNMENT
         place = pages[start : start - (-slices[w.name].file_bytes // POOL_ALIGNMENT)]
         free[w.name] = int(place.max(initial=0))
         place[:] = last
@@ -83,7 +90,7 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
     return replace(plan, weights=weights)
 
 
-def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
+def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
     """A layout in which every slice has memory of its own, with the staging that loads of `mode` need."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
@@ -105,17 +112,10 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shar
     layout = PoolLayout(
         pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident, threads=threads
     )
-    piece = _largest_piece(program)
-    if mode == "dma":
-        return replace(layout, staging_bytes=threads * piece)
-    if mode == "interleave" and not shares_memory:
-        return replace(layout, ring_bytes=threads * piece, staging=dict.fromkeys(sizes, 0))
-    if mode == "interleave":  # slices pass through one staging area
-        return replace(layout, staging_bytes=threads * piece, staging=dict.fromkeys(sizes, 0), entrance_bytes=piece)
-    return layout
+    return layout if mode == "alias" else replace(layout, ring_bytes=threads * _largest_piece(program))
 
 
 def _largest_piece(program: Program) -> int:
-    """Bytes of the largest segment in staging, in whole pages."""
+    """Bytes of the largest segment in the ring, in whole pages."""
     largest = max((passing_bytes(part) for part in program.slices), default=0)
     return -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT

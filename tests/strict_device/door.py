@@ -15,9 +15,6 @@ from strict_device.calls import StrictOpenCL
 from strict_device.library import StrictLibrary
 from strict_device.profiles import Profile
 
-STAGING_IS_ONE = "staging of a device with memory of its own is one buffer: parts of it crash a driver (docs/opencl-notes.md)"
-"""Why sessions in mode `interleave` break a rule there, and are expected to."""
-
 
 @functools.cache
 def base_device() -> Any:

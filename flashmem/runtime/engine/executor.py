@@ -75,7 +75,7 @@ class Resources:
     arena: Memory
     constants: Memory | None
     weights: Mapping[str, Memory]
-    staged: Mapping[str, tuple[Memory, int]]  # and the first byte of the slice there
+    staged: Mapping[str, Memory]  # where streamed slices wait to be moved home
 
 
 class Kernels(Protocol):

@@ -36,6 +36,6 @@ def fit(bundle: Bundle, device: Device, mode: TransferMode, strategy: Strategy) 
     """
     program, plan, shares = program_on(bundle.program, device), bundle.plan, device.unified_memory
     if strategy == "preload":
-        layout = preloaded_layout(program, mode, plan.loader_threads, shares_memory=shares)
+        layout = preloaded_layout(program, mode, plan.loader_threads)
         return Fitted(bundle, program, preloaded(plan), layout)
     return Fitted(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares))

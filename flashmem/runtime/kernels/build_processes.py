@@ -256,7 +256,7 @@ def _arguments(use: KernelLaunch, program: Program) -> list[list[Any]]:
         else:
             found.append([arg.kind, arg.value])
     if use.ride is not None:
-        found += use.ride.arguments(lambda part: (["buffer", part.file_bytes], 0), _memory, lambda number: ["int", number])
+        found += use.ride.arguments(lambda part: ["buffer", part.file_bytes], _memory, lambda number: ["int", number])
     return found
 
 

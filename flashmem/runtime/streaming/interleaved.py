@@ -1,8 +1,8 @@
 """Stream lanes: the plan's x_{w,l} turned into kernel arguments (transfer mode `interleave`; FlashMem section 4.4).
 
 A launch makes up to four moves (`program.lane_places`), each of units of one slice from staging to its home: texels of an
-image, or 16-byte words of a plain buffer. Seven arguments describe a move, last in every kernel of the lane source: lane_src,
-lane_dst, lane_base, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/lane.cl.j2).
+image, or 16-byte words of a plain buffer. Six arguments describe a move, last in every kernel of the lane source: lane_src,
+lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/lane.cl.j2).
 """
 
 from __future__ import annotations
@@ -70,12 +70,8 @@ class Ride:
         units = sum(move.numbers(self.kind)[1] for move in self.moves)
         return min(-(-units // COPY_GROUP) * COPY_GROUP, _MOST_COPY_ITEMS)
 
-    def arguments(
-        self, source: Callable[[Slice], tuple[T, int]], home: Callable[[Slice], T], number: Callable[[int], T]
-    ) -> list[T]:
-        """The lane's arguments: memory by the slice that is moved, numbers as `number` makes them.
-
-        `source`: where a slice is staged, and its first byte there.
+    def arguments(self, source: Callable[[Slice], T], home: Callable[[Slice], T], number: Callable[[int], T]) -> list[T]:
+        """The lane's arguments: memory by the slice that is moved, numbers as `number` makes them. `source`: where it waits.
 
         A place without a move counts no units; what it is given as its memory is another move's, and not touched: a texture
         that the kernel reads must not be among those that it may write.
@@ -87,12 +83,10 @@ class Ride:
             move = next((move for move in waiting if move.kind == place), None)
             if move is not None:
                 waiting.remove(move)
-                staging, first = source(move.part)
-                numbers = (first // LANE_UNIT[self.kind], *move.numbers(self.kind))
-                arguments += [staging, home(move.part), *map(number, numbers)]
+                arguments += [source(move.part), home(move.part), *map(number, move.numbers(self.kind))]
                 continue
-            staging, _ = source(idle)
-            arguments += [staging, staging if place == "buffer" else home(idle), *map(number, (0, 0, 0, 1, 1))]
+            staging = source(idle)
+            arguments += [staging, staging if place == "buffer" else home(idle), *map(number, (0, 0, 1, 1))]
         assert not waiting
         return arguments
 

@@ -139,7 +139,7 @@ class Scenario:
 def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
     """The runtime's layout of slices: the plan's layout for `mode`, computed here if the plan has none."""
     if strategy == "preload":
-        return preloaded_layout(program, mode, plan.loader_threads, shares_memory=plan.shares_memory)
+        return preloaded_layout(program, mode, plan.loader_threads)
     return (
         plan.layouts[mode]
         if mode in plan.layouts
@@ -254,15 +254,14 @@ class _Travel:
     def _passed_through(self, preload: bool) -> int:
         """Bytes of the thread's staging that a load is copied from; 0 if it is read in place or fetched by kernels."""
         layout = self.layout
-        if self.mode == "interleave" and not layout.ring_bytes:
-            return layout.entrance_bytes if preload else 0
-        ring = layout.staging_bytes if self.mode == "dma" else layout.ring_bytes
-        return ring // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
+        if layout.staging and not preload:
+            return 0
+        return layout.ring_bytes // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a load is read into a thread's own staging before its gate opens."""
-        return self.mode == "dma" or bool(self.layout.ring_bytes)
+        """Whether a streamed load passes through memory of a thread's own, and is read there before its gate opens."""
+        return self.mode == "dma" or bool(self.layout.staging_slots)
 
     def held(self, segment: Segment) -> int:
         """Bytes of pages to count while they are mapped. In other modes the layout is allocated when the session opens."""
@@ -311,15 +310,14 @@ def _gathered_bytes(program: Program) -> int:
 
 
 def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:
-    """The allocations in the engine's order, without mapped pages, which change during a run."""
-    homes = layout.pool_bytes + sum(slot.nbytes for slot in layout.slots)
+    """In the engine's order; mapped pages are not among them, they come and go."""
     return (
         Allocation("arena", program.arena_bytes),
         Allocation("constants", program.constants_bytes),
         Allocation("outputs", output_bytes(program)),
         Allocation("staging", scratch_bytes(program)),
-        Allocation("weights", homes),
-        Allocation("staging", layout.staging_bytes + layout.ring_bytes),
+        Allocation("weights", layout.home_bytes),
+        Allocation("staging", layout.all_staging_bytes + layout.ring_bytes),
     )
 
 
