@@ -1,6 +1,6 @@
-"""Parameters of the commands that examine devices or explore many models: doctor, profile, tune, design, sweep, zoo.
+"""Commands that examine devices or explore many models, as declared for typer: doctor, profile, tune, design, sweep, zoo.
 
-Declared as in `flashmem.cli.model_commands`.
+See `flashmem.cli.model_commands`.
 """
 
 from __future__ import annotations

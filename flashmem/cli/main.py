@@ -6,6 +6,7 @@ Nothing heavier than typer is imported before a command is chosen, and `run` of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -53,7 +54,7 @@ def options_before_the_command(
     """Run neural networks larger than memory on OpenCL devices."""
 
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[..., None]] = {
     "devices": device_commands.devices,
     "doctor": device_commands.doctor,
     "compile": model_commands.compile_,
@@ -79,7 +80,7 @@ zoo.command("export")(device_commands.zoo_export)
 
 
 def main() -> None:
-    """The command line, as `sys.argv` has it; always ends with SystemExit."""
+    """Run the command line in `sys.argv`; always raises SystemExit."""
     prepare_streams()
     with exit_codes():
         app()

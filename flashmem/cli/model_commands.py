@@ -1,7 +1,7 @@
-"""Parameters of the commands that work with one model, its bundle or several of them: compile, run, plan, queue ...
+"""Commands for one model, a bundle or several of them, as declared for typer: compile, run, plan, queue and others.
 
-Each function declares a command for typer: its parameters, and its docstring as the help text. The work is done in
-`flashmem.cli.commands`, imported when the command runs.
+A function's parameters are the options of its command, and its docstring is the help text. The work is done in
+`flashmem.cli.commands`, which is imported when the command runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a phone needs of the command line, where typer is not installed: `flashmem doctor | devices | run | check | replan ...`.
+"""The command line without typer, for phones: `flashmem doctor | devices | run | check | replan ...`.
 
-The same words as in `flashmem.cli.main`, read by argparse; what they do is in `flashmem.cli.commands`.
+It parses the options of `flashmem.cli.main` with argparse; the work is done in `flashmem.cli.commands`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Command = Callable[[argparse.Namespace], int | None]
 
 
 def main() -> None:
-    """The command line, as `sys.argv` has it; always ends with SystemExit."""
+    """Run the command line in `sys.argv`; always raises SystemExit."""
     prepare_streams()
     arguments = _parser().parse_args()
     with exit_codes(), unwinding():

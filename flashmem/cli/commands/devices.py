@@ -1,4 +1,4 @@
-"""`flashmem devices`: what is here, how each device would be used, and why not otherwise."""
+"""`flashmem devices`: the devices of this machine, how flashmem would use each, and why not otherwise."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_
 
 
 def show_devices(*, as_json: bool) -> None:
-    """Prints the devices; the one that `auto` takes is marked.
+    """Print the devices, with a mark at the choice of `auto`.
 
     Raises:
-        NoDeviceError: there is none.
+        NoDeviceError: there is no device.
     """
     found = list_devices()
     if not found:

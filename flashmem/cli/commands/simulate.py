@@ -1,4 +1,4 @@
-"""`flashmem simulate`: what a session would take, predicted from the plan and the device's descriptor."""
+"""`flashmem simulate`: predict a session's latency and memory from the plan and the device's descriptor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashmem.tools.zoo.names import architecture
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What `simulate` does with a bundle; see the command line's help."""
+    """The options of `flashmem simulate` for a bundle."""
 
     disk: Disk = "cached"
     strategy: Strategy | Literal["auto"] = "auto"
@@ -39,7 +39,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A program and its plan, whether or not there are weights. `mode`: what the plan was made for, if that is known."""
+    """A program and its plan, with or without weights. `mode` is the transfer mode of the plan, if known."""
 
     title: str
     program: Program
@@ -50,14 +50,14 @@ class _Subject:
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, device: str | None = None) -> Self:
-        """A bundle, on its own device or the one that `device` names."""
+        """The subject for a bundle, on its own device or on `device`."""
         title = model_name(Path(str(bundle.meta.get("model_path") or bundle.path)))
         descriptor = find_descriptor(device or "auto", own=bundle.descriptor)
         return cls(title, bundle.program, bundle.plan, descriptor, bundle.meta.get("mode"), bundle.budget_bytes)
 
     @classmethod
     def of_zoo(cls, zoo: ZooPlan) -> Self:
-        """A known architecture."""
+        """The subject for a known architecture."""
         return cls(zoo.name, zoo.program, zoo.plan, zoo.descriptor, zoo.mode, zoo.budget_bytes)
 
 
@@ -70,17 +70,17 @@ class _Played:
 
 
 def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOptions) -> None:
-    """Plays `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and prints the prediction.
+    """Simulate `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and print the prediction.
 
     Raises:
-        UserError: something in the files or options has to be changed.
+        UserError: a file or an option is wrong.
     """
     if options.timeline is not None:
         check_target(options.timeline, "--timeline")
         require_matplotlib()
     subject = _subject(model, compiling, options)
     strategy = choose_strategy(subject.plan, options.strategy)
-    # A model planned just now was planned for the budget; a bundle may be held to another.
+    # A model planned now has its budget in the plan; an existing bundle is simulated with the budget.
     budget = compiling.budget if model.is_dir() else None
     played = _play(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
@@ -94,7 +94,7 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
 
 
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
-    """What is played: a bundle on any device; anything else planned now, for the device and the strategy asked for."""
+    """The subject of the simulation: a bundle on any device, or a plan made now for the requested device and strategy."""
     if model.is_dir():
         return _Subject.of_bundle(open_bundle(model, compiling, still_open=RUN_TIME), compiling.device)
     if options.strategy not in ("auto", "preload"):
@@ -118,7 +118,7 @@ def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, 
 
 
 def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]:
-    """The object that `--json` prints: the keys of `flashmem run`, as far as a prediction has them."""
+    """The JSON object of the prediction, with the keys of `flashmem run` that a prediction has."""
     prediction, program = played.prediction, played.subject.program
     latency, memory = prediction.report.latency, prediction.report.memory
     seconds = {"integrated": latency.integrated, "init": latency.init, "exec": latency.exec, "warm": prediction.later}
@@ -170,5 +170,5 @@ def _print(played: _Played, options: SimulateOptions) -> None:
 
 
 def options_of(disk: str, strategy: str | None, json: bool, timeline: Path | None) -> SimulateOptions:
-    """The command line's words as options; its enumerations have already refused others."""
+    """The options from the command line's text, whose enumerations were checked there."""
     return SimulateOptions(cast(Disk, disk), cast(Strategy | Literal["auto"], strategy or "auto"), json, timeline)

@@ -1,4 +1,4 @@
-"""`--trace`: layers, loads and memory over time, in the format that Chrome's about:tracing and Perfetto open."""
+"""`--trace`: layers, loads and memory over time, in the format of Chrome's about:tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trace_events(report: RunReport) -> list[dict[str, Any]]:
 
 
 def write_trace(path: Path, report: RunReport) -> None:
-    """Writes the trace, whole or not at all."""
+    """Write the trace atomically."""
     with written_whole(path) as file:
         file.write(json.dumps({"traceEvents": trace_events(report), "displayTimeUnit": "ms"}).encode())
 

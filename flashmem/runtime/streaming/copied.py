@@ -137,9 +137,9 @@ class InterleaveTransfer(_MovingTransfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
     Where host and device share memory, the place is a part of one buffer, which is mapped only while a segment is read.
-    Elsewhere it is a staging slot, a buffer that no other slice is in at the time, and loads are copied there out of a ring that
-    is the host's: were staging mapped, the driver would keep a second one on the host (docs/opencl-notes.md). Preloaded slices
-    are copied home out of the ring in either case.
+    Elsewhere it is a staging slot, a buffer that no other slice is in at the time, and loads are copied there out of a ring
+    that is the host's: were staging mapped, the driver would keep a second one on the host (docs/opencl-notes.md). Preloaded
+    slices are copied home out of the ring in either case.
     """
 
     def __init__(
