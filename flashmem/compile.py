@@ -45,8 +45,8 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
-from flashmem.runtime.kernels.ahead import BuildRequest, KernelBuilder
-from flashmem.runtime.kernels.ahead import with_binaries as carrying
+from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
+from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 

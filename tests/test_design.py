@@ -32,7 +32,7 @@ from flashmem.tools.design.application import (
 )
 from flashmem.tools.design.metrics import Candidate, Profile
 from flashmem.tools.design.rass import optimality, solve
-from flashmem.tools.design.written import described, solved
+from flashmem.tools.design.writer import described, solved
 
 DATA = Path(__file__).parent / "data"
 GB = 10**9

@@ -28,7 +28,7 @@ from flashmem.base.errors import BundleError, RunError, UserError
 from flashmem.bundle.manifest import BINARIES
 from flashmem.cli.commands.bundles import check_bundle
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.kernels import ahead as kernel_builder
+from flashmem.runtime.kernels import ahead_of_time as kernel_builder
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import SMALL_GRID
 from flashmem.runtime.opencl.context import Context

@@ -47,7 +47,7 @@ KINDS: list[tuple[Profile, MemoryPath, TransferMode]] = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _small_bands_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Slices in small segments, so that threads share those of small models, too. A strict device's binaries are its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))

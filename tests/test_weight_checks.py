@@ -1,4 +1,4 @@
-"""Weights are what was written: compared with their checksums as they come in, and not cut while kernels read them in place."""
+"""Weights are what was written: compared with their checksums when read, and not cut while kernels read them in place."""
 
 from __future__ import annotations
 

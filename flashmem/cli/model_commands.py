@@ -61,7 +61,8 @@ def run(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
     trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
     check_weights: Annotated[
-        bool, typer.Option("--check-weights/--no-check-weights", help="Compare weights with their checksums as they come in.")
+        bool,
+        typer.Option("--check-weights/--no-check-weights", help="Compare weights with their checksums when read."),
     ] = False,
     build: Build = True,
 ) -> None:

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--learn", action="store_true", help="plan again with the times of these runs, and keep the plan")
     run.add_argument("--seed", type=int, default=0, help="seed of the inputs not given")
     run.add_argument("--trace", type=Path, metavar="trace.json", help="where to write layers and loads over time")
-    run.add_argument("--check-weights", action="store_true", help="compare weights with their checksums as they come in")
+    run.add_argument("--check-weights", action="store_true", help="compare weights with their checksums when read")
     bundle(add("check", _check, "Read all of a bundle, weights too, and say whether it is what was written."))
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)

@@ -23,7 +23,7 @@ from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
-from flashmem.cli.commands.stand_in_cache import have_cache
+from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import progress
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.application.designs import Designs, SwitchingRule
 from flashmem.tools.design.application import Application, Objective, read_application
 from flashmem.tools.design.profiles import Profiling, candidates
-from flashmem.tools.design.written import Solved, described, solved, write
+from flashmem.tools.design.writer import Solved, described, solved, write
 
 
 @dataclass(frozen=True)

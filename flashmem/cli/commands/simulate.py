@@ -62,7 +62,7 @@ class _Subject:
 
 
 @dataclass(frozen=True)
-class _Played:
+class _Simulated:
     subject: _Subject
     mode: TransferMode
     strategy: Strategy
@@ -82,15 +82,15 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     strategy = choose_strategy(subject.plan, options.strategy)
     # A model planned now has its budget in the plan; an existing bundle is simulated with the budget.
     budget = compiling.budget if model.is_dir() else None
-    played = _play(subject, compiling.mode or "auto", budget, strategy, options.disk)
+    simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
         from flashmem.tools.plots.timeline import draw_timeline
 
-        draw_timeline(options.timeline, played.prediction, title=_title(played, options))
+        draw_timeline(options.timeline, simulated.prediction, title=_title(simulated, options))
     if options.json:
-        emit_json(prediction_json(played, options))
+        emit_json(prediction_json(simulated, options))
     else:
-        _print(played, options)
+        _print(simulated, options)
 
 
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
@@ -105,7 +105,7 @@ def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -
     return _Subject.of_bundle(open_bundle(model, compiling))
 
 
-def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Played:
+def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Simulated:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy)
@@ -114,22 +114,22 @@ def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, 
     if strategy != "preload":
         plan = replace(plan, layouts={chosen: layout})
     scenario = describe(program, plan, descriptor, chosen, disk=disk, strategy=strategy)
-    return _Played(subject, chosen, strategy, simulate(scenario, limit))
+    return _Simulated(subject, chosen, strategy, simulate(scenario, limit))
 
 
-def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]:
+def prediction_json(simulated: _Simulated, options: SimulateOptions) -> dict[str, Any]:
     """The JSON object of the prediction, with the keys of `flashmem run` that a prediction has."""
-    prediction, program = played.prediction, played.subject.program
+    prediction, program = simulated.prediction, simulated.subject.program
     latency, memory = prediction.report.latency, prediction.report.memory
     seconds = {"integrated": latency.integrated, "init": latency.init, "exec": latency.exec, "warm": prediction.later}
     return {
         "simulated": True,
-        "device": played.subject.descriptor.name,
-        "device_measured": played.subject.descriptor.measured,
-        "device_measured_on": played.subject.descriptor.measured_on,
+        "device": simulated.subject.descriptor.name,
+        "device_measured": simulated.subject.descriptor.measured,
+        "device_measured_on": simulated.subject.descriptor.measured_on,
         "memory_path": program.memory_path,
-        "transfer_mode": played.mode,
-        "strategy": played.strategy,
+        "transfer_mode": simulated.mode,
+        "strategy": simulated.strategy,
         "precision": program.precision,
         "shapes": port_shapes(program.inputs),
         "disk": options.disk,
@@ -141,25 +141,25 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
             "budget_bytes": memory.budget_bytes,
             "by_category": dict(memory.by_category),
         },
-        "plan": summary(played.subject.plan, played.subject.program),
+        "plan": summary(simulated.subject.plan, simulated.subject.program),
     }
 
 
-def _title(played: _Played, options: SimulateOptions) -> str:
-    subject = played.subject
-    return f"{subject.title} on {subject.descriptor.name}, {played.strategy}, mode {played.mode}, file {options.disk}"
+def _title(simulated: _Simulated, options: SimulateOptions) -> str:
+    subject = simulated.subject
+    return f"{subject.title} on {subject.descriptor.name}, {simulated.strategy}, mode {simulated.mode}, file {options.disk}"
 
 
-def _print(played: _Played, options: SimulateOptions) -> None:
-    prediction, descriptor = played.prediction, played.subject.descriptor
+def _print(simulated: _Simulated, options: SimulateOptions) -> None:
+    prediction, descriptor = simulated.prediction, simulated.subject.descriptor
     latency, memory = prediction.report.latency, prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
     busy = {"disk": "disk", "read": "reading the page cache", "copy": "copying", "compute": "compute"}
     print_facts(
         {
-            "device": f"{descriptor.name} ({rates_said(descriptor)}), {played.subject.program.memory_path} path, "
-            f"mode {played.mode}, {played.strategy}, file {options.disk}",
+            "device": f"{descriptor.name} ({rates_said(descriptor)}), {simulated.subject.program.memory_path} path, "
+            f"mode {simulated.mode}, {simulated.strategy}, file {options.disk}",
             "first answer": f"{answer}, later ones {1e3 * prediction.later:.1f} ms: predicted",
             "memory": f"{format_size(memory.peak_bytes)} at most, {format_size(memory.average_bytes)} on average, {budget}",
             "busy": ", ".join(

@@ -13,7 +13,7 @@ from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
 from flashmem.base.streams import say
 from flashmem.base.units import parse_shape, parse_size
-from flashmem.cli.commands.stand_in_cache import have_cache
+from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
 from flashmem.tools.sweep.executors import EXECUTORS, default_jobs, executor
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words

@@ -22,7 +22,7 @@ from flashmem.base.paths import cache_folder, make_private
 from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.cli.commands.compiling import CompileOptions, compile_apart
-from flashmem.cli.commands.stand_in_cache import have_cache
+from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.demo import ocr
 from flashmem.cli.output.console import out, print_table, waiting
 from flashmem.runtime.session import Session

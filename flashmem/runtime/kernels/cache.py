@@ -1,24 +1,24 @@
-"""The program cache: compiled kernels on disk, so that the second process compiles nothing. This is its specification.
+"""The program cache: compiled kernels on disk, so that a later process compiles nothing. This is its specification.
 
 Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem; there `programs/KEY.bin`, one file a kernel.
-         Folder and files are the user's alone; a folder that another user owns is not used.
+         Only the user can access folder and files. A folder of another user is not used.
 Key      SHA-256 (hex) over: the format version; the device key (platform, its version, vendor, device, its version, driver
-         version, and what the driver compiles for: instruction set and variables, `compile_target`); the build options;
-         the kernel's text with all that it needs (`program.kernel_texts`); and its variants, where the driver compiles anew
-         for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text
-         are one entry.
+         version, and the compile target: instruction set and variables, `compile_target`); the build options; the
+         kernel's complete text (`program.kernel_text`); and its variants, if the driver compiles a kernel separately for
+         launches of different sizes (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text are
+         one entry.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`kernel_processes`); by a session that
-         builds them itself (`build_apart=False`), after its kernels have all run once. Into a temporary file in the same
-         folder, renamed when whole. A cache that cannot be written costs a warning, never a run. What a bundle carries is never
-         written: only what was compiled here from source.
+Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`); by a session that
+         builds them itself (`build_apart=False`), after all of its kernels have run once. A temporary file in the same
+         folder is renamed when complete. If the cache cannot be written, there is a warning, and the run continues.
+         Kernels carried by a bundle are never written: only those compiled here from source.
 Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses
-         as it is loaded or as a kernel of it is made. An entry found wrong is deleted, and built again. Nothing is ever
-         migrated: another format version is another key.
-Limit    1 GB, or a tenth of what would be free without it, at least 50 MB; what was used longest ago goes
-         (`ProgramCache.trim`).
+         when it is loaded or when a kernel of it is created. An invalid entry is deleted, and built again. Entries are
+         not migrated: another format version is another key.
+Limit    1 GB, or a tenth of the disk space that would be free without it, at least 50 MB; least recently used entries are
+         removed (`ProgramCache.trim`).
 
-A bundle may carry entries, as they stand in files, one after the other (`packed_entries`); the cache is asked first.
+A bundle may carry entries, in the same form as files, one after the other (`packed_entries`). The cache is searched first.
 """
 
 from __future__ import annotations

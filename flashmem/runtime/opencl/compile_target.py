@@ -60,8 +60,8 @@ def _instruction_set() -> str:
         for name, _, value in (line.partition(":") for line in lines)
         if name.strip() in _FEATURES
     }
-    told = "\n".join(sorted(found)) or platform.processor()
-    return f"{platform.machine()} {hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    features = "\n".join(sorted(found)) or platform.processor()
+    return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"
 
 
 def _configured(runtimes: Iterable[Path]) -> list[str]:

@@ -17,9 +17,9 @@ def processor_of(device: Device) -> str:
     """
     if device.kind != "cpu":
         return device.name
-    told = _first_processor()
-    name = told.get("model name", device.name)
-    generation = [f"{word} {told[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in told]
+    fields = _first_processor()
+    name = fields.get("model name", device.name)
+    generation = [f"{word} {fields[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in fields]
     cores = f"{device.compute_units} core{'s' if device.compute_units != 1 else ''}"
     return ", ".join((name, *([" ".join(generation)] if generation else []), cores))
 

@@ -2,6 +2,6 @@
 
 The method is CARIn's (Panopoulos et al., 2024). `application.py` reads the requirements, `profiles.py` measures each candidate,
 `metrics.py` combines candidates into decisions and computes their metrics. `rass.py` solves the problem once: it selects
-designs and the policy that switches between them. `written.py` compiles and writes them. The runtime part is
+designs and the policy that switches between them. `writer.py` compiles and writes them. The runtime part is
 `flashmem.runtime.application`.
 """

@@ -54,10 +54,10 @@ def optimality(values: Rows, maximise: Sequence[bool], weights: Sequence[float])
     signs = np.where(np.asarray(maximise), -1.0, 1.0)
     costs = values * signs
     variance = costs.var(axis=0)
-    told = np.ptp(costs, axis=0) > SAME * np.abs(costs).max(axis=0)
-    scale = np.asarray(weights, np.float64)[told] / variance[told]
-    best, worst = costs.min(axis=0)[told], costs.max(axis=0)[told]
-    distance = np.sqrt((scale * (costs[:, told] - best) ** 2).sum(axis=1))
+    varying = np.ptp(costs, axis=0) > SAME * np.abs(costs).max(axis=0)
+    scale = np.asarray(weights, np.float64)[varying] / variance[varying]
+    best, worst = costs.min(axis=0)[varying], costs.max(axis=0)[varying]
+    distance = np.sqrt((scale * (costs[:, varying] - best) ** 2).sum(axis=1))
     largest = float(np.sqrt((scale * (worst - best) ** 2).sum()))
     with np.errstate(divide="ignore"):
         return np.where(distance > 0, largest / np.where(distance > 0, distance, 1.0), np.inf)

@@ -43,9 +43,9 @@ class Prediction:
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
     """Simulate the first run of a session, and a later one. `budget` is only written to the report."""
-    first = _Player(scenario)
-    integrated = first.play()
-    later = _Player(scenario.later()).play()
+    first = _SimulatedRun(scenario)
+    integrated = first.simulate_run()
+    later = _SimulatedRun(scenario.later()).simulate_run()
     memory = first.memory
     report = RunReport(
         Latency(integrated, first.opened, integrated - first.opened),
@@ -100,7 +100,7 @@ class _Memory:
         return sum(held * (after - at) for (at, held), (after, _) in pairwise(moments)) / seconds
 
 
-class _Player:
+class _SimulatedRun:
     """One simulated run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -118,7 +118,7 @@ class _Player:
         self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the segment
         self._in_cache: set[tuple[str, int]] = set()
 
-    def play(self) -> float:
+    def simulate_run(self) -> float:
         """Simulate the run; seconds until the outputs are in host memory."""
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
@@ -216,14 +216,14 @@ class _Loader:
     """Loader threads on one sequence of loads (runtime/streaming/loader.py)."""
 
     def __init__(
-        self, player: _Player, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
+        self, simulated: _SimulatedRun, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
     ) -> None:
         self._missing = Counter(load.name for load in loads)  # segments, by slice
-        self._player = player
+        self._simulated = simulated
         self._loads = loads
         self._frees = frees
         self._held = Counter[str]()
-        for load in player.scenario.loads:
+        for load in simulated.scenario.loads:
             self._held[load.name] += load.held
         self._ahead = threads
         self._waiting = list(range(len(loads)))
@@ -231,7 +231,7 @@ class _Loader:
         self._to_free: list[str] = []
         self._stopping = False
         for number in range(min(threads, len(loads))):
-            player.events.start(self._work(number))
+            simulated.events.start(self._work(number))
 
     def lacks(self, name: str) -> bool:
         """Whether a part of `name` is not loaded yet."""
@@ -253,7 +253,7 @@ class _Loader:
         self._free()
 
     def _work(self, thread: int) -> Process:
-        player, events = self._player, self._player.events
+        simulated, events = self._simulated, self._simulated.events
         while True:
             yield lambda: self._stopping or bool(self._to_free) or self._next() is not None
             if self._stopping:
@@ -265,19 +265,19 @@ class _Loader:
             load = self._loads[number]
             self._waiting.remove(number)
             for part in self._ahead_of_it(load):
-                yield from player.announce(part)
+                yield from simulated.announce(part)
             start = events.now
             if load.held:
-                player.memory.change(start, "weights", load.held)
-            yield from player.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
-            player.loads.append((TimedInterval(load.name, start, events.now), thread))
+                simulated.memory.change(start, "weights", load.held)
+            yield from simulated.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
+            simulated.loads.append((TimedInterval(load.name, start, events.now), thread))
             self._missing[load.name] -= 1
             if not self._missing[load.name]:
                 del self._missing[load.name]
 
     def _free(self) -> None:
         for name in self._to_free:
-            self._player.memory.change(self._player.events.now, "weights", -self._held[name])
+            self._simulated.memory.change(self._simulated.events.now, "weights", -self._held[name])
         self._to_free.clear()
 
     def _next(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Whisper: the encoder of a spectrogram, and the decoder of text with and without attention to it."""
+"""Whisper: the encoder of a spectrogram, and the text decoder with and without attention to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _encoded(network: Any, inputs: Tensors) -> tuple[Any, ...]:
 
 
 def _logits(network: Any, inputs: Tensors) -> tuple[Any, ...]:
-    """The head is the table of tokens."""
+    """Logits with the token table as head."""
     return (network(**inputs, use_cache=False).last_hidden_state @ network.embed_tokens.weight.T,)
 
 
