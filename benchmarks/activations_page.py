@@ -13,12 +13,15 @@ Row = dict[str, Any]
 _CATEGORIES = ("weights", "staging", "constants", "outputs")
 _HEAD = """# Memory of models
 
-Written by `python -m benchmarks.activations`, whose text says how each number is measured. MB are 10^6 bytes. *Arena*: what
-activations take; *alive*: the most of it that is needed at once: no arena is smaller. *Average* is over the run of the
-plan that answers first within twice the smallest budget; *paper*: FlashMem's Table 8, of another device, without such a limit,
-of smaller inputs for some models: a size to know, not a comparison. First answers in seconds. Weights are drawn at random;
-*error* is the largest difference from ONNX Runtime, over the range of the output. The rival of a small budget is no limit, the
-last of the three answers: where the three agree, the smaller budget costs no time.
+`python -m benchmarks.activations` writes this page; its text says how each number is measured. MB are 10^6 bytes, first answers
+are in seconds, weights are random.
+
+- *Arena*: the memory of activations. *Alive*: the most of it that is needed at once, a lower bound for every arena.
+- *Average*: memory over the run of the fastest plan within twice the smallest budget. *Paper*: FlashMem's Table 8, measured on
+  another device, without such a limit, some models with smaller inputs. It shows the order of magnitude and is no comparison.
+- *First answer*: at the smallest budget, at twice that, and without a limit. No limit is the rival of a small budget: where the
+  three agree, the smaller budget costs no time.
+- *Error*: the largest difference from ONNX Runtime, over the range of the output.
 """
 
 

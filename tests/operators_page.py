@@ -27,7 +27,7 @@ _NAMES: dict[Types, str] = {
 _HEAD = f"""\
 # Operators
 
-Made by `python -m tests.operators_page` of the declarations in `flashmem/graph/operators/`.
+Made by `python -m tests.operators_page` of the declarations in `flashmem/compiler/operators/`.
 ONNX operator sets 7 to {NEWEST_OPSET}.
 Operators that are not listed and that ONNX defines by others run as their definition.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -139,16 +138,6 @@ def test_each_dependency_has_a_lower_bound() -> None:
     wanted = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
     assert [line for line in wanted if ">=" not in line and not line.startswith("flashmem[")] == []
     assert set(extras) == {"compile", "desktop", "demo", "test", "zoo", "bench", "plots", "docs"}
-
-
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])
-def test_each_file_that_a_page_names_exists(page: str) -> None:
-    text = (ROOT / page).read_text()
-    named = set(re.findall(r"[\w./-]+\.(?:py|j2|toml|md)\b(?!\.)", text)) - {"devices/NAME.toml", "app.toml"}  # a user's own
-    known = [path for folder in ("flashmem", "kernels", "devices", "docs", "tests") for path in files_of(ROOT / folder)]
-    known += ROOT.glob("*.*")
-    assert named, "a page without file names has nothing to check"
-    assert [name for name in named if not any(path.as_posix().endswith(f"/{name}") for path in known)] == []
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -106,13 +106,13 @@ def phone(unpacked: Path, cache: Path, *words: object, program: str = _COMMAND) 
 
 
 def test_the_wheel_is_small_and_asks_for_two_packages(wheel: Path) -> None:
-    assert round(wheel.stat().st_size / 1e6, 1) <= 0.3  # MB, as README and docs/android.md say
+    assert round(wheel.stat().st_size / 1e6, 1) <= 0.4  # MB, as README and docs/android.md say
     names = zipfile.ZipFile(wheel).namelist()
     (metadata,) = [name for name in names if name.endswith("/METADATA")]
     said = Parser().parsestr(zipfile.ZipFile(wheel).read(metadata).decode())
     wanted = {re.split(r"[<>=]", line)[0].strip() for line in said.get_all("Requires-Dist", [])}
     assert (said["Name"], wanted) == ("flashmem-runtime", {"numpy", "pyopencl"})
-    for part in ("flashmem/graph/", "flashmem/codegen/", "flashmem/compile.py", "flashmem/kernels/", "paper", ".ubj", ".csv"):
+    for part in ("flashmem/compiler/", "flashmem/compile.py", "flashmem/kernels/", "paper", ".ubj", ".csv"):
         assert not [name for name in names if part in name], part
     descriptors = {Path(name).stem for name in names if name.endswith(".toml")}
     assert descriptors == {path.stem for path in (ROOT / "devices").glob("*.toml")}

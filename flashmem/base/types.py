@@ -8,7 +8,7 @@ MemoryPath = Literal["buffer", "texture"]
 
 
 TransferMode = Literal["map", "alias", "dma", "interleave"]
-"""How weights get into the memory that kernels read (docs/architecture.md)."""
+"""How weights get into the memory that kernels read (docs/streaming.md)."""
 
 TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
 

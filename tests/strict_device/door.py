@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import binding, undocumented
 from flashmem.runtime.opencl import context as opencl
 from strict_device.calls import StrictOpenCL
 from strict_device.library import StrictLibrary
@@ -31,9 +31,9 @@ def strict(profile: Profile) -> Iterator[StrictOpenCL]:
     instead = StrictOpenCL(profile, base_device(), by_event=True)  # flashmem's own rule (docs/opencl-notes.md)
     library = StrictLibrary(instead)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (binding, opencl):
+        for module in (binding, undocumented, opencl):
             patch.setattr(module, "cl", instead)
-        patch.setattr(binding, "library", lambda *, locked=False: library)
+        patch.setattr(undocumented, "library", lambda *, locked=False: library)
         opencl.list_devices.cache_clear()
         try:
             yield instead

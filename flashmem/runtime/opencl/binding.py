@@ -1,14 +1,7 @@
-"""The OpenCL binding: imports pyopencl, turns its errors into RunErrors, and switches off features that flashmem does not
-use.
-"""
+"""The import of pyopencl, its errors turned into `RunError`, and its compiler warnings turned off."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib
-import sqlite3
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -26,16 +19,6 @@ except ImportError as error:
     raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
 
 cl: Any = pyopencl  # its type stubs lack callable enumerations and numpy scalar types
-
-
-@functools.cache
-def library(*, locked: bool = False) -> Any:
-    """OpenCL's C functions through ctypes, from the loader that pyopencl is linked with. All calls outside `cl` use it.
-
-    With `locked`, calls keep Python's interpreter lock.
-    """
-    path: str = cl._cl.__file__
-    return ctypes.PyDLL(path) if locked else ctypes.CDLL(path)
 
 
 _HINTS = {
@@ -110,39 +93,3 @@ class _Quiet:
 
 
 QUIET = _Quiet()
-
-
-_INVOKERS = threading.RLock()
-
-
-@contextmanager
-def without_invokers() -> Iterator[None]:
-    """Create kernels in the body without Python call functions, which flashmem never uses.
-
-    pyopencl generates and compiles Python code for these, 0.2 ms a kernel object: a tenth of a second for a model of 500
-    layers.
-    """
-    invoker = _invokers()
-    with _INVOKERS:  # two threads would each restore the other's replacement
-        generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
-
-        def skip_here(*args: Any, **kwargs: Any) -> Any:
-            return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
-
-        invoker.generate_enqueue_and_set_args = skip_here
-        try:
-            yield
-        finally:
-            invoker.generate_enqueue_and_set_args = generate
-
-
-def _invokers() -> Any:
-    """The pyopencl module that generates those functions. Its import opens a database in the user's cache folder."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # closing a database that failed to open raises
-    try:
-        return importlib.import_module("pyopencl.invoker")
-    except (OSError, sqlite3.Error):
-        cl._PYOPENCL_NO_CACHE = True
-    finally:
-        sys.unraisablehook = hook
-    return importlib.import_module("pyopencl.invoker")

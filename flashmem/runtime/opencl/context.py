@@ -1,9 +1,8 @@
 """OpenCL contexts, queues, programs and memory objects.
 
-Only this file, `launching.py` and `copier.py` call OpenCL, all through `binding.py`. So the binding can be replaced, and every
-call checked (tests/strict_device). `Context` creates memory objects, but other modules request them from the ledger
-(`flashmem.runtime.memory.ledger`), which counts their bytes. Every OpenCL error becomes a `RunError` with the error's name and
-a hint.
+Only this module, `launching.py` and `copier.py` call OpenCL, through `binding.py` and `undocumented.py`, so that tests can
+check every call (tests/strict_device). `Context` creates memory objects; other modules request them from the ledger
+(`flashmem.runtime.memory.ledger`), which counts their bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.types import Channel
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import binding, undocumented
 from flashmem.runtime.opencl.binding import QUIET as _QUIET
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.binding import explained as _explained
 from flashmem.runtime.opencl.binding import run_error as _run_error
-from flashmem.runtime.opencl.binding import without_invokers as _without_invokers
 from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
@@ -128,7 +126,7 @@ def _describe(platform: Any, device: Any) -> Device:
 def _raw_info(device: Any, parameter: int) -> int:
     """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 if the driver does not know it."""
     value = ctypes.c_uint(0)
-    failed = binding.library().clGetDeviceInfo(
+    failed = undocumented.library().clGetDeviceInfo(
         ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4), ctypes.byref(value), None
     )
     return 0 if failed else value.value
@@ -179,7 +177,7 @@ class Queue:
         """
         handles = (ctypes.c_void_p * len(events))(*(event.int_ptr for event in events))
         queue = ctypes.c_void_p(self.handle.int_ptr)
-        failed = binding.library().clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
+        failed = undocumented.library().clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
         binding.checked("wait for another queue", failed)
 
     def marker(self) -> Event:
@@ -190,24 +188,23 @@ class Queue:
     def write(self, buffer: Memory, data: NDArray[Any], *, offset: int = 0) -> None:
         """Copy contiguous host memory to byte `offset` of a buffer, and wait."""
         with _explained("write to a buffer"):
-            cl._cl._enqueue_write_buffer(self.handle, buffer, data, offset, is_blocking=False).wait()
+            undocumented.enqueue_write_buffer(self.handle, buffer, data, offset).wait()
 
     def read(self, data: NDArray[Any], buffer: Memory) -> None:
         """Copy a buffer to a contiguous host array, and wait."""
         with _explained("read a buffer"):
-            cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=True)
+            undocumented.enqueue_read_buffer(self.handle, buffer, data, blocking=True)
 
     def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
         """Enqueue a copy of a buffer to a contiguous host array; its event."""
         with _explained("read a buffer"):
-            return cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=False)
+            event: Event = undocumented.enqueue_read_buffer(self.handle, buffer, data, blocking=False)
+            return event
 
     def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
         """Copy `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image, and wait."""
         with _explained("write to a texture"):
-            cl._cl._enqueue_write_image(
-                self.handle, image, (0, first_row), (width, rows), data, row_pitch, is_blocking=False
-            ).wait()
+            undocumented.enqueue_write_image(self.handle, image, (0, first_row), (width, rows), data, row_pitch).wait()
 
     def map(self, buffer: Memory, nbytes: int, *, offset: int = 0, invalidate: bool = False) -> Bytes:
         """Map a host-visible buffer; the host view, until `unmap`. With `invalidate` the old content is lost."""
@@ -353,19 +350,20 @@ class Program:
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
         """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`."""
         with _explained(f"set up the kernel {name}"):
-            with _without_invokers():
+            with undocumented.without_invokers():
                 kernel = cl.Kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
-            memory: Callable[[int, Any], None] = kernel.set_arg
-            number: Callable[[int, Any], None] = kernel._set_arg_buf  # `set_arg` finds the type by exceptions, 5 us each
             for index, argument in enumerate(arguments):
-                (number if isinstance(argument, np.generic) else memory)(index, argument)
+                if isinstance(argument, np.generic):
+                    undocumented.set_number(kernel, index, argument)
+                else:
+                    kernel.set_arg(index, argument)
             return kernel
 
     def check(self, name: str) -> None:
         """Create and drop a kernel object, since some drivers compile then. Raises RunError if there is no such kernel."""
-        with _explained(f"set up the kernel {name}"), _without_invokers():
+        with _explained(f"set up the kernel {name}"), undocumented.without_invokers():
             cl.Kernel(self._handle, name)
 
     def binary(self) -> bytes:

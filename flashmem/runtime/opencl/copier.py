@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Bytes, Context, Memory
 
@@ -32,7 +32,7 @@ class CopyEvent:
     def __init__(self, handle: int) -> None:
         """Take ownership of `handle`, a cl_event."""
         self.int_ptr = handle
-        self._library = binding.library()  # a lookup can fail while the interpreter shuts down
+        self._library = undocumented.library()  # a lookup can fail while the interpreter shuts down
 
     def wait(self) -> None:
         """Flush the queue, as clWaitForEvents does, and wait for the copy; other threads run meanwhile.
@@ -58,7 +58,7 @@ class Copier:
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
         """Start a copy of contiguous host memory to byte `offset` of a buffer. Raises RunError."""
-        enqueue = binding.library().clEnqueueWriteBuffer
+        enqueue = undocumented.library().clEnqueueWriteBuffer
         return self._begun(
             "write to a buffer",
             lambda event: enqueue(
@@ -72,7 +72,7 @@ class Copier:
 
         Raises RunError.
         """
-        enqueue = binding.library().clEnqueueWriteImage
+        enqueue = undocumented.library().clEnqueueWriteImage
         return self._begun(
             "write to a texture",
             lambda event: enqueue(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flashmem.base.errors import RunError
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 
 COMMAND_BUFFERS = "cl_khr_command_buffer"
@@ -46,12 +46,11 @@ class Launch:
 
 
 def enqueue_function(alone: bool) -> Callable[..., int]:
-    """The function clEnqueueNDRangeKernel. With `alone`, the call keeps the interpreter lock, which is faster than releasing
-    it.
+    """The function clEnqueueNDRangeKernel; with `alone`, its call keeps the interpreter lock, which is faster.
 
     It must release the lock beside threads that copy, for which a driver may make it wait, and while a kernel is loaded.
     """
-    enqueue: Callable[..., int] = binding.library(locked=alone).clEnqueueNDRangeKernel
+    enqueue: Callable[..., int] = undocumented.library(locked=alone).clEnqueueNDRangeKernel
     return enqueue
 
 
@@ -61,7 +60,7 @@ Find = Callable[[str], int | None]
 
 def functions_of(platform: Any) -> Find:
     """A lookup in the loader's functions first, then in a platform's extensions."""
-    library = binding.library()
+    library = undocumented.library()
     extension = library.clGetExtensionFunctionAddressForPlatform
     extension.restype = ctypes.c_void_p
 
