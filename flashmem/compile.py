@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-import flashmem
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.base.types import MemoryPath, Optimize, TransferMode
+from flashmem.base.version import __version__
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
@@ -45,8 +45,8 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import completed, make_plan, plan_problem, planning_problem
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
-from flashmem.runtime.kernels.ahead import KernelBuilder, Wish
-from flashmem.runtime.kernels.ahead import with_binaries as carrying
+from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
+from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Problem
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
@@ -156,8 +156,10 @@ def _compile(
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
         if kernels is not None:
-            wish = Wish(generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan)
-            kernels.begin(wish)
+            request = BuildRequest(
+                generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan
+            )
+            kernels.begin(request)
 
     progress("import", 0.0)
     graphs = _read_graphs(model, variants)
@@ -391,7 +393,7 @@ def _key(model: Path, variants: Sequence[Options]) -> str:
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
     content = json.dumps(
-        [flashmem.__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
+        [__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
         sort_keys=True,
         default=str,
     )

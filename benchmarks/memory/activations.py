@@ -56,7 +56,11 @@ def alive(program: Program) -> list[int]:
     """Bytes of the arena that hold what a later layer, or the user, still reads: before the first layer, and at each layer."""
     layers = len(program.launches)
     lives = first_and_last(program.launches, "tensor")
-    for name in (*(port.tensor for port in program.inputs), *(gather.tensor for gather in program.row_gathers), program.status):
+    for name in (
+        *(port.tensor for port in program.inputs),
+        *(gather.tensor for gather in program.host_embeddings),
+        program.status,
+    ):
         if name is not None:
             lives[name] = (0, lives.get(name, (0, 0))[1])
     for name, end in (*((port.tensor, port.ready) for port in program.outputs), (program.status, None)):

@@ -35,7 +35,7 @@ from flashmem.runtime.application.designs import Designs, State
 from flashmem.tools.design.application import Measure, read_application
 from flashmem.tools.design.metrics import Candidate, value
 from flashmem.tools.design.profiles import Profiling, candidates, processors_here
-from flashmem.tools.design.written import Solved, described, solved, write
+from flashmem.tools.design.writer import Solved, described, solved, write
 
 TASKS = ("see=resnet50:0.7613,vit-b16:0.8107", "read=gptneo-125m", "depth=depthanything-s")
 """Accuracy is the top-1 of torchvision's first weights; the other tasks have one model each, and no objective of it. Half

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from flashmem.base.errors import UserError
 from flashmem.tools.design.application import Application, Measure, Task
 from flashmem.tools.design.metrics import Candidate, Decision
-from flashmem.tools.design.written import Solved, solved
+from flashmem.tools.design.writer import Solved, solved
 
 BETTER_HIGH = ("accuracy", "throughput", "system-throughput", "fairness")
 

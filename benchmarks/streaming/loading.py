@@ -39,7 +39,7 @@ from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.options import device_here
 from flashmem.runtime.session import RunReport
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 from flashmem.tools.zoo.graphs import zoo_graph
 
 MODELS = ("gptneo-125m", "vit-b16", "resnet50")
@@ -54,7 +54,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def steps(loads: Sequence[Span], what: str) -> list[tuple[float, float]]:
+def steps(loads: Sequence[TimedInterval], what: str) -> list[tuple[float, float]]:
     """When loads read, waited for their gate ("gate"), or copied."""
     found = []
     for load in loads:

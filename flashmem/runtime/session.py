@@ -67,7 +67,7 @@ class Session:
             lanes: in mode "interleave", whether kernels move weights while they compute; if not, launches between them do, to
                 compare with.
             trace: record when each layer ran on the device.
-            verify_weights: compare every slice and table row that is read with its digest; a damaged one fails the run.
+            verify_weights: compare every slice and table row that is read with its checksum; a damaged one fails the run.
                 Constants are compared always.
             build_apart: kernels that no cache has are built in child processes, whose memory goes with them; if not, in this
                 one, which keeps a compiler's 200 to 400 MB. For those who open many sessions, or cannot start processes.

@@ -1,4 +1,4 @@
-"""Where slices live in a session: the plan's layout for streaming, or everything resident for `--strategy preload`."""
+"""The memory layout of slices in a session: the plan's layout for streaming, or all resident for `--strategy preload`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Strategy = PlannedStrategy | Literal["preload"]
 
 
 def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, shares_memory: bool) -> PoolLayout:
-    """The layout that the plan has for `mode`, on a device that shares the host's memory or does not: with staging slots, which
-    either can use, instead of places in one buffer, which the other kind cannot.
+    """The plan's layout for `mode`, adapted to a device that does not share the host's memory.
+
+    Such a device gets staging slots instead of places in one buffer, which it cannot use. Any device can use slots.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -39,11 +40,11 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
 
 
 def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
-    """By streamed weight, the layer that must be done before it may come in to its place in `layout`; 0: none.
+    """By streamed weight, the layer that must be done before the weight can be loaded into its place in `layout`; 0: none.
 
-    Its read gate g_w says from when the plan wants that place, which may be free before: memory is taken when a session
-    opens, so that a read which begins earlier holds no more of it. Not so in mode `map`, where memory is taken by reading, nor
-    for the strategies that ours is compared with, which are made of their gates.
+    The plan's read gate can be later than the place is free. Memory is allocated when a session opens, so an earlier read needs
+    no more of it. Exceptions are mode `map`, where reading allocates memory, and the baseline strategies, which keep their own
+    gates.
     """
     streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
     if mode == "map" or plan.strategy != "stream":
@@ -51,7 +52,7 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
     staging = mode == "interleave"
     offsets, total = (layout.staging, layout.staging_bytes) if staging else (layout.offsets, layout.pool_bytes)
     slot_of = layout.staging_slot_of if staging else layout.slot_of
-    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # the last layer that needs what is there
+    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # by page, the last layer that uses its content
     slots = dict.fromkeys(slot_of.values(), 0)
     free: dict[str, int] = {}
     for w in streamed:
@@ -70,8 +71,10 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
 def share_places(
     before: PoolLayout, after: PoolLayout, mode: TransferMode, *, slices: tuple[Collection[str], Collection[str]]
 ) -> bool:
-    """Whether the places of weights in `before` are those in `after`, each with the names of its program's `slices`: what is
-    resident in them may stay when a session goes on to another shape variant. In mode `map` places are pages of the file.
+    """Whether two layouts put weights in the same places, each layout with the names of its program's slices.
+
+    If so, resident slices stay valid when a session changes to another shape variant. In mode `map` the places are pages of the
+    file, which are always the same.
     """
     if mode == "map":
         return True
@@ -82,13 +85,13 @@ def share_places(
 
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:
-    """The same plan with every weight in W."""
+    """The same plan with all weights in W."""
     weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) for w in plan.weights)
     return replace(plan, weights=weights)
 
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
-    """A place of its own for every slice, and what loads pass through."""
+    """A layout in which every slice has memory of its own, with the staging that loads of `mode` need."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":
@@ -113,6 +116,6 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> Pool
 
 
 def _largest_piece(program: Program) -> int:
-    """Bytes that pass through the ring at a time of the largest slice: whole pages."""
+    """Bytes of the largest segment in the ring, in whole pages."""
     largest = max((passing_bytes(part) for part in program.slices), default=0)
     return -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT

@@ -1,7 +1,7 @@
-"""Staging slots: buffers in which streamed slices take turns until they are moved home (transfer mode `interleave`).
+"""Staging slots: buffers that streamed slices occupy in turn until kernels copy them home (transfer mode `interleave`).
 
-For devices with memory of their own. There a copy writes one slice while kernels read others, and OpenCL leaves that undefined
-within one memory object: so each slice is alone in a slot from its read gate to its last move.
+They are for devices with memory of their own. There a copy writes one slice while kernels read others, which OpenCL leaves
+undefined within one memory object. So each slice has a slot to itself from its read gate to its last copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashmem.schedule.plan import PlannedWeight
 
 @dataclass(frozen=True)
 class _Stay:
-    """A slice of `nbytes`, rounded up, that is in staging during layers `first` to `last`, both included."""
+    """A slice of `nbytes`, rounded up, that is in staging from layer `first` to layer `last`, both included."""
 
     name: str
     nbytes: int
@@ -27,10 +27,10 @@ class _Stay:
 
 
 def staging_slots(planned: Sequence[tuple[Slice, PlannedWeight]]) -> tuple[tuple[int, ...], dict[str, int]]:
-    """The bytes of each slot, and the number of its slot for each streamed slice.
+    """Assign streamed slices to slots: the bytes of each slot, and the slot number of each slice.
 
-    Found greedily in a few orders, of which the one with the fewest bytes is kept. A slice takes the smallest free slot that is
-    large enough; else the largest free one, which grows; else a new one.
+    A greedy assignment in several orders; the one with the fewest bytes is returned. A slice gets the smallest free slot that
+    is large enough, else the largest free one, which grows, else a new one.
     """
     stays = [
         _Stay(w.name, -(-part.file_bytes // POOL_ALIGNMENT) * POOL_ALIGNMENT, w.read_layer, w.last_mover)
@@ -46,7 +46,7 @@ _ORDERS: tuple[Callable[[_Stay], tuple[int, ...]], ...] = (
     lambda stay: (stay.first, -stay.last, -stay.nbytes),
     lambda stay: (-stay.nbytes * (stay.last - stay.first + 1), stay.first),
 )
-"""Largest first, in order of time, and by bytes times layers."""
+"""Largest first, by time, and by bytes times layers."""
 
 
 def _take_turns(stays: Sequence[_Stay]) -> tuple[tuple[int, ...], dict[str, int]]:

@@ -1,4 +1,4 @@
-"""The smallest budget of a model: what `compile` names where a budget is too small, and what it would be without its means."""
+"""The smallest budget of a model, with and without the techniques that reduce activations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from flashmem.compiler.options import Options
 
 @dataclass(frozen=True)
 class SmallestBudget:
-    """Budgets in bytes. `nbytes` works, with all that makes activations smaller; `without_bands` is the smallest without chains
-    of operators in bands, `in_model_order` without these and with launches in the order of the model's file.
+    """Smallest budgets in bytes, with and without techniques that reduce activations.
+
+    `nbytes` is the smallest with all of them, `without_bands` without patch-based tiling (chains of operators in bands).
+    `in_model_order` is also without reordering: launches are in the order of the model's file.
     """
 
     nbytes: int
@@ -22,9 +24,9 @@ class SmallestBudget:
 
 
 def smallest_budget(graph: Graph, options: Options) -> SmallestBudget:
-    """What planning `graph` (as `compile.read_graph` gives it) names when it is asked for nothing.
+    """Plan `graph` (from `compile.read_graph`) for a budget that is too small, and return the budgets in the refusal.
 
-    Limits on memory among `options` do not count.
+    Memory limits in `options` are ignored.
     """
     asked = replace(options, limits=replace(options.limits, budget=1, m_peak=None))
     refused = _refused(graph, asked, lowest_order=True)

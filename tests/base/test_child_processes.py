@@ -24,7 +24,7 @@ from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.build_processes import Builders
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.required import Wanted
+from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.tools.doctor import selftest, surroundings
 from flashmem.tools.sweep import points
@@ -72,8 +72,8 @@ def test_nothing_is_imported_from_the_current_folder(
 _BUILD = """
 import sys, time
 from types import SimpleNamespace
-from flashmem.runtime import kernel_processes
-from flashmem.runtime.kernels.required import Wanted
+from flashmem.runtime.kernels import build_processes as kernel_processes
+from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.context import find_device
 start = kernel_processes._start
 def started(*given):
@@ -83,7 +83,7 @@ def started(*given):
 kernel_processes._start = started
 builders = kernel_processes.Builders(lambda key, binary: None, "")
 text = "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }"
-builders.submit({"ab" * 32: Wanted("f", text, ())}, SimpleNamespace(build_options=(), tensors=()), find_device("cpu"))
+builders.submit({"ab" * 32: RequiredKernel("f", text, ())}, SimpleNamespace(build_options=(), tensors=()), find_device("cpu"))
 time.sleep(60)
 """
 
@@ -153,7 +153,7 @@ def _build(
     given: Any = SimpleNamespace(build_options=())
     builders = Builders(keep, "do something else")
     try:
-        builders.submit({"key": Wanted("f", "", ())}, given, device)
+        builders.submit({"key": RequiredKernel("f", "", ())}, given, device)
         while builders.step():
             pass
         builders.check()
@@ -192,7 +192,7 @@ def test_whatever_goes_wrong_beside_a_child_is_told_to_who_waits(monkeypatch: py
 
 def test_kernels_that_cannot_be_built_for_want_of_a_folder_are_one_sentence_each_time(tmp_path: Path) -> None:
     context = Context(list_devices()[0])
-    wanted = Wanted("f", "__kernel void f(__global float* a) { a[0] = 1; }", ())
+    wanted = RequiredKernel("f", "__kernel void f(__global float* a) { a[0] = 1; }", ())
 
     def build(missing: Any) -> Any:
         raise UserError("no temporary folder can be written")

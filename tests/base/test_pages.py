@@ -17,7 +17,7 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.runtime.memory.arena import move_out, new_pages
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import bands
+from flashmem.schedule.loads import segments
 from flashmem.target.descriptor import descriptor_names, load_descriptor
 from tests.support.mini_bundle import MiniModel, write_mini_bundle
 from tests.support.paths import DATA
@@ -50,7 +50,7 @@ def test_a_phone_s_weights_lie_on_pages_of_16_kib(tmp_path: Path) -> None:
     assert bundle.program.page_bytes == 16384
     offsets = [part.offset for part in bundle.program.slices] + [bundle.program.constants_offset]
     assert any(offset % 4096 == 0 for offset in offsets) and all(offset % 16384 == 0 for offset in offsets)
-    for gather in bundle.program.row_gathers:
+    for gather in bundle.program.host_embeddings:
         assert gather.offset % 16384 == 0
 
 
@@ -66,7 +66,7 @@ def test_rows_of_a_table_are_not_torn_apart_by_larger_pages(tmp_path: Path) -> N
     graph = helper.make_graph([node], "g", ports[:1], ports[1:], [numpy_helper.from_array(table, "t")])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), tmp_path / "m.onnx")
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device="mali-g715", build=False)
-    (gather,) = bundle.program.row_gathers
+    (gather,) = bundle.program.host_embeddings
     content = bundle.weights_path.read_bytes()[gather.offset :][: table.nbytes]
     assert np.array_equal(np.frombuffer(content, np.int8).reshape(table.shape), table)
 
@@ -83,7 +83,7 @@ def test_a_mapped_bundle_counts_whole_pages(mini: MiniModel) -> None:
 
 def test_pages_are_whole_in_every_step(large_pages: int, mini: MiniModel, tmp_path: Path) -> None:
     part = replace(mini.open().program.slices[0], offset=0, nbytes=9 << 20)
-    assert all(band.first % large_pages == 0 for band in bands(part, "map"))
+    assert all(segment.first % large_pages == 0 for segment in segments(part, "map"))
     arena = new_pages(5 * large_pages)
     assert arena.nbytes % large_pages == 0
     arena[:] = 7

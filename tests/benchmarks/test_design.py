@@ -21,7 +21,7 @@ from flashmem.runtime.memory.pressure import sample
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.tools.design.application import Application, Constraint, Measure, Objective, Processor, Task, Variant
 from flashmem.tools.design.metrics import Candidate, Profile, allowed
-from flashmem.tools.design.written import Solved, described, solved
+from flashmem.tools.design.writer import Solved, described, solved
 from tests.support.paths import DATA
 
 

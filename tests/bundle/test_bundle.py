@@ -55,7 +55,7 @@ def test_what_was_written_is_read(model: MiniModel) -> None:
     assert bundle.weights_path.stat().st_size == bundle.program.weights_bytes
     bundle.verify_weights()
     assert sorted(path.name for path in bundle.files.iterdir()) == [
-        "digests.bin", "kernels.cl", "kernels_lane.cl", "plan.json", "program.json", "weights.bin",
+        "checksums.bin", "kernels.cl", "kernels_lane.cl", "plan.json", "program.json", "weights.bin",
     ]  # fmt: skip
     assert sorted(path.name for path in model.path.iterdir()) == sorted(["manifest.json", bundle.files.name])
 
@@ -153,7 +153,7 @@ def test_no_bundle_and_no_folder_are_reported(tmp_path: Path) -> None:
         Bundle.open(model)
 
 
-@pytest.mark.parametrize("name", ["program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "digests.bin", "weights.bin"])
+@pytest.mark.parametrize("name", ["program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "checksums.bin", "weights.bin"])
 @pytest.mark.parametrize("how", ["missing", "truncated", "longer"])
 def test_a_damaged_file_is_found(name: str, how: str, model: MiniModel) -> None:
     path = files_of(model.path) / name
@@ -190,7 +190,7 @@ def test_a_bundle_of_format_1_is_told_and_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in old.iterdir()) == sorted(["manifest.json", Bundle.open(old).files.name])
 
 
-@pytest.mark.parametrize("key", ["generation", "files", "weights", "device", "meta", "flashmem_version", "digest"])
+@pytest.mark.parametrize("key", ["version_directory", "files", "weights", "device", "meta", "flashmem_version", "digest"])
 def test_a_manifest_that_changed_is_found(key: str, model: MiniModel) -> None:
     path = model.path / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -200,10 +200,10 @@ def test_a_manifest_that_changed_is_found(key: str, model: MiniModel) -> None:
         Bundle.open(model.path)
 
 
-@pytest.mark.parametrize("generation", ["", "..", "/etc", "0123456789abcdeg", 7])
-def test_a_manifest_names_nothing_outside(generation: object, model: MiniModel) -> None:
-    rewrite(model.path, "manifest.json", lambda manifest: manifest.update(generation=generation))
-    with pytest.raises(BundleError, match=r"lacks 'generation'|names no folder"):
+@pytest.mark.parametrize("version", ["", "..", "/etc", "0123456789abcdeg", 7])
+def test_a_manifest_names_nothing_outside(version: object, model: MiniModel) -> None:
+    rewrite(model.path, "manifest.json", lambda manifest: manifest.update(version_directory=version))
+    with pytest.raises(BundleError, match=r"lacks 'version_directory'|names no folder"):
         Bundle.open(model.path)
 
 
@@ -214,11 +214,11 @@ def test_a_device_of_other_types_is_refused(key: str, value: object, model: Mini
         Bundle.open(model.path)
 
 
-def test_digests_of_another_program_are_refused(model: MiniModel) -> None:
-    with (files_of(model.path) / "digests.bin").open("ab") as file:
+def test_checksums_of_another_program_are_refused(model: MiniModel) -> None:
+    with (files_of(model.path) / "checksums.bin").open("ab") as file:
         file.write(bytes(4))
-    fit(model.path, "digests.bin")
-    with pytest.raises(BundleError, match=r"digests\.bin is for another program"):
+    fit(model.path, "checksums.bin")
+    with pytest.raises(BundleError, match=r"checksums\.bin is for another program"):
         Bundle.open(model.path)
 
 
@@ -293,14 +293,14 @@ def _grow(*keys: Any) -> Callable[[Any], None]:
         (_set("inputs", 1, "dtype", "object"), "unknown dtype 'object'"),
         (_set("inputs", 1, "dtype", "int64"), "differ in type"),
         (_set("outputs", 0, "tensor", None), "output .y. has no tensor"),
-        (_grow("row_gathers", 0, "offset"), "lies outside the weight file"),
-        (_grow("row_gathers", 0, "rows"), "lies outside the weight file"),
-        (_grow("row_gathers", 0, "row_stride"), "lies outside the weight file"),
-        (_set("row_gathers", 0, "columns", 10**9), "lies outside the weight file"),
-        (_set("row_gathers", 0, "columns", 0), "is empty"),
-        (_set("row_gathers", 0, "panel", 0), "is empty"),
-        (_set("row_gathers", 0, "indices", "x"), "is not indexed by integers"),
-        (_set("row_gathers", 0, "tensor", "x"), "does not fit its tensor"),
+        (_grow("host_embeddings", 0, "offset"), "lies outside the weight file"),
+        (_grow("host_embeddings", 0, "rows"), "lies outside the weight file"),
+        (_grow("host_embeddings", 0, "row_stride"), "lies outside the weight file"),
+        (_set("host_embeddings", 0, "columns", 10**9), "lies outside the weight file"),
+        (_set("host_embeddings", 0, "columns", 0), "is empty"),
+        (_set("host_embeddings", 0, "panel", 0), "is empty"),
+        (_set("host_embeddings", 0, "indices", "x"), "is not indexed by integers"),
+        (_set("host_embeddings", 0, "tensor", "x"), "does not fit its tensor"),
         (_set("weights_bytes", 4096), "lies outside the weight file"),
         (lambda data: data.pop("arena_bytes"), "is damaged"),
         (lambda data: data.update(surprise=1), "is damaged"),
@@ -401,7 +401,7 @@ def test_whatever_is_put_anywhere_is_refused_or_harmless(
         assert 0 <= part.offset <= part.offset + part.nbytes <= size
     for tensor in program.tensors:
         assert 0 <= tensor.offset <= tensor.offset + 4 * math.prod(tensor.shape) <= program.arena_bytes
-    for gather in program.row_gathers:
+    for gather in program.host_embeddings:
         last = gather.rows - 1
         end = gather.offset + last // gather.panel * gather.row_stride + (gather.columns - 1) * gather.column_stride
         assert 0 <= gather.offset <= end + np.dtype(gather.dtype).itemsize <= size

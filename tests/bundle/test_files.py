@@ -19,7 +19,7 @@ from flashmem.base.units import format_size
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.manifest import BINARIES, variant_files
-from flashmem.bundle.version_directories import named_generation
+from flashmem.bundle.version_directories import current_version
 from flashmem.bundle.writer import replace_binaries
 from flashmem.cli.commands.bundles import check_bundle, clear_cache, list_cache
 from flashmem.runtime.kernels import cache_files as program_files
@@ -80,7 +80,7 @@ def test_a_file_that_is_none_is_refused_at_once(kind: str, name: str, model: Min
             os.mknod(file, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
     with pytest.raises(BundleError, match=rf"{name}.*(is no regular file|is a link).*; compile the model again"):
         check_bundle(model.path, as_json=False)
-    assert name != "manifest.json" or kind == "link" or named_generation(model.path) is None
+    assert name != "manifest.json" or kind == "link" or current_version(model.path) is None
 
 
 def test_a_file_that_is_too_large_is_not_read(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import flashmem
 from flashmem.base.errors import BundleError
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Tensor
@@ -50,8 +50,8 @@ def program(rows: int, columns: int, first: int, size: tuple[int, ...], y: int, 
 
 
 def test_what_fits_exactly_is_taken() -> None:
-    check_reach(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL)
-    check_reach(program(2, 8, 5, (2, 2), 16, 19, 2), KERNEL)
+    check_bounds(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL)
+    check_bounds(program(2, 8, 5, (2, 2), 16, 19, 2), KERNEL)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_fits_exactly_is_taken() -> None:
 )
 def test_what_does_not_fit_is_one_sentence(numbers: tuple[Any, ...], message: str) -> None:
     with pytest.raises(BundleError, match=f"{message}.*; compile the model again$"):
-        check_reach(program(*numbers), KERNEL)
+        check_bounds(program(*numbers), KERNEL)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_one_sentence(numbers: tuple[Any, ...], message: st
 def test_a_kernel_says_all_of_it(old: str, new: str, message: str) -> None:
     assert old in KERNEL
     with pytest.raises(BundleError, match=message):
-        check_reach(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL.replace(old, new))
+        check_bounds(program(10, 8, 0, (2, 10), 80, 27, 10), KERNEL.replace(old, new))
 
 
 def _moved(whole: Program, offset: int) -> Program:
@@ -105,15 +105,15 @@ def _moved(whole: Program, offset: int) -> Program:
 @pytest.mark.parametrize("offset", [0, 64, 319])
 def test_what_is_written_is_no_other_tensors(offset: int) -> None:
     with pytest.raises(BundleError, match="writes 'y' over 'e0'"):
-        check_reach(_moved(program(10, 8, 0, (2, 10), 80, 80, 10), offset), KERNEL)
+        check_bounds(_moved(program(10, 8, 0, (2, 10), 80, 80, 10), offset), KERNEL)
 
 
 def test_slack_is_read_only() -> None:
     whole = program(10, 8, 0, (2, 10), 80, 27, 10)
-    check_reach(_moved(whole, 320), KERNEL)
+    check_bounds(_moved(whole, 320), KERNEL)
     y, *others = whole.tensors
     with pytest.raises(BundleError, match="leaves the memory of 'y'"):
-        check_reach(replace(whole, tensors=(replace(y, shape=(79,), nbytes=448), *others)), KERNEL)
+        check_bounds(replace(whole, tensors=(replace(y, shape=(79,), nbytes=448), *others)), KERNEL)
 
 
 def test_a_kernel_says_what_it_writes_over() -> None:
@@ -122,13 +122,13 @@ def test_a_kernel_says_what_it_writes_over() -> None:
     y, e0, *numbers = launch.args
     twice = replace(whole, launches=(replace(launch, args=(y, y, *numbers)),))
     with pytest.raises(BundleError, match="writes 'y' over 'e0'"):
-        check_reach(twice, KERNEL)
+        check_bounds(twice, KERNEL)
     states = KERNEL.replace("//@ zero first", "//@ zero first\n//@ over e0")
-    check_reach(twice, states)
+    check_bounds(twice, states)
     with pytest.raises(BundleError, match="writes 'y' over 'e0'"):  # it may be the same tensor, not one beside it
-        check_reach(_moved(whole, 0), states)
+        check_bounds(_moved(whole, 0), states)
     with pytest.raises(BundleError, match="writes 'y' over 'e1'"):
-        check_reach(replace(whole, launches=(replace(launch, args=(y, e0, y, *numbers[1:])),)), states)
+        check_bounds(replace(whole, launches=(replace(launch, args=(y, e0, y, *numbers[1:])),)), states)
 
 
 def test_only_tensors_are_written() -> None:
@@ -137,7 +137,7 @@ def test_only_tensors_are_written() -> None:
     args = (Arg("constant", 0, 320), *launch.args[1:])
     changed = Launch("it", "k", launch.global_size, launch.local_size, args, "elemental", (), 0, 0)
     with pytest.raises(BundleError, match="gives a constant for 'y'"):
-        check_reach(Program("buffer", "fp32", (), (), whole.tensors, (), (changed,), (), 0, 0, 0, 0), KERNEL)
+        check_bounds(Program("buffer", "fp32", (), (), whole.tensors, (), (changed,), (), 0, 0, 0, 0), KERNEL)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_numbers_of_real_kernels_cannot_grow(name: str, compiled: dict[tuple[str
             value = int(arg.value)
             for other in (value * 4096 + 4096, 2**31 - 1, -1):
                 try:
-                    check_reach(_alone(bundle.program, launch, at, other), _kernel_text(bundle.source.plain, launch.kernel))
+                    check_bounds(_alone(bundle.program, launch, at, other), _kernel_text(bundle.source.plain, launch.kernel))
                 except BundleError:
                     grown += 1
                 else:  # what only says where inside the memory something is looked for

@@ -282,10 +282,10 @@ def test_tables_and_quantised_weights_are_not_repeated(precision: Any, tmp_path:
     bundle = flashmem.compile(path, tmp_path / "m.flashmem", shapes=sizes, precision=precision, build=False)
     alone = flashmem.compile(path, tmp_path / "a.flashmem", shapes=sizes[1], precision=precision, build=False)
     few, many = (variant.program for variant in bundle.variants)
-    assert stored_again([few, many]) == {} and [gather.offset for gather in few.row_gathers] == [
-        gather.offset for gather in many.row_gathers
+    assert stored_again([few, many]) == {} and [gather.offset for gather in few.host_embeddings] == [
+        gather.offset for gather in many.host_embeddings
     ]
-    assert len(few.row_gathers) == 2 and many.weights_bytes == alone.program.weights_bytes
+    assert len(few.host_embeddings) == 2 and many.weights_bytes == alone.program.weights_bytes
     with Session(bundle, verify_weights=True) as session:
         for size in (32, 4) if precision == "fp32" else (4,):  # each variant has kernels to be built
             inputs = {"ids": rng.integers(0, 2100, size)}

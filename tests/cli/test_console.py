@@ -12,7 +12,7 @@ import pytest
 from flashmem.base.errors import BudgetError, MissingFileError, NoDeviceError, RunError, UserError
 from flashmem.base.streams import exit_codes
 from flashmem.cli.commands.compiling import CompileOptions
-from flashmem.cli.console import emit_json, print_table, progress
+from flashmem.cli.output.console import emit_json, print_table, progress
 
 
 @pytest.mark.parametrize(

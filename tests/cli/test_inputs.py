@@ -19,14 +19,14 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.cli.commands.verify import compare, reference
 from flashmem.program.program import Program
-from flashmem.program.tensors import Port, RowGather
+from flashmem.program.tensors import HostEmbeddingLookup, Port
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, write_outputs
 from flashmem.runtime.engine.ports import numpy_dtype
 from tests.fuzz import inputs as fuzz_inputs
 
 
 def program(*inputs: Port, rows: dict[str, int] | None = None) -> Program:
-    gathers = tuple(RowGather(name, "t", 0, count, 4, 16, 4, "float32") for name, count in (rows or {}).items())
+    gathers = tuple(HostEmbeddingLookup(name, "t", 0, count, 4, 16, 4, "float32") for name, count in (rows or {}).items())
     return Program("buffer", "fp32", inputs, (), (), (), (), gathers, 0, 0, 0, 0)
 
 

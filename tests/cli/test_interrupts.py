@@ -87,7 +87,7 @@ devices.show_devices = show
 """
 WHILE_AN_ERROR_IS_TOLD = """
 import flashmem.cli.commands.devices as devices
-import flashmem.cli.console as console
+import flashmem.base.streams as console
 def fail(**options):
     raise console.UserError("no")
 def tell(*sentence):

@@ -141,7 +141,7 @@ def test_a_tied_table_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = DATA / "gptneo-tiny-tied.onnx"
     inputs = examples(model.stem)
     bundle = flashmem.compile(model, tmp_path / "tied.flashmem", memory_path="buffer")
-    gathers = [gather for gather in bundle.program.row_gathers if gather.panel > 1]
+    gathers = [gather for gather in bundle.program.host_embeddings if gather.panel > 1]
     assert gathers
     for gather in gathers:
         assert any(part.offset <= gather.offset < part.offset + part.nbytes for part in bundle.program.slices)

@@ -55,8 +55,8 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _bands() -> Iterator[None]:
-    """Slices in bands of a page, so that threads share those of small models, too."""
+def _segments() -> Iterator[None]:
+    """Slices in segments of a page, so that threads share those of small models, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=4096))
         yield

@@ -47,8 +47,8 @@ KINDS: list[tuple[Profile, MemoryPath, TransferMode]] = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _small_bands_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Slices in small bands, so that threads share those of small models, too. A strict device's binaries are its own."""
+def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Slices in small segments, so that threads share those of small models, too. A strict device's binaries are its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=BAND))
@@ -94,7 +94,7 @@ def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path
 def test_loads_of_small_bundles_break_no_rule(
     profile: Profile, path: MemoryPath, mode: TransferMode, preload: int, tmp_path: Path
 ) -> None:
-    """Several threads bring in bands of each slice, for W and in a run, just in time and ahead."""
+    """Several threads bring in segments of each slice, for W and in a run, just in time and ahead."""
     for distance in (1, 4):
         model = write_mini_bundle(tmp_path / f"{distance}.flashmem", path, preload=preload, distance=distance)
         inputs = model.inputs()

@@ -152,14 +152,14 @@ def _damage(path: Path, rng: random.Random) -> str:
 
 
 def _rewrite(path: Path, rng: random.Random) -> str:
-    name = rng.choice(("program.json",) * 5 + ("plan.json",) * 3 + ("manifest.json", "digests.bin"))
-    if name == "digests.bin":
+    name = rng.choice(("program.json",) * 5 + ("plan.json",) * 3 + ("manifest.json", "checksums.bin"))
+    if name == "checksums.bin":
         file = files_of(path) / name
         content = bytearray(file.read_bytes())
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         file.write_bytes(content)
         fit(path, name)
-        return "one bit of digests.bin"
+        return "one bit of checksums.bin"
     done: list[str] = []
 
     def put(data: Any) -> None:

@@ -290,7 +290,11 @@ def test_sessions_are_not_opened_with_arguments_of_another_type(
 def test_file_names_of_any_bytes(tmp_path: Path) -> None:
     """The name of a file is printed byte by byte; in an ONNX model, where paths are UTF-8, it is refused."""
     name = os.fsdecode(b"caf\xe9")
-    process = [sys.executable, "-c", "import sys; from flashmem.cli.console import prepare_streams, say; prepare_streams();"]
+    process = [
+        sys.executable,
+        "-c",
+        "import sys; from flashmem.base.streams import prepare_streams, say; prepare_streams();",
+    ]
     process[-1] += "print(sys.argv[1]); say(sys.argv[1] + '\\ud800')"
     done = subprocess.run([*process, name], capture_output=True, check=True)
     assert (done.stdout, done.stderr) == (b"caf\xe9\n", b"flashmem: caf\\udce9\\ud800\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 def files_of(bundle: Path) -> Path:
     """The folder that the bundle's manifest names."""
-    return bundle / str(json.loads((bundle / "manifest.json").read_text())["generation"])
+    return bundle / str(json.loads((bundle / "manifest.json").read_text())["version_directory"])
 
 
 def rewrite(bundle: Path, name: str, change: Callable[[Any], None]) -> None:

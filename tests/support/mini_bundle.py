@@ -21,7 +21,7 @@ from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import LaneKind, lane_places
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
-from flashmem.program.tensors import Port, RowGather, Slice, Tensor
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, Tensor
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -216,7 +216,7 @@ def write_mini_bundle(
             tensors=tensors,
             slices=tuple(slices),
             launches=_launches(slices, places, stride, final),
-            row_gathers=(gather,),
+            host_embeddings=(gather,),
             arena_bytes=7680,
             constants_offset=constants_offset,
             constants_bytes=constants.nbytes,
@@ -234,7 +234,7 @@ def write_mini_bundle(
     return MiniModel(path, table, weights, biases)
 
 
-def _append_table(writer: BundleWriter, table: NDArray[Any]) -> RowGather:
+def _append_table(writer: BundleWriter, table: NDArray[Any]) -> HostEmbeddingLookup:
     """Packed in panels, as a table shared with a matmul is."""
     panels = -(-VOCABULARY // PANEL)
     packed = np.zeros((panels * PANEL, WIDTH), table.dtype)
@@ -243,7 +243,7 @@ def _append_table(writer: BundleWriter, table: NDArray[Any]) -> RowGather:
     offset = writer.append(packed, DEFAULT_PAGE)
     pitch = PANEL * table.itemsize
     name: Literal["float32", "float16"] = "float16" if table.itemsize == 2 else "float32"
-    return RowGather("tokens", "rows", offset, VOCABULARY, WIDTH, pitch * WIDTH, pitch, name, PANEL)
+    return HostEmbeddingLookup("tokens", "rows", offset, VOCABULARY, WIDTH, pitch * WIDTH, pitch, name, PANEL)
 
 
 def _append_weights(

@@ -16,7 +16,7 @@ from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.commands.run import RunOptions, run_model
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.instance import Problem
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 from flashmem.tools.learn import KEY, Learned, learn, observed
 from tests.support.paths import DATA
 from tests.support.planning_problems import layers_of
@@ -31,10 +31,10 @@ def _inputs(bundle: flashmem.Bundle) -> dict[str, NDArray[Any]]:
 
 def _report(bundle: flashmem.Bundle, seconds: float, rate: float) -> RunReport:
     """A run in which every layer took `seconds`, and loads came one after the other at `rate` bytes per second."""
-    layers = [Span(x.name, n * seconds, (n + 1) * seconds) for n, x in enumerate(bundle.program.launches)]
+    layers = [TimedInterval(x.name, n * seconds, (n + 1) * seconds) for n, x in enumerate(bundle.program.launches)]
     loads, at = [], 0.0
     for part in bundle.program.slices:
-        loads.append(Span(part.name, at, at + part.nbytes / rate))
+        loads.append(TimedInterval(part.name, at, at + part.nbytes / rate))
         at = loads[-1].end
     return RunReport(Latency(1, 0, 1), MemoryUse(0, 0.0, None, {}, None, ()), tuple(loads), tuple(layers))
 
@@ -77,7 +77,9 @@ def test_loads_of_several_threads_count_once(bundle: flashmem.Bundle) -> None:
     report = _report(bundle, 1.0, 1e6)
     names = [part.name for part in bundle.program.slices][:2]
     sizes = {part.name: part.nbytes for part in bundle.program.slices}
-    both = RunReport(report.latency, report.memory, (Span(names[0], 0.0, 2.0), Span(names[1], 1.0, 4.0)), report.layers)
+    both = RunReport(
+        report.latency, report.memory, (TimedInterval(names[0], 0.0, 2.0), TimedInterval(names[1], 1.0, 4.0)), report.layers
+    )
     assert observed(bundle, "map", [both]).load_bandwidth == pytest.approx((sizes[names[0]] + sizes[names[1]]) / 4.0)
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.application.designs import Design, Designs, Part, State
+from flashmem.runtime.application.designs import Design, Designs, State, TaskAssignment
 from flashmem.runtime.application.watch import Ticks, Watch, load_of_others, ticks
 from flashmem.runtime.memory.pressure import Sample, sample
 from flashmem.runtime.opencl.context import find_device
@@ -57,7 +57,7 @@ class Opening(NamedTuple):
 class _Open:
     """The session of a task. `cold`: its next run is the first, loads weights, and says nothing of its processor."""
 
-    part: Part
+    part: TaskAssignment
     session: Session
     alone: threading.Lock = field(default_factory=threading.Lock)
     cold: bool = True
@@ -67,7 +67,7 @@ class _Open:
 class _Running:
     """A run under way, and the seconds that those of the same processor take that were there at the same time."""
 
-    part: Part
+    part: TaskAssignment
     waits: float
 
 
@@ -227,7 +227,7 @@ class Manager:
         return self._sessions[task]
 
     @contextmanager
-    def _among_others(self, part: Part) -> Iterator[_Running]:
+    def _among_others(self, part: TaskAssignment) -> Iterator[_Running]:
         """While `part` runs: what it waits for, and what waits for it."""
         with self._overlap:
             beside = [other for other in self._running if other.part.processor == part.processor]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.bundle.checksums import digest
+from flashmem.bundle.checksums import checksum
 from flashmem.program.program import copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, array_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
@@ -45,7 +45,7 @@ class Activations:
         ledger.reserve("outputs", self._output_bytes, "the arrays that outputs are copied to")
         ledger.reserve("staging", self._scratch_bytes, "conversion of inputs and outputs")
         names = {port.tensor for port in (*program.inputs, *program.outputs)}
-        names |= {gather.tensor for gather in program.row_gathers} | {program.status}
+        names |= {gather.tensor for gather in program.host_embeddings} | {program.status}
         self._ports = {
             name: device.context.sub_buffer(self.arena, tensor.offset, tensor.nbytes)
             for name, tensor in opened.tensors.items()
@@ -67,7 +67,7 @@ class Activations:
         view = queue.map(constants, program.constants_bytes, invalidate=True)
         try:
             file.read_into(view, program.constants_offset)
-            file.check_digest("the part with the constants", digest(view.data), self._opened.bundle.digests.constants)
+            file.compare_checksum("the part with the constants", checksum(view.data), self._opened.bundle.checksums.constants)
         finally:  # memory that is mapped must not be released
             written = queue.unmap(view)
         if queue is not self._queue:
@@ -88,7 +88,7 @@ class Activations:
                 self._write(port.tensor, to_device(opened.tensors[port.tensor], inputs[port.name]))
         if program.status is not None:
             self._write(program.status, np.zeros(1, np.int32))
-        for gather, table in zip(program.row_gathers, opened.tables, strict=True):
+        for gather, table in zip(program.host_embeddings, opened.tables, strict=True):
             rows = gather_rows(table, gather, inputs[gather.indices], opened.tensors[gather.tensor].dtype)
             self._write(gather.tensor, rows)
 

@@ -55,7 +55,7 @@ class WeightStore:
         self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = make_transfer(
             opened.mode, device.context, ledger, opened.file, opened.program.slices, layout,
-            device.shared_slices, opened.bundle.digests.identities, opened.digests, opened.together, after,
+            device.shared_slices, opened.bundle.checksums.content_hashes, opened.checksums, opened.together, after,
         )  # fmt: skip
 
     @property
@@ -80,7 +80,7 @@ class WeightStore:
         if self._last_schedule is None or self._last_schedule[0] != key:
             made = scheduled(
                 self.plan, opened.slices, self.layout, opened.mode,
-                resident=resident, kept=kept, done=done, banded=opened.banded,
+                resident=resident, kept=kept, done=done, segmented=opened.segmented,
             )  # fmt: skip
             self._last_schedule = key, made
         return self._last_schedule[1]

@@ -30,7 +30,7 @@ from flashmem.runtime.engine.warm_up import WarmUp
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Event, Queue, wait
 from flashmem.runtime.streaming.loader import LoaderRun
-from flashmem.schedule.loads import Load, Schedule, Span
+from flashmem.schedule.loads import Load, Schedule, TimedInterval
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 
 Array = NDArray[Any]
@@ -47,8 +47,8 @@ class Executed:
     `layers` only if the device traces. `read`: outputs that were read during the run, by name.
     """
 
-    loads: tuple[Span, ...]
-    layers: tuple[Span, ...]
+    loads: tuple[TimedInterval, ...]
+    layers: tuple[TimedInterval, ...]
     read: Mapping[str, Array]
     done: int
 
@@ -86,7 +86,7 @@ class Run:
 
     def _execute(self, outputs: Sequence[Port], traced: bool, halted: Callable[[], bool]) -> Executed:
         bound, loader = self.bound, self.loader
-        layers: list[Span] = []
+        layers: list[TimedInterval] = []
         arrays: dict[str, Array] = {}
         reading: list[Event] = []
 
@@ -112,7 +112,7 @@ class Run:
         self.stop()
         if done == len(bound.opened.program.launches):
             bound.ran(self.schedule.resident)
-        return Executed(tuple(loader.spans) if loader else (), tuple(layers), arrays, done)
+        return Executed(tuple(loader.intervals) if loader else (), tuple(layers), arrays, done)
 
     def stop(self) -> None:
         """End the loads. Raises RunError if one failed."""
@@ -239,8 +239,8 @@ class Engine:
             bound.activations.write_inputs(inputs)
         if memory is None or mode != "interleave":
             inputs.clear()  # who calls may have given them for good
-        loads: list[Span] = []
-        layers: list[Span] = []
+        loads: list[TimedInterval] = []
+        layers: list[TimedInterval] = []
         read: dict[str, Array] = {}
         done = 0
         while True:

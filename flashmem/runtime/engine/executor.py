@@ -27,7 +27,7 @@ from flashmem.runtime.opencl.launching import Launch, Recorder, Recording, not_r
 from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
@@ -191,7 +191,7 @@ class Executor:
     def run(
         self,
         loader: LoaderRun | None,
-        trace: list[Span] | None = None,
+        trace: list[TimedInterval] | None = None,
         check: Callable[[], None] | None = None,
         after: Mapping[int, Callable[[], None]] = _NOTHING,
         *,
@@ -274,7 +274,7 @@ class Executor:
         while flying:
             retire()
         if trace is not None:
-            trace.extend(self._spans(traced))
+            trace.extend(self._intervals(traced))
         return last
 
     def _follow(self, names: Iterable[str]) -> None:
@@ -321,12 +321,14 @@ class Executor:
         least, most = LAYERS_APART
         self._apart = max(least, min(most, int(layers * SECONDS_APART / max(seconds, 1e-9))))
 
-    def _spans(self, traced: Sequence[tuple[str, Event, Event]]) -> list[Span]:
+    def _intervals(self, traced: Sequence[tuple[str, Event, Event]]) -> list[TimedInterval]:
         """Device times on the host's clock: a marker that completes now tells how far the two clocks are apart."""
         marker = self._queue.marker()
         wait(marker)
         apart = perf_counter() - event_seconds(marker)[1]
-        return [Span(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart) for name, first, last in traced]
+        return [
+            TimedInterval(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart) for name, first, last in traced
+        ]
 
     def drain(self) -> None:
         """After a failure: wait for what is still running, as far as the device allows."""

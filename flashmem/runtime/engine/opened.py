@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.checksums import Digest, table_blocks
+from flashmem.bundle.checksums import Checksum, table_blocks
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.required import Wanted, wanted_kernels
+from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
@@ -48,7 +48,7 @@ class OpenedBundle:
         """Open the weight file.
 
         Args:
-            verify_weights: compare every slice and table row that is read with its digest.
+            verify_weights: compare every slice and table row that is read with its checksum.
             lanes: in mode "interleave", whether kernels copy weights while they compute.
             file: the weight file, where another of the bundle's shape variants has it open.
 
@@ -62,12 +62,12 @@ class OpenedBundle:
         self.readable = program.readable()
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}
         self.tensors = {tensor.name: tensor for tensor in program.tensors}
-        self.digests: Mapping[str, Digest] | None = bundle.digests.slices if verify_weights else None
-        self.banded = not verify_weights  # a digest is of a whole slice
+        self.checksums: Mapping[str, Checksum] | None = bundle.checksums.slices if verify_weights else None
+        self.segmented = not verify_weights  # a checksum is of a whole slice
         self.file = file or WeightFile(bundle.weights_path, program.weights_bytes)
         self.tables: list[Reader] = [
             CheckedTable(self.file, table_blocks(gather), values) if verify_weights else self.file
-            for gather, values in zip(program.row_gathers, bundle.digests.tables, strict=True)
+            for gather, values in zip(program.host_embeddings, bundle.checksums.tables, strict=True)
         ]
 
     def variant(self, bundle: Bundle) -> OpenedBundle:
@@ -127,7 +127,7 @@ class Kernels:
         """
         program, cache = opened.program, ProgramCache()
 
-        def build(missing: Mapping[str, Wanted]) -> Mapping[str, bytes]:
+        def build(missing: Mapping[str, RequiredKernel]) -> Mapping[str, bytes]:
             return build_apart(missing, program, device.device, cache)
 
         moves = opened.moves(plan)
@@ -143,7 +143,7 @@ class Kernels:
                 build if apart else None,
                 device.programs,
             )
-            for wanted in wanted_kernels(program, opened.bundle.source, moves, later_moves)
+            for wanted in required_kernels(program, opened.bundle.source, moves, later_moves)
         )
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.program.tensors import Port, RowGather, Tensor, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, panel_bytes
 from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
@@ -118,7 +118,7 @@ def from_device(port: Port, array: Array) -> Array:
         return array.astype(numpy_dtype(port.dtype), copy=False)
 
 
-def gather_rows(file: Reader, gather: RowGather, indices: Array, stored: StoredType) -> Array:
+def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, stored: StoredType) -> Array:
     """Rows of a table in the weight file, read from disk, as elements of `stored`: shape `indices.shape` + (columns,).
 
     Each row (each panel, where the table is packed in panels) is read once however often it is asked for. Negative indices
@@ -155,7 +155,7 @@ def gather_rows(file: Reader, gather: RowGather, indices: Array, stored: StoredT
     return result.reshape(*indices.shape, gather.columns)
 
 
-def _unpacked(row: NDArray[np.uint8], gather: RowGather) -> Array:
+def _unpacked(row: NDArray[np.uint8], gather: HostEmbeddingLookup) -> Array:
     """A row of integers of 4 bits, low nibble first."""
     both = np.stack((row & 15, row >> 4), axis=-1).reshape(-1)[: gather.columns]
     return both if gather.dtype == "uint4" else (both ^ 8).view(np.int8) - np.int8(8)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from flashmem.runtime.memory.accounts import Account, Category
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class RunReport:
 
     latency: Latency
     memory: MemoryUse
-    loads: tuple[Span, ...]
-    layers: tuple[Span, ...]
+    loads: tuple[TimedInterval, ...]
+    layers: tuple[TimedInterval, ...]
     steady: bool = False
 
 

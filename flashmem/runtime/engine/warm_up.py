@@ -21,7 +21,7 @@ from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.kernels.build_processes import Builders, build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.required import Wanted, wanted_kernels
+from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
 from flashmem.schedule.plan import OverlapPlan
 
@@ -178,7 +178,7 @@ class WarmUp:
         same = opened.mode != "interleave" or plan is self._plan  # under another plan other kernels copy weights
         if self._kernels is not None and same and _layers(steady) <= _layers(self._launches):
             return self._kernels
-        known, _ = wanted_kernels(program, source, opened.moves(plan), opened.moves(plan.later()))
+        known, _ = required_kernels(program, source, opened.moves(plan), opened.moves(plan.later()))
         cache, device = ProgramCache(), self._device
 
         def begin(builders: Builders) -> None:
@@ -186,7 +186,7 @@ class WarmUp:
             if self._stopping:
                 builders.abandon()
 
-        def build(missing: Mapping[str, Wanted]) -> Mapping[str, bytes]:
+        def build(missing: Mapping[str, RequiredKernel]) -> Mapping[str, bytes]:
             return build_apart(missing, program, device.device, cache, begin)
 
         kernels = CachedKernels(

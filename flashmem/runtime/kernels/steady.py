@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from flashmem.program.kernel_text import Source, kernel_texts
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import Program
-from flashmem.runtime.kernels.required import Use, Wanted, variant
+from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel, variant
 from flashmem.runtime.streaming.interleaved import LayerMoves
 
 
@@ -19,8 +19,8 @@ def usable_launches(
 ) -> tuple[SteadyLaunch, ...]:
     """The steady launches of `program` that later runs can have, which find `resident` and make `moves` by kernels.
 
-    A launch that stands for several layers needs all its slices before the first of them, so they must be resident, and side by
-    side as `joined(name, parts)` tells. A kernel that moves weights while it computes stays as it is.
+    A launch for several layers needs all its slices before the first of them, so they must be resident, and adjacent:
+    `joined(name, parts)` returns their buffer. A kernel that copies weights while it computes is not replaced.
     """
     parts, here = {each.name: each.parts for each in program.joined}, frozenset(resident)
 
@@ -35,8 +35,9 @@ def usable_launches(
 
 
 def needed_residents(program: Program, steady: Sequence[SteadyLaunch]) -> frozenset[str]:
-    """The slices that must be resident for `steady`: those of launches that stand for several layers. Others need none: their
-    layers wait for the same slices as before.
+    """The slices that must be resident for `steady`: those of launches for several layers.
+
+    Other steady launches wait for the same slices as the layers they replace.
     """
     parts = {each.name: each.parts for each in program.joined}
     names = [name for each in steady if each.last > each.first for name in _read(each)]
@@ -47,16 +48,16 @@ def _read(each: SteadyLaunch) -> list[str]:
     return [str(arg.value) for arg in each.launch.args if arg.kind == "slice"]
 
 
-def new_kernels(source: Source, steady: Sequence[SteadyLaunch], known: Sequence[Wanted]) -> tuple[Wanted, ...]:
-    """The kernels of `steady` launches that are none of the `known` ones, or launched in a way that these are not."""
-    uses: dict[str, list[Use]] = {}
+def new_kernels(source: Source, steady: Sequence[SteadyLaunch], known: Sequence[RequiredKernel]) -> tuple[RequiredKernel, ...]:
+    """The kernels of `steady` launches that are not among `known`, or that have launches of another variant."""
+    uses: dict[str, list[KernelLaunch]] = {}
     for each in steady:
         launch = each.launch
-        uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args))
+        uses.setdefault(launch.kernel, []).append(KernelLaunch((launch.global_size, launch.local_size), launch.args))
     here = {each.name: {variant(size) for size in each.sizes} for each in known}
     texts = kernel_texts(source.plain)
     return tuple(
-        Wanted(name, texts[name], tuple(each))
+        RequiredKernel(name, texts[name], tuple(each))
         for name, each in uses.items()
         if not {variant(use.size) for use in each} <= here.get(name, set())
     )

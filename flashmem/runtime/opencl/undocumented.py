@@ -24,25 +24,25 @@ from flashmem.runtime.opencl.binding import cl as cl
 
 @functools.cache
 def library(*, locked: bool = False) -> Any:
-    """The OpenCL library that pyopencl is linked with, for ctypes; `locked`: calls keep the interpreter's lock."""
+    """The OpenCL library that pyopencl is linked with, for ctypes. With `locked`, calls keep the interpreter lock."""
     path: str = cl._cl.__file__
     return ctypes.PyDLL(path) if locked else ctypes.CDLL(path)
 
 
 def enqueue_write_buffer(queue: Any, buffer: Any, data: Any, offset: int) -> Any:
-    """Begin to copy contiguous host memory into a buffer, `offset` bytes into it; the result is the event."""
+    """Start a copy of contiguous host memory to byte `offset` of a buffer; its event."""
     return cl._cl._enqueue_write_buffer(queue, buffer, data, offset, is_blocking=False)
 
 
 def enqueue_read_buffer(queue: Any, buffer: Any, data: Any, *, blocking: bool) -> Any:
-    """Copy a buffer into a contiguous host array, or begin to; the result is the event."""
+    """Copy a buffer to a contiguous host array, or start to; its event."""
     return cl._cl._enqueue_read_buffer(queue, buffer, data, is_blocking=blocking)
 
 
 def enqueue_write_image(
     queue: Any, image: Any, origin: tuple[int, int], region: tuple[int, int], data: Any, row_pitch: int
 ) -> Any:
-    """Begin to copy host memory, with rows `row_pitch` bytes apart, into a region of an image; the result is the event."""
+    """Start a copy of host memory, with rows `row_pitch` bytes apart, to a region of an image; its event."""
     return cl._cl._enqueue_write_image(queue, image, origin, region, data, row_pitch, is_blocking=False)
 
 
@@ -56,13 +56,12 @@ _INVOKERS = threading.RLock()
 
 @contextmanager
 def without_invokers() -> Iterator[None]:
-    """Kernel objects made inside cannot be called as Python functions, which flashmem never does.
+    """Create kernels in the body without Python call functions, which flashmem never uses.
 
-    pyopencl writes and compiles Python code for such calls. That costs 0.2 ms a kernel object: 0.1 s for a model of 500
-    launches.
+    pyopencl generates and compiles Python code for these. That costs 0.2 ms a kernel object: 0.1 s for a model of 500 launches.
     """
     invoker = _invokers()
-    with _INVOKERS:  # two threads inside would each put back what the other had set
+    with _INVOKERS:  # two threads would each restore the other's replacement
         generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
 
         def skip_here(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +76,7 @@ def without_invokers() -> Iterator[None]:
 
 def _invokers() -> Any:
     """The module `pyopencl.invoker`. Its import opens a database in the user's cache folder, or fails to."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # a database that was not opened cannot close
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # closing a database that failed to open raises
     try:
         return importlib.import_module("pyopencl.invoker")
     except (OSError, sqlite3.Error):

@@ -293,7 +293,7 @@ class MemoryArbiter:
                 return False
             if ahead.running.loader is not None and not ahead.running.loader.idle:
                 return False
-            ahead.wants = whole_pages(load.band.nbytes)
+            ahead.wants = whole_pages(load.segment.nbytes)
             if ahead.wants > ahead.left or not bound.ledger.extend(ahead.wants):
                 return False
             ahead.left -= ahead.wants

@@ -57,7 +57,7 @@ class Runtime:
             device: "auto", or what `flashmem.runtime.options.device_here` understands.
             on_pressure: what becomes of a run when the budget is lowered below the least that its model takes: "finish" lets it
                 end in what it was granted before, "fail" ends it with a BudgetError at the next layer.
-            verify_weights: compare every slice and table row that is read with its digest, as a `Session` does; a damaged one
+            verify_weights: compare every slice and table row that is read with its checksum, as a `Session` does; a damaged one
                 fails the run, and closes its model.
             build_apart: as for `Session`.
             prepare: between two runs of a model, make its bundle's steady kernels ready, which later runs have as far as

@@ -11,7 +11,7 @@ from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import WORD, Band, whole_words
+from flashmem.schedule.loads import WORD, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 
 
@@ -102,9 +102,9 @@ class _MovingTransfer(Transfer):
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def _copy_home(self, part: Slice, band: Band, through: Bytes, turn: Turn) -> None:
-        """Read a band into `through`, and copy it to where kernels read the slice."""
-        self._copy(part, band, through, turn, partial(self._homes.write, self._copier, part))
+    def _copy_home(self, part: Slice, segment: Segment, through: Bytes, turn: Turn) -> None:
+        """Read a segment into `through`, and copy it to where kernels read the slice."""
+        self._copy(part, segment, through, turn, partial(self._homes.write, self._copier, part))
 
 
 class DmaTransfer(_MovingTransfer):
@@ -124,9 +124,9 @@ class DmaTransfer(_MovingTransfer):
         super().__init__(context, ledger, file, slices, layout, after)
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read and copy, a part of the ring at a time."""
-        self._copy_home(part, band, self._ring.part(thread), turn)
+        self._copy_home(part, segment, self._ring.part(thread), turn)
 
     def leave(self) -> None:
         """Unmap the ring."""
@@ -136,10 +136,10 @@ class DmaTransfer(_MovingTransfer):
 class InterleaveTransfer(_MovingTransfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
-    Where host and device share memory, the place is a part of one buffer, which is mapped only while a band is read. Elsewhere
-    it is a staging slot, a buffer that no other slice is in at the time, and loads are copied there out of a ring that is the
-    host's: were staging mapped, the driver would keep a second one on the host (docs/opencl-notes.md). Preloaded slices are
-    copied home out of the ring in either case.
+    Where host and device share memory, the place is a part of one buffer, which is mapped only while a segment is read.
+    Elsewhere it is a staging slot, a buffer that no other slice is in at the time, and loads are copied there out of a ring
+    that is the host's: were staging mapped, the driver would keep a second one on the host (docs/opencl-notes.md). Preloaded
+    slices are copied home out of the ring in either case.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class InterleaveTransfer(_MovingTransfer):
         # The last thing to be made: it is mapped, and memory that is mapped must not be released by a failure behind it.
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read into staging."""
         place = self.staged[part.name]
         if self._maps is None:
-            self._copy(part, band, self._ring.part(thread), turn, partial(_write_to, self._copier, place))
+            self._copy(part, segment, self._ring.part(thread), turn, partial(_write_to, self._copier, place))
             return
-        with self._maps.mapped(place, band.nbytes, offset=band.first, unmapped=partial(self._arrives, part)) as view:
-            self._read(part, band, view, turn)
+        with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=partial(self._arrives, part)) as view:
+            self._read(part, segment, view, turn)
 
-    def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read, and copy home."""
-        self._copy_home(part, band, self._ring.part(thread), turn)
+        self._copy_home(part, segment, self._ring.part(thread), turn)
 
     def leave(self) -> None:
         """Give staging up, and unmap the ring."""

@@ -17,7 +17,7 @@ from itertools import islice
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.schedule.loads import LOOKED_AT, Load, Span, Step
+from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 
 
 class _Turn:
@@ -62,8 +62,8 @@ class LoaderRun:
         `admit_all`: whether there is memory for it. Until then nothing is read ahead of its gate.
         """
         self.loaded = {load.part.name: False for load in loads}
-        self._missing = Counter(load.part.name for load in loads)  # bands, by slice
-        self.spans: list[Span] = []
+        self._missing = Counter(load.part.name for load in loads)  # segments, by slice
+        self.intervals: list[TimedInterval] = []
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
@@ -170,12 +170,12 @@ class LoaderRun:
             while (load := self._take()) is not None:
                 turn, name = _Turn(self, load.gate), load.part.name
                 if load.preload:
-                    self._transfer.preload(load.part, load.band, thread, turn)
+                    self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
-                    self._transfer.load(load.part, load.band, thread, turn)
-                span = Span(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
+                    self._transfer.load(load.part, load.segment, thread, turn)
+                interval = TimedInterval(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
                 with self._changed:
-                    self.spans.append(span)
+                    self.intervals.append(interval)
                     self._loading -= 1
                     self._missing[name] -= 1
                     if not self._missing[name]:
@@ -224,7 +224,7 @@ class LoaderRun:
                     ahead = self._announce(number) if self._announces or self._transfer.file.missed else ()
             if load is not None:
                 for each in ahead:
-                    self._transfer.expect(each.part, each.band)
+                    self._transfer.expect(each.part, each.segment)
                 return load
             for part in frees:
                 self._transfer.free(part)

@@ -1,4 +1,4 @@
-"""Known architectures as graphs, from their published configurations: no weights, no PyTorch.
+"""Known architectures as graphs, from their published configurations, without weights and without PyTorch.
 
 What a model costs to stream depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs are
 what the importer makes of the files PyTorch exports (operators, their order, folded constants); weights have a shape and no
@@ -16,7 +16,9 @@ from flashmem.tools.zoo.net import Net
 
 @dataclass(frozen=True)
 class GptNeo:
-    """GPT-Neo: learned positions, unscaled attention, global and local in turn; the head is not tied to the table."""
+    """GPT-Neo: learned positions, unscaled attention, alternating global and local layers; the head is not tied to the
+    table.
+    """
 
     layers: int
     hidden: int
@@ -52,9 +54,9 @@ class GptNeo:
 
 @dataclass(frozen=True)
 class TiedDecoder:
-    """GPT-2 and OPT before its larger sizes: learned positions, biases everywhere, and the table of tokens is the head, too.
+    """GPT-2, and OPT below its larger sizes: learned positions, biases everywhere, and the token table as head.
 
-    `joined`: queries, keys and values are one product, and the activation is the GELU (GPT-2); else three, and ReLU (OPT).
+    With `joined`, queries, keys and values are one product, and the activation is GELU (GPT-2); else three, and ReLU (OPT).
     """
 
     layers: int
@@ -172,7 +174,7 @@ class Vit:
 
 @dataclass(frozen=True)
 class WideVit:
-    """ViT and, with `mixing`, DeepViT as `flashmem.tools.zoo.vision_transformer` has them: patches are normalised vectors."""
+    """The ViT and, with `mixing`, DeepViT of `flashmem.tools.zoo.vision_transformer`: patches are normalised vectors."""
 
     layers: int
     hidden: int
@@ -216,7 +218,7 @@ class WideVit:
 
 @dataclass(frozen=True)
 class WhisperEncoder:
-    """Whisper's encoder: two convolutions over the frames, the second halves them, and layers without a class token."""
+    """Whisper's encoder: two convolutions over the frames, the second with stride 2, and layers without a class token."""
 
     layers: int
     hidden: int
@@ -249,7 +251,7 @@ class WhisperEncoder:
 
 @dataclass(frozen=True)
 class ResNet:
-    """A ResNet of bottleneck blocks, batch normalisation folded into the convolutions."""
+    """A ResNet with bottleneck blocks; batch normalisation is folded into the convolutions."""
 
     depths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -278,9 +280,9 @@ class ResNet:
 
 @dataclass(frozen=True)
 class MobileNet:
-    """MobileNetV2: inverted residuals around convolutions of one channel each, batch normalisation folded.
+    """MobileNetV2: inverted residuals around depthwise convolutions; batch normalisation is folded.
 
-    `stages`: how often wider a block is inside, its channels, the blocks of that kind, and the stride of the first.
+    `stages` have the expansion of a block, its channels, the number of such blocks, and the stride of the first.
     """
 
     stages: tuple[tuple[int, int, int, int], ...]
@@ -381,7 +383,7 @@ _ZOO = {
 
 
 def zoo_graph(name: str) -> Graph:
-    """The graph of a known architecture, as the importer would yield it: before normal form, batch 1, of the model's own size.
+    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, the model's own size.
 
     Raises:
         UserError: no such architecture.
@@ -392,6 +394,6 @@ def zoo_graph(name: str) -> Graph:
 
 
 def check_architecture(name: str) -> None:
-    """Raises UserError unless `zoo_graph` knows `name`."""
+    """Raise UserError unless `zoo_graph` knows `name`."""
     if name not in _ZOO:
         raise UserError(f"no architecture {name!r} in the zoo: choose one of {', '.join(_ZOO)}")

@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 
 import flashmem
 from flashmem.base.types import ITEMSIZE
-from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.lowering.context import Emitter
@@ -255,7 +255,7 @@ def test_every_read_sees_the_write_that_the_graph_means(
     def check(seed: int) -> None:
         graph = _graph(Net(seed), tmp_path)
         made = _checked(graph, precision, monkeypatch)
-        check_reach(made.program, made.source.plain)
+        check_bounds(made.program, made.source.plain)
         assert made.program.live_bytes <= made.program.arena_bytes
         launched = {launch.name for launch in made.program.launches}
         seen["views"] += sum(node.op == "Slice" and node.name not in launched for node in graph.nodes)

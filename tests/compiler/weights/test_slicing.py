@@ -42,7 +42,7 @@ from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.instance import Problem, WeightSpec
-from flashmem.schedule.loads import bands
+from flashmem.schedule.loads import segments
 from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, passing_bytes
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe
@@ -178,12 +178,12 @@ def test_bands_are_the_slice_in_order(nbytes: int, width: int, mode: TransferMod
     pitch = 16 * width
     part = Slice("s", "w", 0, pitch * (-(-nbytes // pitch)), width, -(-nbytes // pitch), pitch) if image and width else (
         Slice("s", "w", 0, nbytes))  # fmt: skip
-    found = bands(part, mode)
-    assert [band.first for band in found] == [sum(b.nbytes for b in found[:i]) for i in range(len(found))]
-    assert sum(band.nbytes for band in found) == part.file_bytes
+    found = segments(part, mode)
+    assert [segment.first for segment in found] == [sum(b.nbytes for b in found[:i]) for i in range(len(found))]
+    assert sum(segment.nbytes for segment in found) == part.file_bytes
     unit = part.row_pitch if part.is_image and mode != "map" else page_size()
-    assert all(band.nbytes > 0 and band.first % unit == 0 for band in found)
-    assert max(band.nbytes for band in found) <= passing_bytes(part)  # one copy each
+    assert all(segment.nbytes > 0 and segment.first % unit == 0 for segment in found)
+    assert max(segment.nbytes for segment in found) <= passing_bytes(part)  # one copy each
 
 
 def test_what_is_large_passes_through_staging_in_pieces() -> None:

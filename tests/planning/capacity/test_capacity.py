@@ -53,7 +53,7 @@ def test_capacity_is_what_can_be_copied_within_the_threshold() -> None:
 
 def test_the_problem_of_a_program() -> None:
     program = Program(
-        memory_path="buffer", precision="fp32", inputs=(), outputs=(), tensors=(), row_gathers=(),
+        memory_path="buffer", precision="fp32", inputs=(), outputs=(), tensors=(), host_embeddings=(),
         slices=(Slice("a", "A", 0, 3_000_000), Slice("b", "B", 0, 500)),
         launches=(launch("reusable", 1000, 0, "a"), launch("hierarchical", 0, 0), launch("elemental", 0, 0, "b", "a")),
         arena_bytes=0, constants_offset=0, constants_bytes=0, weights_bytes=0,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flashmem.base.errors import BundleError, MissingFileError, RunError, UserError
-from flashmem.runtime.application.designs import Design, Designs, Part, State, SwitchingRule
+from flashmem.runtime.application.designs import Design, Designs, State, SwitchingRule, TaskAssignment
 from flashmem.runtime.application.manager import Manager
 from flashmem.runtime.application.watch import (
     LOAD_HIGH,
@@ -119,7 +119,10 @@ def designs_of(folder: Path, usual: float = 60.0) -> Designs:
     seconds that each takes.
     """
     names = [device.descriptor_name for device in list_devices()]
-    parts = [Part("see", f"m{seed}.flashmem", names[seed % len(names)], f"p{seed}", 1000 - seed, usual) for seed in range(3)]
+    parts = [
+        TaskAssignment("see", f"m{seed}.flashmem", names[seed % len(names)], f"p{seed}", 1000 - seed, usual)
+        for seed in range(3)
+    ]
     for seed in range(3):
         write_mini_bundle(folder / f"m{seed}.flashmem", seed=seed)
     rules = (
@@ -220,7 +223,7 @@ def test_a_first_run_loads_and_says_nothing_of_its_processor(tmp_path: Path) -> 
 def test_a_run_may_take_as_long_as_those_beside_it_on_its_processor(tmp_path: Path) -> None:
     designs_of(tmp_path)
     with Manager(tmp_path) as manager:
-        here, there = Part("a", "", "", "p0", 1, 2.0), Part("b", "", "", "p1", 1, 4.0)
+        here, there = TaskAssignment("a", "", "", "p0", 1, 2.0), TaskAssignment("b", "", "", "p1", 1, 4.0)
         with manager._among_others(here) as first, manager._among_others(there) as other:
             with manager._among_others(here) as second:
                 pass

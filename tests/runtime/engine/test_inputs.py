@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.types import StoredType
-from flashmem.program.tensors import Port, RowGather, Tensor, port_dtype
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, port_dtype
 from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -172,7 +172,7 @@ def test_gathered_rows_are_numpys(
     pitch = table.itemsize * panel
     file = WeightFile(path, path.stat().st_size)
     got = gather_rows(
-        file, RowGather("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel), indices, "float32"
+        file, HostEmbeddingLookup("i", "t", offset, rows, columns, pitch * columns, pitch, dtype, panel), indices, "float32"
     )
     file.close()
     assert got.dtype == np.float32
@@ -188,7 +188,7 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
         file.seek(12345678 * columns * 4)
         file.write(np.arange(columns, dtype=np.float32).tobytes())
     opened = WeightFile(path, rows * columns * 4)
-    gather = RowGather("i", "t", 0, rows, columns, columns * 4, 4, "float32")
+    gather = HostEmbeddingLookup("i", "t", 0, rows, columns, columns * 4, 4, "float32")
     got = gather_rows(opened, gather, np.array([12345678, rows - 1, 12345678], np.int64), "float32")
     opened.close()
     np.testing.assert_array_equal(got[0], np.arange(columns))

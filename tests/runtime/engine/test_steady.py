@@ -16,7 +16,7 @@ import pytest
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.base.errors import BundleError, FlashmemWarning, RunError
-from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.validation import check_bundle
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import fixed_bytes
@@ -206,7 +206,7 @@ def test_damaged_steady_launches_are_refused(joined: Bundle) -> None:
         if arg.kind == "int":
             args = (*each.launch.args[:number], beyond[number], *each.launch.args[number + 1 :])
             with pytest.raises(BundleError):
-                check_reach(
+                check_bounds(
                     replace(program, steady=(replace(each, launch=replace(each.launch, args=args)),)), joined.source.plain
                 )
 

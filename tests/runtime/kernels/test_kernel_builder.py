@@ -27,7 +27,7 @@ from flashmem.base.errors import BundleError, RunError, UserError
 from flashmem.bundle.manifest import BINARIES
 from flashmem.cli.commands.bundles import check_bundle
 from flashmem.program.kernel_text import kernel_texts
-from flashmem.runtime.kernels import ahead as kernel_builder
+from flashmem.runtime.kernels import ahead_of_time as kernel_builder
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.required import SMALL_GRID
 from flashmem.runtime.opencl.context import Context
@@ -171,14 +171,14 @@ def test_nothing_is_built_where_that_is_not_asked_for_or_the_device_is_elsewhere
 
 
 def test_a_kernel_that_is_refused_is_an_error_of_compile(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = kernel_builder.wanted_kernels
+    wanted = kernel_builder.required_kernels
 
     def spoiled(*given: Any) -> Any:
         plain, lane = wanted(*given)
         return tuple(replace(each, text=each.text + "}") for each in plain), lane
 
     write_model(tmp_path / "m.onnx", 40, 32)
-    monkeypatch.setattr(kernel_builder, "wanted_kernels", spoiled)
+    monkeypatch.setattr(kernel_builder, "required_kernels", spoiled)
     with pytest.raises(RunError, match=r"the kernel .* cannot be built: .*; compile with --no-build"):
         flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", device=DEVICES[0])
     monkeypatch.setattr(sys, "executable", "/bin/false")

@@ -26,7 +26,7 @@ from flashmem import Session
 from flashmem.base.errors import RunError
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
-from flashmem.runtime.kernels.required import Use, Wanted
+from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel
 from flashmem.runtime.opencl import context as opencl
 from flashmem.runtime.opencl.context import Context, list_devices
 from tests.support.mini_bundle import write_mini_bundle
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.build_apart
 
 KEY = "ab" * 32
 SOURCE = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"
-WANTED = Wanted("f", SOURCE, (Use(((64,), (1,)), ()),))
+WANTED = RequiredKernel("f", SOURCE, (KernelLaunch(((64,), (1,)), ()),))
 
 _RUN_BUNDLE = """
 import json, sys, time
@@ -132,7 +132,7 @@ def test_a_binary_that_the_driver_refuses_is_a_miss(tmp_path: Path) -> None:
     cache.write(kernel_key(context.device, WANTED, ()), b"no program of any driver")
     built: list[str] = []
 
-    def build(missing: Mapping[str, Wanted]) -> dict[str, bytes]:
+    def build(missing: Mapping[str, RequiredKernel]) -> dict[str, bytes]:
         built.extend(missing)
         return dict.fromkeys(missing, binary)
 
@@ -151,7 +151,7 @@ def test_two_threads_wait_for_what_one_of_them_builds(tmp_path: Path) -> None:
     cache.write(key, b"no program of any driver")
     built: list[str] = []
 
-    def build(missing: Mapping[str, Wanted]) -> dict[str, bytes]:
+    def build(missing: Mapping[str, RequiredKernel]) -> dict[str, bytes]:
         if missing:
             built.extend(missing)
             time.sleep(0.3)
@@ -182,7 +182,7 @@ def test_a_child_that_dies_is_one_sentence_each_time(where: str, tmp_path: Path,
 _INTERRUPTED = """
 import signal, sys, time
 from flashmem import Session
-from flashmem.runtime import kernel_processes
+from flashmem.runtime.kernels import build_processes as kernel_processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who was started in the background ignores it
 start = kernel_processes._start
 def started(*given):
@@ -237,8 +237,8 @@ def test_the_key_depends_on_everything_that_matters() -> None:
     device = replace(list_devices()[0], platform="Portable Computing Language")
     other = replace(device, driver_version="other")
 
-    def wanted(*sizes: Any, text: str = SOURCE) -> Wanted:
-        return Wanted("f", text, tuple(Use(size, ()) for size in sizes))
+    def wanted(*sizes: Any, text: str = SOURCE) -> RequiredKernel:
+        return RequiredKernel("f", text, tuple(KernelLaunch(size, ()) for size in sizes))
 
     small, group, large = ((64,), (1,)), ((64,), (2,)), ((1 << 16,), (1,))
     changes = [

@@ -23,7 +23,7 @@ from flashmem.bundle.writer import replace_binaries
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
-from flashmem.runtime.kernels.required import Use, Wanted
+from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel
 from flashmem.runtime.opencl import compile_target
 from flashmem.runtime.opencl.context import Context, find_device, list_devices
 
@@ -39,7 +39,7 @@ _RUN = """
 import json, sys
 import numpy as np
 from flashmem import Session
-from flashmem.runtime import opened
+from flashmem.runtime.engine import opened
 build, built = opened.build_apart, []
 def counted(missing, *rest):
     built.extend(missing)
@@ -148,7 +148,7 @@ def test_a_binary_that_gives_no_kernel_is_built_again(
 ) -> None:
     context = Context(find_device(device))
     text = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"
-    wanted = Wanted("f", text, (Use(((64,), (1,)), ()),))
+    wanted = RequiredKernel("f", text, (KernelLaunch(((64,), (1,)), ()),))
     texts = {
         "another kernel": "__kernel void g(__global float* a) { a[get_global_id(0)] = 2; }",
         "other arguments": "__kernel void f(__global float* a, int n) { a[get_global_id(0)] = n; }",
@@ -160,7 +160,7 @@ def test_a_binary_that_gives_no_kernel_is_built_again(
     carried = packed_entries({key: binary}) if where == "bundle" else b""
     made: list[str] = []
 
-    def build(missing: Mapping[str, Wanted]) -> dict[str, bytes]:
+    def build(missing: Mapping[str, RequiredKernel]) -> dict[str, bytes]:
         made.extend(missing)
         return {key: context.build(each.text, ()).binary() for key, each in missing.items()}
 
@@ -179,7 +179,9 @@ def test_a_binary_that_gives_no_kernel_is_built_again(
 def test_what_one_bundle_brings_is_not_given_to_another(device: str, cache: ProgramCache) -> None:
     """The binary that a bundle has under the key of a kernel may be of another kernel."""
     context = Context(find_device(device))
-    wanted = Wanted("f", "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }", (Use(((64,), (1,)), ()),))
+    wanted = RequiredKernel(
+        "f", "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }", (KernelLaunch(((64,), (1,)), ()),)
+    )
     key = kernel_key(context.device, wanted, ())
     evil = context.build("__kernel void f(__global float* a) { a[get_global_id(0)] = 666; }", ())
     memory, queue = context.buffer(256), context.queue()
@@ -217,7 +219,7 @@ def test_the_key_tells_instruction_sets_and_variables_apart(tmp_path: Path, monk
     assert len(told) == 6 and before not in told
     assert compile_target.compile_target("NVIDIA CUDA", "gpu", {"POCL_NEW": "1"}) == ""
     device = list_devices()[0]
-    wanted = Wanted("f", "__kernel void f() {}", ())
+    wanted = RequiredKernel("f", "__kernel void f() {}", ())
     assert kernel_key(device, wanted, ()) != kernel_key(replace(device, target="another"), wanted, ())
 
 

@@ -23,7 +23,7 @@ from flashmem.runtime.engine.bound_program import BoundKernels
 from flashmem.runtime.engine.engine import Run
 from flashmem.runtime.kernels import build_processes as kernel_processes
 from flashmem.runtime.kernels.cache import CachedKernels
-from flashmem.runtime.kernels.required import Wanted
+from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import PLACES
 from tests.support.wide_model import Wide, close_to, equal, wide_model, with_parted
@@ -298,8 +298,8 @@ def test_children_take_from_one_queue_the_dearest_first(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(kernel_processes, "_start", start)
     monkeypatch.setattr(kernel_processes, "_processors", lambda: 2)
-    wanted = {f"cheap {length}": Wanted("k", "x" * length, ()) for length in (10, 30, 20, 50, 40)}
-    wanted["dear"] = Wanted("k", "x" * 1000, ())
+    wanted = {f"cheap {length}": RequiredKernel("k", "x" * length, ()) for length in (10, 30, 20, 50, 40)}
+    wanted["dear"] = RequiredKernel("k", "x" * 1000, ())
     program, device = SimpleNamespace(build_options=()), SimpleNamespace(compiles_at_launch=False)
     kept: dict[str, bytes] = {}
     builders = kernel_processes.Builders(kept.__setitem__, "")

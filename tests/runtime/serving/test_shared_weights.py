@@ -20,7 +20,7 @@ from flashmem.program.program import fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import packed_entries
-from flashmem.runtime.kernels.required import wanted_kernels
+from flashmem.runtime.kernels.required import required_kernels
 from flashmem.runtime.memory.accounts import Account, Budget
 from flashmem.runtime.opencl.context import Context, list_devices
 from flashmem.runtime.opencl.devices import Device, descriptor_for
@@ -243,22 +243,22 @@ def test_one_that_has_to_give_memory_up_takes_none_from_the_other(
 
 def test_slices_of_the_same_bytes_are_told_from_others(twins: dict[str, list[MiniModel]], tmp_path: Path) -> None:
     other = write_mini_bundle(tmp_path / "other.flashmem", seed=4).open()
-    first, second = (model.open().digests.identities for model in twins["buffer"])
+    first, second = (model.open().checksums.content_hashes for model in twins["buffer"])
     assert first == second and len(set(first.values())) == len(first)
-    assert not set(first.values()) & set(other.digests.identities.values())
+    assert not set(first.values()) & set(other.checksums.content_hashes.values())
     part = other.program.slices[-1]
     content = np.fromfile(other.weights_path, np.uint8)[part.offset : part.offset + part.file_bytes].tobytes()
-    assert other.digests.identities[part.name] == hashlib.blake2b(content, digest_size=16).digest()
+    assert other.checksums.content_hashes[part.name] == hashlib.blake2b(content, digest_size=16).digest()
 
 
 def forged(folder: Path, of: MiniModel, *, seed: int) -> MiniModel:
-    """A bundle of other weights whose digests.bin says that they are those of `of`."""
+    """A bundle of other weights whose checksums.bin says that they are those of `of`."""
     made = write_mini_bundle(folder / "forged.flashmem", seed=seed)
-    digests, true = files_of(made.path) / "digests.bin", (files_of(of.path) / "digests.bin").read_bytes()
-    identities = 16 * len(made.open().program.slices)
-    digests.write_bytes(digests.read_bytes()[:-identities] + true[-identities:])
-    fit(made.path, "digests.bin")
-    assert made.open().digests.identities == of.open().digests.identities
+    checksums, true = files_of(made.path) / "checksums.bin", (files_of(of.path) / "checksums.bin").read_bytes()
+    hash_bytes = 16 * len(made.open().program.slices)
+    checksums.write_bytes(checksums.read_bytes()[:-hash_bytes] + true[-hash_bytes:])
+    fit(made.path, "checksums.bin")
+    assert made.open().checksums.content_hashes == of.open().checksums.content_hashes
     return made
 
 
@@ -328,7 +328,7 @@ def test_kernels_that_a_bundle_brings_are_for_that_bundle_alone(
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
     model, device = twins["buffer"][0], list_devices()[0]
     bundle, inputs = model.open(), model.inputs()
-    plain, _ = wanted_kernels(bundle.program, bundle.source, {}, {})
+    plain, _ = required_kernels(bundle.program, bundle.source, {}, {})
     lies = {}
     for wanted in plain:
         context = Context(device)

@@ -25,7 +25,7 @@ from flashmem.runtime.streaming.copied import InterleaveTransfer
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer, Turn
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import Band, Load
+from flashmem.schedule.loads import Load, Segment
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import free_from, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
@@ -40,7 +40,7 @@ class Noted(Transfer):
         self.reads_ahead, self.failing = reads_ahead, failing
         self.done: list[tuple[str, str]] = []
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         self.done.append(("read", part.name))
         turn.did("read")
         turn.opened()
@@ -51,7 +51,7 @@ class Noted(Transfer):
 
 
 def loads(*gates: int) -> list[Load]:
-    return [Load(Slice(f"w{n}", "w", 0, 16), Band(0, 16), gate) for n, gate in enumerate(gates)]
+    return [Load(Slice(f"w{n}", "w", 0, 16), Segment(0, 16), gate) for n, gate in enumerate(gates)]
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -75,9 +75,9 @@ def test_what_waits_in_staging_of_its_own_is_read_before_its_gate_and_copied_beh
     run.layer_done(2)
     run.wait("w4")
     run.stop()
-    spans = {span.name: [what for what, _ in span.steps] for span in run.spans}
-    assert spans["w0"] == ["read", "copy"] and spans["w3"] == ["read", "gate", "copy"]
-    assert {span.thread for span in run.spans} == {0, 1}
+    intervals = {interval.name: [what for what, _ in interval.steps] for interval in run.intervals}
+    assert intervals["w0"] == ["read", "copy"] and intervals["w3"] == ["read", "gate", "copy"]
+    assert {interval.thread for interval in run.intervals} == {0, 1}
 
 
 def test_without_such_staging_nothing_begins_before_its_gate() -> None:
@@ -89,7 +89,7 @@ def test_without_such_staging_nothing_begins_before_its_gate() -> None:
     run.layer_done(1)
     run.wait("w1")
     run.stop()
-    assert [what for span in run.spans for what, _ in span.steps] == ["read", "copy"] * 2
+    assert [what for interval in run.intervals for what, _ in interval.steps] == ["read", "copy"] * 2
 
 
 def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile() -> None:
@@ -119,17 +119,17 @@ def test_what_is_not_admitted_does_not_begin_and_nothing_is_read_ahead_meanwhile
 
 def test_threads_take_from_one_queue_and_none_waits_for_a_slow_one() -> None:
     class Slow(Noted):
-        def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+        def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
             if part.name == "w0":
                 until(lambda: len(self.done) == 10)  # all the others, by the other thread
-            super().load(part, band, thread, turn)
+            super().load(part, segment, thread, turn)
 
     transfer = Slow(reads_ahead=False)
     run = LoaderRun(transfer, loads(0, 0, 0, 0, 0, 0), {}, threads=2)
     run.wait("w0")
     run.stop()
     assert [name for what, name in transfer.done if what == "copy"] == ["w1", "w2", "w3", "w4", "w5", "w0"]
-    assert len({span.thread for span in run.spans if span.name != "w0"}) == 1
+    assert len({interval.thread for interval in run.intervals if interval.name != "w0"}) == 1
 
 
 @pytest.mark.parametrize("failing", ["", "w0"])

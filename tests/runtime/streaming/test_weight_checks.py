@@ -15,7 +15,7 @@ import pytest
 from flashmem import Runtime
 from flashmem.base.errors import RunError
 from flashmem.base.types import TransferMode
-from flashmem.bundle import checksums as digests
+from flashmem.bundle.checksums import ChecksummedRange, checksum
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.session import Session
@@ -87,7 +87,7 @@ def test_constants_are_always_checked(model: MiniModel) -> None:
 
 def test_only_rows_that_are_read_are_checked(model: MiniModel) -> None:
     program = model.open().program
-    (gather,) = program.row_gathers
+    (gather,) = program.host_embeddings
     damage(model, gather.offset + gather.row_stride * 3 - 1)  # the end of the third and last panel, in the second block
     first = {**model.inputs(), "tokens": np.zeros((1, 5), np.int64)}
     last = {**first, "tokens": np.full((1, 5), 69, np.int64)}
@@ -103,8 +103,8 @@ def test_checked_blocks_are_put_together(tmp_path: Path) -> None:
     content = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
     (tmp_path / "weights.bin").write_bytes(content.tobytes())
     file = WeightFile(tmp_path / "weights.bin", 1000)
-    blocks = [digests.Piece("the table", start, min(64, 990 - start)) for start in range(10, 990, 64)]
-    values = tuple(digests.digest(content[block.offset : block.offset + block.nbytes].tobytes()) for block in blocks)
+    blocks = [ChecksummedRange("the table", start, min(64, 990 - start)) for start in range(10, 990, 64)]
+    values = tuple(checksum(content[block.offset : block.offset + block.nbytes].tobytes()) for block in blocks)
     table = CheckedTable(file, blocks, values)
     for offset, nbytes in ((10, 1), (10, 980), (73, 2), (74, 64), (500, 300), (989, 1)):
         data = np.empty(nbytes, np.uint8)

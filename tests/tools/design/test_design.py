@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flashmem.base.errors import UserError
-from flashmem.runtime.application.designs import Design, Designs, Part, State, SwitchingRule
+from flashmem.runtime.application.designs import Design, Designs, State, SwitchingRule, TaskAssignment
 from flashmem.runtime.application.manager import Manager
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.tools.design import metrics
@@ -31,7 +31,7 @@ from flashmem.tools.design.application import (
 )
 from flashmem.tools.design.metrics import Candidate, Profile
 from flashmem.tools.design.rass import optimality, solve
-from flashmem.tools.design.written import described, solved
+from flashmem.tools.design.writer import described, solved
 from tests.support.command_line import Command, command_line
 from tests.support.paths import DATA
 
@@ -269,7 +269,7 @@ def test_the_command_profiles_solves_and_writes_what_a_manager_runs(tmp_path: Pa
         """
     )
     command = ("design", str(tmp_path / "app.toml"), "-o", str(tmp_path / "out"), "--runs", "2", "--json")
-    earlier = Design(("",), (Part("see", "earlier.flashmem", "", "", 0, 0.0),))
+    earlier = Design(("",), (TaskAssignment("see", "earlier.flashmem", "", "", 0, 0.0),))
     (tmp_path / "out/earlier.flashmem").mkdir(parents=True)
     rules = (SwitchingRule((), False, 0), SwitchingRule((), True, 0))
     (tmp_path / "out/design.json").write_text(json.dumps(Designs((), (earlier,), rules).to_json()))

@@ -19,7 +19,7 @@ import pytest
 from flashmem.base.errors import UserError
 from flashmem.tools.zoo.export import INPUTS, NOTES, Exporter, export
 from flashmem.tools.zoo.models import find, names, tiny_names
-from flashmem.tools.zoo.recipe import ZooModel
+from flashmem.tools.zoo.recipes.recipe import ZooModel
 from tests.support.zoo_data import DATA, EXPORTS
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the zoo extra is not installed")

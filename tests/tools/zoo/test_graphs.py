@@ -96,7 +96,7 @@ def _needed(program: Program, source: str) -> list[int]:
     }
     last = len(program.launches) + 1
     uses = [(*tensors[port.tensor], 0, True) for port in program.inputs if port.tensor is not None]
-    uses += [(*tensors[gather.tensor], 0, True) for gather in program.row_gathers]
+    uses += [(*tensors[gather.tensor], 0, True) for gather in program.host_embeddings]
     for layer, launch in enumerate(program.launches, start=1):
         for is_written, arg in zip(writes[launch.kernel], launch.args, strict=True):
             if arg.kind == "tensor":

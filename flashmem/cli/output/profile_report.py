@@ -1,4 +1,4 @@
-"""What `flashmem profile --report` prints: errors of predictions, and operators that respond otherwise than in Table 5."""
+"""The report of `flashmem profile --report`: prediction errors, and operators whose response differs from Table 5."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from flashmem.cli.console import print_facts, print_table
+from flashmem.cli.output.console import print_facts, print_table
 from flashmem.planning.capacity.response import Learned
 from flashmem.profiler.dataset import read_dataset
 from flashmem.profiler.report import (
@@ -25,7 +25,7 @@ from flashmem.profiler.report import (
 
 
 def print_repeats(dataset: Path, again: Path) -> None:
-    """Print how far the device repeats itself."""
+    """Print how well two profiles of one device agree."""
     found = repeats(dataset, again)
     apart = f"{mean(found.differences):.1%} in the mean, {median(found.differences):.1%} in the median"
     within = ", ".join(
@@ -35,7 +35,7 @@ def print_repeats(dataset: Path, again: Path) -> None:
 
 
 def print_report(dataset: Path, parts: Sequence[HeldOut]) -> None:
-    """Print everything that `flashmem profile --report` shows; `parts`: what `held_out` gave of the dataset."""
+    """Print the report of `flashmem profile --report`; `parts` is the result of `held_out` for the dataset."""
     about, rows = read_dataset(dataset)
     launches = len({row.case for row in rows})
     print_facts({"measured": about["source"], "launches": str(launches), "rows": str(len(rows))})
@@ -56,7 +56,7 @@ def print_report(dataset: Path, parts: Sequence[HeldOut]) -> None:
 
 
 def _print_parts(parts: Sequence[HeldOut]) -> list[str]:
-    """The table of C_l and that of latencies; returns the bars that were missed."""
+    """Print the tables of C_l and of latencies; the requirements that were missed."""
     verdicts = _print_capacities(parts)
     lines = []
     for part in parts:
@@ -81,7 +81,7 @@ def _print_parts(parts: Sequence[HeldOut]) -> list[str]:
 
 
 def _print_capacities(parts: Sequence[HeldOut]) -> list[str]:
-    """C_l within 25 % of what was measured; returns the bars that were missed."""
+    """Print how many C_l are within 25 % of the measured ones; the requirements that were missed."""
     lines, verdicts = [], []
     for part in parts:
         pairs = [[(c.measured, getattr(c, which)) for c in part.capacities] for which in ("predicted", "roofline")]

@@ -1,4 +1,4 @@
-"""Kernels built ahead of the first run: the program cache is full before anything runs."""
+"""Building of kernels during compilation, so that the program cache has them before the first run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmem.program.program import Program
 from flashmem.runtime.kernels.build_processes import Builders
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
-from flashmem.runtime.kernels.required import wanted_kernels
+from flashmem.runtime.kernels.required import required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import choose_mode, device_for
@@ -30,8 +30,8 @@ Report = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Built:
-    """What a bundle's sessions on `device` ask the cache for: `keys`; `built` of them were missing, and are there now."""
+class BuildResult:
+    """The kernels of a bundle for `device`: their cache `keys`, and the number `built` because the cache lacked them."""
 
     device: Device
     keys: tuple[str, ...]
@@ -39,9 +39,10 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A program whose kernels are wanted, as a session plays it that is opened without options. `planned`: the transfer mode
-    that it is planned for. `plan`: None as long as there is none; nothing is known then of kernels that stream.
+class BuildRequest:
+    """A program whose kernels are to be built, for a session that is opened without options.
+
+    `planned` is the transfer mode of its plan. While `plan` is None, kernels with stream lanes are unknown and not built.
     """
 
     program: Program
@@ -53,13 +54,13 @@ class Wish:
 
 
 class KernelBuilder:
-    """Fills the program cache while its owner goes on. Used in a `with`: to leave it ends the child processes."""
+    """A context manager that fills the program cache in child processes while compilation continues; leaving it ends them."""
 
     def __init__(self, device: str = "auto", report: Report = lambda fraction: None) -> None:
-        """Nothing starts yet.
+        """Create a builder without starting anything.
 
         Args:
-            device: what is compiled for, as `flashmem.compile` takes it.
+            device: the target of compilation, as for `flashmem.compile`.
             report: called with the fraction done, in `begin`, `poll` and `finish`.
         """
         self._asked, self._report, self._cache = device, report, ProgramCache()
@@ -68,26 +69,26 @@ class KernelBuilder:
     def __enter__(self) -> Self:
         return self
 
-    def begin(self, wish: Wish) -> None:
-        """Start to build what is missing of the kernels of a program; to ask again costs nothing.
+    def begin(self, request: BuildRequest) -> None:
+        """Start building the missing kernels of a program. A repeated request costs nothing.
 
-        Nothing is built if the device is not here, or the cache cannot be written.
+        Nothing is built if the device is not on this machine or the cache cannot be written.
 
         Raises:
             RunError: no process can be started.
         """
-        self._begin(wish)
+        self._begin(request)
 
     def poll(self) -> None:
-        """Report how far it is. Does not wait."""
+        """Report the progress without waiting."""
         while self._builders.step(wait=False):
             self._report(self._builders.fraction)
 
-    def finish(self, bundle: Bundle) -> Built | None:
+    def finish(self, bundle: Bundle) -> BuildResult | None:
         """Wait until all kernels of `bundle` are in the program cache.
 
         Returns:
-            None where its device is not here, or the cache cannot be written, with a warning: nothing is built then.
+            None, with nothing built, if the device is not on this machine, or with a warning if the cache cannot be written.
 
         Raises:
             RunError: the driver refuses a kernel, or ends the process that builds it.
@@ -95,7 +96,9 @@ class KernelBuilder:
         keys: dict[str, None] = {}
         planned = bundle.common.get("mode")
         for each in bundle.variants:
-            found = self._begin(Wish(each.program, each.source, bundle.descriptor, each.plan.strategy, planned, each.plan))
+            found = self._begin(
+                BuildRequest(each.program, each.source, bundle.descriptor, each.plan.strategy, planned, each.plan)
+            )
             if found is None:
                 return None
             device, wanted, missing = found
@@ -112,35 +115,37 @@ class KernelBuilder:
         while self._builders.step():
             self._report(self._builders.fraction)
         self._builders.check()
-        return Built(device, tuple(keys), len(self._builders.submitted))
+        return BuildResult(device, tuple(keys), len(self._builders.submitted))
 
-    def _begin(self, wish: Wish) -> tuple[Device, tuple[str, ...], bool] | None:
-        """As `begin`: the device, the keys of all kernels, and whether some are missing that cannot be built."""
-        device = device_for(wish.descriptor.name, self._asked)
+    def _begin(self, request: BuildRequest) -> tuple[Device, tuple[str, ...], bool] | None:
+        """Like `begin`; the device, the keys of all kernels, and whether some are missing that cannot be built."""
+        device = device_for(request.descriptor.name, self._asked)
         if device is None:
             return None
-        program = wish.program
+        program = request.program
         try:
-            mode = choose_mode(descriptor_for(device), path=program.memory_path, planned=wish.planned, strategy=wish.strategy)
-        except UserError:  # a descriptor of that name, but not of this device
+            mode = choose_mode(
+                descriptor_for(device), path=program.memory_path, planned=request.planned, strategy=request.strategy
+            )
+        except UserError:  # a descriptor of the same name that is not for this device
             return None
         moves: Mapping[int, LayerMoves] = {}
         again = moves
         if mode == "interleave":
-            if wish.plan is None:
+            if request.plan is None:
                 return None
             slices, kind = {part.name: part for part in program.slices}, lane_kind(program)
-            moves = layer_moves(wish.plan, slices, kind)
-            later = wish.plan.later()
-            again = moves if later is wish.plan else layer_moves(later, slices, kind)
-        plain, lane = wanted_kernels(program, wish.source, moves, again)
-        options, steady = program.build_options, new_kernels(wish.source, program.steady, plain)
+            moves = layer_moves(request.plan, slices, kind)
+            later = request.plan.later()
+            again = moves if later is request.plan else layer_moves(later, slices, kind)
+        plain, lane = required_kernels(program, request.source, moves, again)
+        options, steady = program.build_options, new_kernels(request.source, program.steady, plain)
         wanted = {kernel_key(device, each, options): each for each in (*plain, *lane, *steady)}
         missing = [key for key in wanted if key not in self._builders.submitted and self._cache.read(key) is None]
         if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
         if missing:
-            self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # with the weights
+            self._builders.submit({key: wanted[key] for key in missing}, program, device, busy=1)  # one processor packs weights
             self._report(self._builders.fraction)
         return device, tuple(wanted), False
 
@@ -150,11 +155,11 @@ class KernelBuilder:
             self._cache.trim()
 
 
-def with_binaries(bundle: Bundle, built: Built | None) -> Bundle:
-    """The same bundle, carrying what the cache has of the kernels that were `built`.
+def with_binaries(bundle: Bundle, built: BuildResult | None) -> Bundle:
+    """Store the compiled kernels of `built` in the bundle, and return it opened again.
 
     Raises:
-        UserError: their device is not here, or the bundle cannot be written.
+        UserError: the device is not on this machine, or the bundle cannot be written.
     """
     if built is None:
         raise UserError(

@@ -1,6 +1,6 @@
-"""What a recipe of the zoo says of an architecture, and how its example inputs are drawn.
+"""The form of a recipe, which describes one architecture of the zoo, and the drawing of example inputs.
 
-PyTorch and the libraries that hold the architectures are imported when a model is built; they come with the `zoo` extra.
+PyTorch and the libraries with the architectures are imported when a model is built; the `zoo` extra installs them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from flashmem.base.errors import UserError
 
 Tensors = Mapping[str, Any]
-"""PyTorch's tensors, by the name of the input."""
+"""PyTorch tensors by the name of the input."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input. `draw(generator, size)` gives an example with a batch of one; `symbolic` are the axes that can stay open."""
+    """An input. `draw(generator, size)` makes an example with a batch of one; `symbolic` has the axes that can be dynamic."""
 
     name: str
     draw: Callable[[np.random.Generator, int], NDArray[Any]]
@@ -32,10 +32,10 @@ class Input:
 class ZooModel:
     """One architecture.
 
-    `default_size` is the model's own, in what `size_means` names; `paper_size` is a usual one that is nearest to the
-    multiply-adds which the paper states, where it has fewer. `build(size)` constructs the network, `answer(network, inputs)`
-    calls it and returns a tensor for each name in `outputs`. `tune(torch, network, inputs)` corrects the weights after the
-    common initialisation (`flashmem.tools.zoo.weights`). `dynamo_only` says why the legacy exporter cannot write it.
+    `default_size` is the model's own, in the unit of `size_means`. `paper_size` is a usual size whose multiply-adds are nearest
+    to the paper's, where the model's own has fewer. `build(size)` constructs the network, `answer(network, inputs)` calls it
+    and returns a tensor for each name in `outputs`. `tune(torch, network, inputs)` corrects the weights after the common
+    initialisation (`flashmem.tools.zoo.recipes.weights`). `dynamo_only` is the reason why the legacy exporter cannot write it.
     """
 
     name: str
@@ -57,10 +57,10 @@ class ZooModel:
 
 
 def zoo_module(name: str) -> Any:
-    """The module `name` of the `zoo` extra.
+    """Import the module `name` of the `zoo` extra.
 
     Raises:
-        UserError: the extra is missing, or the module is in another release than the extra asks for.
+        UserError: the extra is not installed, or the module has a release that the extra does not allow.
     """
     try:
         return importlib.import_module(name)
@@ -72,7 +72,7 @@ def zoo_class(module: str, name: str) -> Any:
     """The class `name` in a module of the `zoo` extra.
 
     Raises:
-        UserError: as `zoo_module`; or the installed release has no such class.
+        UserError: as for `zoo_module`; or the installed release has no such class.
     """
     found = getattr(zoo_module(module), name, None)
     if found is None:
@@ -82,10 +82,10 @@ def zoo_class(module: str, name: str) -> Any:
 
 
 def image(name: str = "pixel_values") -> Input:
-    """A picture of `size` by `size` pixels."""
+    """An input image of `size` by `size` pixels."""
 
     def draw(generator: np.random.Generator, size: int) -> NDArray[Any]:
-        # Smooth colour fields with grain: like a photograph, unlike white noise, no two have the same local averages.
+        # Smooth colour fields with grain. Like a photograph, and unlike white noise, their local averages differ.
         at = (np.arange(size) + 0.5) * 4 / size - 0.5
         between = np.stack([np.interp(at, np.arange(4), row) for row in np.eye(4)])
         fields = np.einsum("bcij,iy,jx->bcyx", generator.standard_normal((1, 3, 4, 4)), between, between)
@@ -96,10 +96,10 @@ def image(name: str = "pixel_values") -> Input:
 
 
 def tokens(vocabulary: int, name: str = "input_ids") -> Input:
-    """A sequence of `size` token ids."""
+    """An input sequence of `size` token ids."""
     return Input(name, lambda generator, size: generator.integers(0, vocabulary, (1, size)), {0: "batch", 1: "sequence"})
 
 
 def features(name: str, shape: Callable[[int], tuple[int, ...]]) -> Input:
-    """Standard normal values, of a shape that follows from the size."""
+    """An input of standard normal values, with a shape that depends on the size."""
     return Input(name, lambda generator, size: generator.standard_normal(shape(size), np.float32))

@@ -1,4 +1,4 @@
-"""Designs as a device takes them: a folder with `design.json` and the bundles of those designs alone (CARIn, Table 10)."""
+"""Writing of designs for a device: a folder with `design.json` and the bundles of the selected designs (CARIn, Table 10)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
 from flashmem.bundle.writer import replace_plan
-from flashmem.runtime.application.designs import FILE, Design, Designs, Part
+from flashmem.runtime.application.designs import FILE, Design, Designs, TaskAssignment
 from flashmem.tools.design import metrics
 from flashmem.tools.design.application import Application
 from flashmem.tools.design.metrics import Candidate, Decision
@@ -33,15 +33,15 @@ class Solved:
 
     @property
     def allowed(self) -> int:
-        """Decisions that keep all constraints."""
+        """The number of decisions that satisfy all constraints."""
         return int(np.isfinite(1 / self.solution.optimality).sum())
 
 
 def solved(application: Application, candidates: Sequence[Candidate]) -> Solved:
-    """The designs of an application, from what each candidate takes.
+    """Solve an application for profiled candidates.
 
     Raises:
-        UserError: no decision keeps all constraints; the sentence names the constraint that is furthest from being kept.
+        UserError: no decision satisfies all constraints; the message names the constraint that is violated most.
     """
     decisions = tuple(metrics.decisions(application, candidates))
     measures = [objective.measure for objective in application.objectives]
@@ -61,10 +61,10 @@ def solved(application: Application, candidates: Sequence[Candidate]) -> Solved:
 
 
 def write(solved: Solved, folder: Path, *, here: bool, progress: Callable[[str], None] = lambda text: None) -> Designs:
-    """Put the designs' bundles into `folder`, write `design.json` when all are there, and drop those of earlier designs.
+    """Write the designs' bundles to `folder`, then `design.json`, and remove the bundles of earlier designs.
 
     Raises:
-        UserError: the folder cannot be written, or holds other things.
+        UserError: the folder cannot be written, or has other content.
     """
     if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and has no {FILE}; name another folder")
@@ -83,7 +83,7 @@ def write(solved: Solved, folder: Path, *, here: bool, progress: Callable[[str],
 
 
 def _bundles_in(folder: Path) -> set[str]:
-    """The bundles of the designs that are there already."""
+    """The bundles of the designs in the folder."""
     try:
         return {part.bundle for design in Designs.read(folder).designs for part in design.parts}
     except UserError:
@@ -91,7 +91,7 @@ def _bundles_in(folder: Path) -> set[str]:
 
 
 def described(solved: Solved) -> Designs:
-    """The designs and the policy as the manager reads them."""
+    """The designs and the policy in the form that the manager reads."""
     solution = solved.solution
     rows = [solved.decisions[row] for row in solution.designs]
     return Designs(
@@ -101,10 +101,10 @@ def described(solved: Solved) -> Designs:
     )
 
 
-def _part(candidate: Candidate) -> Part:
+def _part(candidate: Candidate) -> TaskAssignment:
     device, processor = candidate.processor.device, candidate.processor.name
     usual = float(np.median(candidate.profile.later))
-    return Part(candidate.task, _bundle(candidate), device, processor, candidate.profile.memory, usual)
+    return TaskAssignment(candidate.task, _bundle(candidate), device, processor, candidate.profile.memory, usual)
 
 
 def _bundle(candidate: Candidate) -> str:
@@ -113,7 +113,7 @@ def _bundle(candidate: Candidate) -> str:
 
 
 def _nearest(application: Application, decisions: Sequence[Decision]) -> str:
-    """The constraint whose best decision is furthest from its bound, as a share of it."""
+    """The constraint whose best decision is furthest from its bound, relative to the bound."""
 
     def best(number: int) -> float:
         constraint = application.constraints[number]

@@ -1,4 +1,4 @@
-"""What the command line prints: tables, facts and JSON on stdout, progress on stderr."""
+"""Output of the command line: tables, facts and JSON on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ProgressCallback = Callable[[str, float], None]
 
 
 def emit_json(data: dict[str, Any]) -> None:
-    """Exactly one JSON object on stdout."""
+    """Print exactly one JSON object to stdout."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 class _Plain:
-    """What is used of rich's console, where rich is not installed (a phone needs neither it nor typer): whole lines."""
+    """A substitute for rich's console where rich is not installed, as on a phone."""
 
     def print(self, *text: object, **ignored: Any) -> None:
-        """A line."""
+        """Print a line."""
         print(*text)
 
 
 def out() -> Any:
-    """Where a report goes: rich's console, where it is installed. Without a terminal lines are as wide as they need to be."""
+    """The console for reports: rich's if it is installed. Without a terminal, lines have unlimited width."""
     if not _has_rich():
         return _Plain()
     from rich.console import Console
@@ -41,7 +41,7 @@ def _has_rich() -> bool:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns under `headers`, whatever characters the cells have."""
+    """Print a table; cells may have any characters."""
     if not _has_rich():
         lines = [[str(cell) for cell in row] for row in (headers, *rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -58,7 +58,7 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """One line for each: a label and what it says."""
+    """Print one line for each entry: its label and its text."""
     width = max(map(len, facts))
     for label, text in facts.items():
         out().print(f"{label:<{width}}  {text}", markup=False, soft_wrap=True)
@@ -66,7 +66,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[None]:
-    """Shows on a terminal's stderr that something is going on, unless `quiet`."""
+    """Show a spinner on stderr while the body runs, if stderr is a terminal and not `quiet`."""
     if quiet or not sys.stderr.isatty() or not _has_rich():
         yield
         return
@@ -78,8 +78,9 @@ def waiting(what: str, *, quiet: bool) -> Iterator[None]:
 
 @contextmanager
 def progress(title: str) -> Iterator[ProgressCallback]:
-    """Calls it with (stage, fraction) to draw a bar on stderr for each stage that goes on, side by side with others once it has
-    got anywhere; without a terminal each stage is one line.
+    """Yield a callback for (stage, fraction) that draws a progress bar on stderr for each active stage.
+
+    Without a terminal it prints one line for each stage.
     """
     if not sys.stderr.isatty() or not _has_rich():
         seen: set[str] = set()

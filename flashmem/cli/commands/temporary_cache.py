@@ -1,4 +1,4 @@
-"""Commands that compile a model on the way to something else need a cache only while they last."""
+"""A temporary cache for commands that compile a model only as a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashmem.base.streams import say
 
 
 def have_cache() -> None:
-    """Where the user's cache cannot be written, a temporary one stands in for it until this process ends, and a line says so.
+    """Use a temporary cache until this process ends if the user's cache cannot be written, and print a line about it.
 
     Child processes use the same one.
 
