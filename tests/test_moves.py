@@ -22,13 +22,13 @@ from flashmem.compiler.ir.builder import sliced_constant
 from flashmem.compiler.ir.graph import ArrayConstant, Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.operators import why_unsupported
-from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.compiler.passes.split_matmul import split_products
-from flashmem.compiler.passes.transpose_hoisting import hoist_moves
-from flashmem.compiler.passes.transpose_sinking import drop_moves
+from flashmem.compiler.passes.split_matmul import split_matmuls
+from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
+from flashmem.compiler.passes.transpose_sinking import sink_transposes
 
 PATTERNS = {
     "packed": (packed, "MatMul"),
@@ -49,9 +49,9 @@ def test_no_pass_changes_what_a_graph_computes(pattern: str, tmp_path: Path) -> 
             continue
         onnx.save(drawn.model, tmp_path / "graph.onnx")
         feeds = drawn.feeds
-        graph = assign_layouts(normalize(import_model(tmp_path / "graph.onnx", {}, why_unsupported)))
+        graph = assign_layouts(decompose(import_model(tmp_path / "graph.onnx", {}, why_unsupported)))
         wanted, before = evaluate(graph, feeds), cost(graph)
-        for apply in (hoist_moves, drop_moves, split_products):
+        for apply in (hoist_transposes, sink_transposes, split_matmuls):
             graph = apply(graph)
             for answer, expected in zip(evaluate(graph, feeds), wanted, strict=True):
                 largest = np.nanmax(np.abs(expected), initial=1e-30)

@@ -13,7 +13,7 @@ from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.operators import REGISTRY
 
 
-def normalize(graph: Graph) -> Graph:
+def decompose(graph: Graph) -> Graph:
     """`graph` in normal form."""
     rewriter = Rewriter()
     for node in graph.nodes:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from flashmem.compiler.ir.builder import Rewriter, sliced_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.users import Readers, is_by_column
+from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.views import KEPT, View, factor, merged, whole, write
 from flashmem.compiler.passes.attention import attention_products
+from flashmem.compiler.passes.patterns import is_by_column
 
 
 class _Around(Readers):
@@ -75,7 +76,7 @@ class _Whole:
         return (first, end), View(part, leaf.view.start - first, dimensions)
 
 
-def split_products(graph: Graph) -> Graph:
+def split_matmuls(graph: Graph) -> Graph:
     """`graph` (in normal form, layouts assigned), its products in the parts that are read of them."""
     around = _Around(graph)
     found = [whole for node in graph.nodes if (whole := _whole(node, around)) is not None]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from flashmem.compiler.ir.builder import Rewriter, replaced, reshaped_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.users import Readers, is_by_column
+from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.views import View, whole, write
+from flashmem.compiler.passes.patterns import is_by_column
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class _Found:
     view: View
 
 
-def hoist_moves(graph: Graph) -> Graph:
+def hoist_transposes(graph: Graph) -> Graph:
     """`graph` (in normal form) with Transposes before products where they meet another Transpose there."""
     readers = Readers(graph)
     found = {each.end: each for node in graph.nodes if node.op == "MatMul" and (each := _found(node, readers)) is not None}

@@ -28,7 +28,7 @@ from flashmem.compiler.passes.attention import attention_products
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
 
 
-def drop_moves(graph: Graph) -> Graph:
+def sink_transposes(graph: Graph) -> Graph:
     """`graph` (in normal form, layouts assigned) with the Transposes that its operators need."""
     return _Moves(graph).graph()
 

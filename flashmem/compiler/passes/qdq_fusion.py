@@ -14,7 +14,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 _PRODUCTS = {"Conv", "ConvTranspose", "MatMul"}
 
 
-def read_integers(graph: Graph) -> Graph:
+def fuse_qdq(graph: Graph) -> Graph:
     """`graph` (in normal form), its products reading integers where it dequantises whole tensors for them."""
     rewriter = Rewriter()
     for node in graph.nodes:
