@@ -2,7 +2,8 @@
 
 Inputs of `FusedAttention` are the tensors that hold queries, keys and values, and then the operands of `scores`; with attribute
 `dropped` also, last, booleans of all queries, whose answers are 0 where they are true. Attributes:
-`query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each
+`query`, `key`, `value` and `answer` (each an `Access`), `stacks` (the shapes of the stacks of scores and of answers, until
+`compiler.passes.attention_views` ran), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each
 product of a query and a key), `value_scale` (of each value) and `scores`.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.ir.views import Dimension, merged
+from flashmem.compiler.ir.views import Dimension, View, merged
 from flashmem.compiler.operators.registry import FLOAT, Operator, register
 from flashmem.compiler.operators.tiling_interface import Part, Span, aligned, outermost
 
@@ -29,6 +30,23 @@ class Access:
     row: Dimension
     channel: int
     channels: int
+
+
+def access(view: View) -> Access:
+    """The access of `view`, a stack of matrices whose last dimension has one stride."""
+    *outer, row, channel = view.dimensions
+    batch = merged([factor for dimension in outer for factor in dimension])
+    [(channels, stride)] = channel or ((1, 1),)
+    return Access(view.start, batch, row, stride, channels)
+
+
+def stack(view: View, batch: Sequence[int], *, swap: bool = False) -> View:
+    """`view`, whose last two dimensions are matrices, broadcast to a stack of shape `batch`; rows and columns exchanged if
+    `swap`.
+    """
+    rank = len(batch)
+    made = view.expanded((*batch, *view.shape[-2:]))
+    return made.transposed([*range(rank), rank + 1, rank]) if swap else made
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,11 @@ class Scores:
             nodes.append(Node(step.op, made.name, inputs, [made], step.attributes))
             registers.append(made)
         return score, tuple(nodes)
+
+
+def is_attended(node: Node, value: Value) -> bool:
+    """Whether `node` is attention that reads `value` as queries, keys or values."""
+    return node.op == "FusedAttention" and value in node.inputs[:3]
 
 
 @dataclass(frozen=True)

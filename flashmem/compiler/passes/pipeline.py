@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.passes.attention import fuse_attention
+from flashmem.compiler.passes.attention import match_attention
+from flashmem.compiler.passes.attention_views import fold_attention_views
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.passes.qdq_fusion import fuse_qdq
@@ -16,4 +17,5 @@ def prepare(graph: Graph) -> Graph:
     """`graph` in normal form, quantised operands read as they are, layouts assigned, without needless moves, products in
     the parts that are read, attention as one operator.
     """
-    return fuse_attention(split_matmuls(sink_transposes(hoist_transposes(assign_layouts(fuse_qdq(decompose(graph)))))))
+    matched = match_attention(assign_layouts(fuse_qdq(decompose(graph))))
+    return fold_attention_views(split_matmuls(sink_transposes(hoist_transposes(matched))))

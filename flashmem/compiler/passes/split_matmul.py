@@ -22,17 +22,8 @@ from flashmem.compiler.ir.builder import Rewriter, sliced_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.views import KEPT, View, factor, merged, whole, write
-from flashmem.compiler.passes.attention import attention_products
+from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.passes.patterns import is_by_column
-
-
-class _Around(Readers):
-    """Who reads each value, and the products that are attention's (`attended`)."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
-        self.attended = attention_products(graph)
-
 
 Columns = tuple[int, int]
 """The first of a range of columns, and the one behind its last."""
@@ -78,14 +69,14 @@ class _Whole:
 
 def split_matmuls(graph: Graph) -> Graph:
     """`graph` (in normal form, layouts assigned), its products in the parts that are read of them."""
-    around = _Around(graph)
-    found = [whole for node in graph.nodes if (whole := _whole(node, around)) is not None]
+    readers = Readers(graph)
+    found = [whole for node in graph.nodes if (whole := _whole(node, readers)) is not None]
     wanted = Counter(each.nodes[0].input(1) for each in found)
     # A weight that others read as a whole, or in other parts, would be stored twice.
     found = [
         each
         for each in found
-        if wanted[each.nodes[0].input(1)] == len(around.of(each.nodes[0].input(1)))
+        if wanted[each.nodes[0].input(1)] == len(readers.of(each.nodes[0].input(1)))
         and all(other.groups == each.groups for other in found if other.nodes[0].input(1) is each.nodes[0].input(1))
     ]
     if not found:
@@ -93,16 +84,16 @@ def split_matmuls(graph: Graph) -> Graph:
     return _Splitting(found).graph(graph)
 
 
-def _whole(node: Node, around: _Around) -> _Whole | None:
+def _whole(node: Node, readers: Readers) -> _Whole | None:
     """The product `node` with what is cut of it, if it can be computed in parts that somebody needs apart."""
     if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row lie together
         return None
     nodes, value = [node], node.outputs[0]
-    while (reader := around.single(value)) is not None and is_by_column(reader, value):
+    while (reader := readers.single(value)) is not None and is_by_column(reader, value):
         nodes.append(reader)
         value = reader.outputs[0]
     leaves: list[_Leaf] = []
-    if value in around.outputs or not _gather(value, whole(value), node.outputs[0].shape[-1], around, leaves):
+    if value in readers.outputs or not _gather(value, whole(value), node.outputs[0].shape[-1], readers, leaves):
         return None
     groups = _groups(node.outputs[0].shape[-1], leaves)
     if groups is None or any(_sliced(node.input(1), _column_axis(node), *each) is None for each in groups):
@@ -129,9 +120,9 @@ def _column_axis(node: Node) -> int:
     return len(node.input(1).shape) - (2 if node.attributes["transposed"] else 1)
 
 
-def _gather(value: Value, view: View, width: int, around: _Around, leaves: list[_Leaf]) -> bool:
+def _gather(value: Value, view: View, width: int, readers: Readers, leaves: list[_Leaf]) -> bool:
     """Whether all that is read of `value` are Slices that take some of its `width` columns of every row; they join `leaves`."""
-    for node in around.of(value):
+    for node in readers.of(value):
         output = node.outputs[0]
         seen: View | None = None
         if node.op == "Slice":
@@ -139,13 +130,13 @@ def _gather(value: Value, view: View, width: int, around: _Around, leaves: list[
             columns = None if seen is None else _columns(seen, view.root.size // width, width)
             if seen is None or columns is None:
                 return False
-            leaves.append(_Leaf(node, seen, columns, _is_attended(output, around)))
+            leaves.append(_Leaf(node, seen, columns, _is_attended(output, readers)))
             continue
         if node.op == "Reshape":
             seen = view.reshaped(output.shape)
         elif node.op == "Transpose":
             seen = view.transposed(node.attributes["perm"])
-        if seen is None or output in around.outputs or not _gather(output, seen, width, around, leaves):
+        if seen is None or output in readers.outputs or not _gather(output, seen, width, readers, leaves):
             return False
     return bool(leaves)
 
@@ -163,15 +154,15 @@ def _columns(view: View, rows: int, width: int) -> Columns | None:
     return (view.start, view.start + run) if count == rows and view.start + run <= width and run < width else None
 
 
-def _is_attended(value: Value, around: _Around) -> bool:
+def _is_attended(value: Value, readers: Readers) -> bool:
     """Whether nothing happens to `value` before attention reads it, where it lies."""
-    if value in around.outputs:
+    if value in readers.outputs:
         return False
-    for node in around.of(value):
-        if node in around.attended:
+    for node in readers.of(value):
+        if is_attended(node, value):
             continue
         moves = node.op in ("Reshape", "Transpose", "Expand") or factor(node) is not None
-        if not moves or not _is_attended(node.outputs[0], around):
+        if not moves or not _is_attended(node.outputs[0], readers):
             return False
     return True
 

@@ -55,11 +55,12 @@ def _found(product: Node, readers: Readers) -> _Found | None:
 
 
 def _is_moved(value: Value, readers: Readers) -> bool:
-    """Whether `value` is made by a Transpose, or by what may be attention, and is nobody else's."""
+    """Whether `value` is made by a Transpose, by attention or a product of activations, and is nobody else's."""
     while readers.single(value) is not None and value.producer is not None and value.producer.op == "Reshape":
         value = value.producer.input(0)
     node = value.producer if readers.single(value) is not None else None
-    return node is not None and (node.op == "Transpose" or (node.op == "MatMul" and node.input(1).constant is None))
+    moves = ("Transpose", "FusedAttention")
+    return node is not None and (node.op in moves or (node.op == "MatMul" and node.input(1).constant is None))
 
 
 def _write(rewriter: Rewriter, found: _Found) -> None:

@@ -22,8 +22,8 @@ from flashmem.compiler.ir.orders import Order
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.views import Dimension, Factor, View, merged, row_major, whole, write
 from flashmem.compiler.operators import REGISTRY, is_elementwise
+from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.operators.rewriting import reshaped
-from flashmem.compiler.passes.attention import attention_products
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
 
@@ -47,7 +47,6 @@ class _Moves:
         self.there: set[Value] = set()
         self.moved: dict[object, Value] = {}
         self.constants: dict[object, Value] = {}
-        self.attended = attention_products(graph)
         self.ends: dict[Value, bool] = {}
 
     def graph(self) -> Graph:
@@ -92,7 +91,7 @@ class _Moves:
         """Whether `node`, which reads `value`, which waits, is sure to need it in order."""
         if node.op in ("Reshape", "Transpose", "Slice", *_POOLING) or is_elementwise(node):
             return False
-        if node in self.attended:
+        if node.op == "FusedAttention":
             return False
         axes = node.attributes.get("axes", (len(value.shape) - 1,))
         if node.op == "Normalize" and self.views[value].groups(axes) is not None:
@@ -255,7 +254,7 @@ class _Moves:
         return self.ends[value]
 
     def _attends(self, node: Node, value: Value) -> bool:
-        if node in self.attended:
+        if is_attended(node, value):
             return True
         by_column = is_elementwise(node) and all(each is None or each is value or each.constant for each in node.inputs)
         moves = by_column or node.op in ("Reshape", "Transpose", "Slice", *_POOLING)
