@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.views import Dimension
+from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.operators.attention import Access
 
 Array = NDArray[Any]

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.strided import broadcast_strides
 from flashmem.compiler.lowering.context import Emitter
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.lowering.quantisation import Kept, read_both, read_weights

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.ir.views import Dimension, View, merged
+from flashmem.compiler.ir.strided import Dimension, StridedView, merged
 from flashmem.compiler.operators.registry import FLOAT, Operator, register
 from flashmem.compiler.operators.tiling_interface import Part, Span, aligned, outermost
 
@@ -32,7 +32,7 @@ class Access:
     channels: int
 
 
-def access(view: View) -> Access:
+def access(view: StridedView) -> Access:
     """The access of `view`, a stack of matrices whose last dimension has one stride."""
     *outer, row, channel = view.dimensions
     batch = merged([factor for dimension in outer for factor in dimension])
@@ -40,7 +40,7 @@ def access(view: View) -> Access:
     return Access(view.start, batch, row, stride, channels)
 
 
-def stack(view: View, batch: Sequence[int], *, swap: bool = False) -> View:
+def stack(view: StridedView, batch: Sequence[int], *, swap: bool = False) -> StridedView:
     """`view`, whose last two dimensions are matrices, broadcast to a stack of shape `batch`; rows and columns exchanged if
     `swap`.
     """

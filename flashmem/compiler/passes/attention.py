@@ -15,8 +15,9 @@ from itertools import pairwise
 
 from flashmem.compiler.ir.builder import Rewriter, replaced
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.views import factor, whole
+from flashmem.compiler.ir.view_nodes import constant_factor
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.operators.attention import Scores, Step, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
@@ -180,7 +181,7 @@ def _chain(softmax: Node, readers: Readers) -> tuple[Node, tuple[Node, ...]] | N
 def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, ...], float]:
     """The score behind the constant factors with which `chain` begins, the rest of the chain, and their product."""
     scale = 1.0
-    while chain and (multiplied := factor(chain[0])) is not None:
+    while chain and (multiplied := constant_factor(chain[0])) is not None:
         if multiplied[0] is not score or any(score in node.inputs for node in chain[1:]):
             break
         score, chain, scale = chain[0].outputs[0], chain[1:], scale * multiplied[1]
@@ -262,10 +263,10 @@ def _replace(rewriter: Rewriter, match: _Match) -> None:
         [query, key, value, *operands],
         answer,
         match.second.name,
-        query=access(stack(whole(query), stacks[0])),
-        key=access(stack(whole(key), stacks[0], swap=True)),
-        value=access(stack(whole(value), stacks[1])),
-        answer=access(whole(answer)),
+        query=access(stack(StridedView.of(query), stacks[0])),
+        key=access(stack(StridedView.of(key), stacks[0], swap=True)),
+        value=access(stack(StridedView.of(value), stacks[1])),
+        answer=access(StridedView.of(answer)),
         stacks=stacks,
         batches=math.prod(stacks[0]),
         rows=query.shape[-2],

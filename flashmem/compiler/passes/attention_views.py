@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from flashmem.compiler.ir.builder import Rewriter, replaced
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.views import View, view_of, whole
+from flashmem.compiler.ir.view_nodes import view_of
 from flashmem.compiler.operators.attention import access, stack
 
 
@@ -24,7 +25,7 @@ def fold_attention_views(graph: Graph) -> Graph:
     return replaced(graph, found, _replace)
 
 
-def _replace(rewriter: Rewriter, found: tuple[Node, Node, View]) -> None:
+def _replace(rewriter: Rewriter, found: tuple[Node, Node, StridedView]) -> None:
     """Append the attention in place of `end`, the last move of its answer, which is the view `answer` of what `end` gives."""
     node, end, answer = found
     given = {name: attribute for name, attribute in node.attributes.items() if name != "stacks"}
@@ -47,13 +48,13 @@ def _replace(rewriter: Rewriter, found: tuple[Node, Node, View]) -> None:
     )
 
 
-def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> View:
+def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> StridedView:
     """`value` as a stack of matrices for `batch`, read from the farthest tensor whose view has one stride for the channels."""
-    made = (stack(view, batch, swap=swap) for view in (view_of(value), whole(value)))
+    made = (stack(view, batch, swap=swap) for view in (view_of(value), StridedView.of(value)))
     return next(view for view in made if len(view.dimensions[-1]) < 2)
 
 
-def _target(product: Node, readers: Readers) -> tuple[Node, View]:
+def _target(product: Node, readers: Readers) -> tuple[Node, StridedView]:
     """The last move of the answer that the kernel can make as it writes, and the answer as a view of what that gives."""
     node, moves, best = product, [product], 0
     while (reader := readers.single(node.outputs[0])) is not None and reader.op in ("Reshape", "Transpose"):
@@ -62,7 +63,7 @@ def _target(product: Node, readers: Readers) -> tuple[Node, View]:
         if node.op == "Transpose":
             best = len(moves) - 1
     for end in (best, 0):
-        view: View | None = whole(moves[end].outputs[0])
+        view: StridedView | None = StridedView.of(moves[end].outputs[0])
         for move in reversed(moves[1 : end + 1]):
             if view is not None and move.op == "Transpose":
                 view = view.untransposed(move.attributes["perm"])

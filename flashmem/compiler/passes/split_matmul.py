@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from flashmem.compiler.ir.builder import Rewriter, sliced_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import StridedView, merged
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.views import KEPT, View, factor, merged, whole, write
+from flashmem.compiler.ir.view_nodes import KEPT, constant_factor, emit_view
 from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.passes.patterns import is_by_column
 
@@ -34,7 +35,7 @@ class _Leaf:
     """A Slice that takes `columns` of a product; `view` is its result in the product's memory."""
 
     node: Node
-    view: View
+    view: StridedView
     columns: Columns
     is_attended: bool
 
@@ -53,7 +54,7 @@ class _Whole:
         """Columns."""
         return self.nodes[0].outputs[0].shape[-1]
 
-    def part_of(self, leaf: _Leaf) -> tuple[Columns, View]:
+    def part_of(self, leaf: _Leaf) -> tuple[Columns, StridedView]:
         """The group that `leaf` is in, and the leaf as a view of what that group gives."""
         first, end = next(group for group in self.groups if group[0] <= leaf.columns[0] and leaf.columns[1] <= group[1])
         wide, narrow = self.width, end - first
@@ -64,7 +65,7 @@ class _Whole:
         output = self.nodes[-1].outputs[0]
         part = self.made.setdefault((first, end), Value(f"{output.name}.{first}", (*output.shape[:-1], narrow), output.dtype))
         dimensions = tuple(merged([(size, moved(stride)) for size, stride in each]) for each in leaf.view.dimensions)
-        return (first, end), View(part, leaf.view.start - first, dimensions)
+        return (first, end), StridedView(part, leaf.view.start - first, dimensions)
 
 
 def split_matmuls(graph: Graph) -> Graph:
@@ -93,7 +94,7 @@ def _whole(node: Node, readers: Readers) -> _Whole | None:
         nodes.append(reader)
         value = reader.outputs[0]
     leaves: list[_Leaf] = []
-    if value in readers.outputs or not _gather(value, whole(value), node.outputs[0].shape[-1], readers, leaves):
+    if value in readers.outputs or not _gather(value, StridedView.of(value), node.outputs[0].shape[-1], readers, leaves):
         return None
     groups = _groups(node.outputs[0].shape[-1], leaves)
     if groups is None or any(_sliced(node.input(1), _column_axis(node), *each) is None for each in groups):
@@ -120,11 +121,11 @@ def _column_axis(node: Node) -> int:
     return len(node.input(1).shape) - (2 if node.attributes["transposed"] else 1)
 
 
-def _gather(value: Value, view: View, width: int, readers: Readers, leaves: list[_Leaf]) -> bool:
+def _gather(value: Value, view: StridedView, width: int, readers: Readers, leaves: list[_Leaf]) -> bool:
     """Whether all that is read of `value` are Slices that take some of its `width` columns of every row; they join `leaves`."""
     for node in readers.of(value):
         output = node.outputs[0]
-        seen: View | None = None
+        seen: StridedView | None = None
         if node.op == "Slice":
             seen = view.sliced(output.shape, node.attributes["starts"], node.attributes["steps"])
             columns = None if seen is None else _columns(seen, view.root.size // width, width)
@@ -141,7 +142,7 @@ def _gather(value: Value, view: View, width: int, readers: Readers, leaves: list
     return bool(leaves)
 
 
-def _columns(view: View, rows: int, width: int) -> Columns | None:
+def _columns(view: StridedView, rows: int, width: int) -> Columns | None:
     """The range of columns that a Slice takes of each of `rows` rows; None if it takes others."""
     run, count = 1, 1
     for size, stride in sorted(view.factors, key=lambda each: each[1]):
@@ -161,7 +162,7 @@ def _is_attended(value: Value, readers: Readers) -> bool:
     for node in readers.of(value):
         if is_attended(node, value):
             continue
-        moves = node.op in ("Reshape", "Transpose", "Expand") or factor(node) is not None
+        moves = node.op in ("Reshape", "Transpose", "Expand") or constant_factor(node) is not None
         if not moves or not _is_attended(node.outputs[0], readers):
             return False
     return True
@@ -238,12 +239,12 @@ class _Splitting:
             self.compute(whole, group, view.root)
         if view.root.size > leaf.node.outputs[0].size:
             self.cut_group(group, view, leaf)
-        elif view.is_in_order and view.root.shape == leaf.node.outputs[0].shape:
+        elif view.is_contiguous and view.root.shape == leaf.node.outputs[0].shape:
             self.rewriter.replaced[leaf.node.outputs[0]] = view.root
         else:
-            write(self.rewriter, view, leaf.node.outputs[0])
+            emit_view(self.rewriter, view, leaf.node.outputs[0])
 
-    def cut_group(self, group: Columns, view: View, leaf: _Leaf) -> None:
+    def cut_group(self, group: Columns, view: StridedView, leaf: _Leaf) -> None:
         """One part of a group that stays together."""
         first, end = (column - group[0] for column in leaf.columns)
         root = view.root
@@ -255,7 +256,7 @@ class _Splitting:
             merged([(size, stride // width * narrow if stride >= width else stride) for size, stride in each])
             for each in view.dimensions
         )
-        write(self.rewriter, View(part, 0, dimensions), leaf.node.outputs[0])
+        emit_view(self.rewriter, StridedView(part, 0, dimensions), leaf.node.outputs[0])
 
     def compute(self, whole: _Whole, columns: Columns, result: Value) -> None:
         """The product, and what follows it, of `columns` only."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from flashmem.compiler.ir.builder import Rewriter, replaced, reshaped_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.views import View, whole, write
+from flashmem.compiler.ir.view_nodes import emit_view
 from flashmem.compiler.passes.patterns import is_by_column
 
 
@@ -23,7 +24,7 @@ class _Found:
 
     nodes: list[Node]
     end: Node
-    view: View
+    view: StridedView
 
 
 def hoist_transposes(graph: Graph) -> Graph:
@@ -42,7 +43,7 @@ def _found(product: Node, readers: Readers) -> _Found | None:
     while (reader := readers.single(value)) is not None and is_by_column(reader, value):
         nodes.append(reader)
         value = reader.outputs[0]
-    view, best = whole(value), None
+    view, best = StridedView.of(value), None
     while (reader := readers.single(value)) is not None and reader.op in ("Reshape", "Transpose"):
         value = reader.outputs[0]
         seen = view.reshaped(value.shape) if reader.op == "Reshape" else view.transposed(reader.attributes["perm"])
@@ -51,7 +52,7 @@ def _found(product: Node, readers: Readers) -> _Found | None:
         view = seen
         if value.shape[-1:] == product.outputs[0].shape[-1:] and view.dimensions[-1] == ((value.shape[-1], 1),):
             best = _Found(nodes, reader, view)
-    return best if best is not None and not best.view.is_in_order else None
+    return best if best is not None and not best.view.is_contiguous else None
 
 
 def _is_moved(value: Value, readers: Readers) -> bool:
@@ -70,7 +71,9 @@ def _write(rewriter: Rewriter, found: _Found) -> None:
     depth = source.shape[-1]
     rows = tuple(tuple((size, stride // wide * depth) for size, stride in each) for each in found.view.dimensions[:-1])
     moved = Value(f"{output.name}.rows", (*output.shape[:-1], depth), source.dtype)
-    value = write(rewriter, View(source, 0, (*rows, whole(Value("", (depth,), "float32")).dimensions[0])), moved)
+    value = emit_view(
+        rewriter, StridedView(source, 0, (*rows, StridedView.of(Value("", (depth,), "float32")).dimensions[0])), moved
+    )
     for node in found.nodes:
         previous = node.outputs[0]
         made = output if node is found.nodes[-1] else Value(f"{previous.name}.moved", output.shape, previous.dtype)
