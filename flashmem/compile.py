@@ -33,7 +33,7 @@ from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, pre
 from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
 from flashmem.compiler.selection.selector import Choices
 from flashmem.compiler.selection.tuning_database import digest
-from flashmem.compiler.tiling.search import fitting_bands
+from flashmem.compiler.tiling.search import fitting_patches
 from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
@@ -219,7 +219,7 @@ def _naming(options: Options, *, among: int) -> Iterator[None]:
             f"for the shapes {shapes_text(options.shapes)}: {error}",
             smallest_bytes=error.smallest_bytes,
             binding=error.binding,
-            without_bands=error.without_bands,
+            without_patches=error.without_patches,
         ) from error
 
 
@@ -286,17 +286,17 @@ def plan_graph(
     final: Callable[[Generated], None] = lambda generated: None,
     *,
     lowest_order: bool = True,
-    bands: bool = True,
+    patches: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
 ) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
-    Under a budget that is too small for that, chains of operators are computed in bands.
+    Under a budget that is too small for that, chains of operators are computed in patches.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "patches".
     `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
-    without unfusion. `lowest_order`, `bands`: put launches into the order that holds the least, and compute in bands.
+    without unfusion. `lowest_order`, `patches`: put launches into the order that holds the least, and compute in patches.
     `earlier`: weights that a program for other shapes has placed.
 
     Raises:
@@ -305,14 +305,14 @@ def plan_graph(
     try:
         return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier)
     except BudgetError as refused:
-        if options.limits.budget is None or not bands:
+        if options.limits.budget is None or not patches:
             raise
 
-        def finest(banded: Graph) -> tuple[Generated, OverlapPlan]:
-            return _plan(banded, options, watch, finest=True, earlier=earlier)
+        def finest(tiled: Graph) -> tuple[Generated, OverlapPlan]:
+            return _plan(tiled, options, watch, finest=True, earlier=earlier)
 
-        banded, note = fitting_bands(graph, options, refused, finest, watch)
-    generated, plan = _plan(banded, options, watch, earlier=earlier)
+        tiled, note = fitting_patches(graph, options, refused, finest, watch)
+    generated, plan = _plan(tiled, options, watch, earlier=earlier)
     return generated, replace(plan, notes=(*plan.notes, note))
 
 

@@ -63,8 +63,9 @@ def test_the_verifier_finds_what_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("op", "shapes", "attributes", "message"),
     [
-        ("Neg", [(2, 3), (3, 3)], {}, "its shape is not"),
+        ("Neg", [(2, 3), (3, 3)], {}, "broadcast"),
         ("Add", [(2, 3), (3,), (3, 3)], {}, "broadcast"),
+        ("Add", [(1,), (), (2,)], {}, "broadcast"),
         ("Reshape", [(2, 3), (5,)], {}, "other elements"),
         ("Slice", [(4, 3), (2, 3)], {"starts": (3, 0), "steps": (1, 1)}, "outside"),
         ("Concat", [(4, 3), (2, 3), (5, 3)], {"axis": 0}, "fill"),

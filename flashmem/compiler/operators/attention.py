@@ -18,7 +18,7 @@ from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension, StridedView, merged
 from flashmem.compiler.operators.registry import FLOAT, Operator, register
-from flashmem.compiler.operators.tiling_interface import Part, Span, aligned, outermost
+from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode, aligned, outermost
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Range:
     stop: int
 
 
-def attention_part(node: Node, span: Span) -> Part | None:
+def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """A range of the answer along its outermost axis is a range of queries, or of the matrices of a stack. Queries of a range
     read all keys and values; matrices those of their own, where these lie apart in memory.
     """
@@ -109,7 +109,7 @@ def attention_part(node: Node, span: Span) -> Part | None:
     answer = None if chosen is None else _restricted(given["answer"], chosen)
     if chosen is None or answer is None:
         return None
-    needs: list[Span | None] = []
+    needs: list[AxisRange | None] = []
     accesses: list[Access] = []
     for name, value in zip(("query", "key", "value"), node.inputs, strict=False):
         assert value is not None
@@ -131,7 +131,7 @@ def attention_part(node: Node, span: Span) -> Part | None:
     count = chosen.stop - chosen.start
     counts = {"batches": count} if chosen.kind == "batch" else {"rows": count}
     changed = {"query": query, "key": key, "value": stored, "answer": replace(answer, start=0), "scores": scores[0], **counts}
-    return Part((*needs, *scores[1]), {**given, **changed})
+    return TiledNode((*needs, *scores[1]), {**given, **changed})
 
 
 def _chosen(answer: Access, size: int, first: int, last: int) -> _Range | None:
@@ -158,7 +158,7 @@ def _restricted(access: Access, chosen: _Range) -> Access | None:
     return replace(access, start=start, batch=left) if chosen.kind == "batch" else replace(access, start=start, row=left)
 
 
-def _memory(access: Access, chosen: _Range, value: Value) -> Span | None:
+def _memory(access: Access, chosen: _Range, value: Value) -> AxisRange | None:
     """The part of `value` along its outermost axis that the chosen ones are, if no other reads it; None: all of it."""
     dimension, other = (access.batch, access.row) if chosen.kind == "batch" else (access.row, access.batch)
     if not dimension:
@@ -170,10 +170,12 @@ def _memory(access: Access, chosen: _Range, value: Value) -> Span | None:
     each, axis = math.prod(n for n, _ in others), outermost(value.shape)
     first, last = (at // each * stride for at in (chosen.start, chosen.stop))
     place = math.prod(value.shape[axis + 1 :])
-    return None if first % place or last % place else Span(axis, first // place, last // place)
+    return None if first % place or last % place else AxisRange(axis, first // place, last // place)
 
 
-def _scores(scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]) -> tuple[Scores, list[Span | None]] | None:
+def _scores(
+    scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
+) -> tuple[Scores, list[AxisRange | None]] | None:
     """The steps on the scores of the chosen ones, and what they need of their operands."""
     shape = scores.shape
     queries = math.prod(shape[:-1])
@@ -188,7 +190,7 @@ def _scores(scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
             first, last = chosen.start * inner, chosen.stop * inner
             if first % each or last % each:
                 return None
-            span = Span(axis, first // each, last // each)
+            span = AxisRange(axis, first // each, last // each)
             return replace(scores, shape=span.of(shape)), [aligned(value.shape, len(shape), span) for value in operands]
         before *= size
     return None
@@ -197,6 +199,6 @@ def _scores(scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
 register(
     __name__,
     Operator(
-        "FusedAttention", (FLOAT,), kernel="attention", operator_class="hierarchical", onnx=False, part=attention_part
+        "FusedAttention", (FLOAT,), kernel="attention", operator_class="hierarchical", onnx=False, tiling=attention_tile
     ),
 )  # fmt: skip

@@ -114,10 +114,18 @@ def _spread(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
 
 
 def _elementwise(node: Node) -> str | None:
+    """Leading dimensions of size 1 do not count: rewrites write constants of one element as [1], of a scalar too."""
     shapes = {value.shape for value in node.inputs if value is not None}
-    if len(shapes) == 1:
-        return None if node.outputs[0].shape in shapes else "its shape is not that of its operands"
-    return None if _spread(shapes) == node.outputs[0].shape else "its operands do not broadcast to its result"
+    made = node.outputs[0].shape
+    if shapes == {made}:
+        return None
+    found = _spread(shapes)
+    return None if found is not None and _trimmed(found) == _trimmed(made) else "its operands do not broadcast to its result"
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape` without its leading dimensions of size 1."""
+    return shape[next((axis for axis, size in enumerate(shape) if size != 1), len(shape)) :]
 
 
 RULES: Mapping[Form, Mapping[str, Callable[[Node], str | None]]] = {
