@@ -190,7 +190,7 @@ def test_every_operator_in_patches(place: tuple[str, str], kind: str, tmp_path: 
     nodes = operators(kind)
     graphs = tiled(monkeypatch, each_layer)
     compare(nodes, place, tmp_path)
-    declared = {name for name, operator in REGISTRY.items() if operator.part and not name.startswith("Reduce")}
+    declared = {name for name, operator in REGISTRY.items() if operator.tiling and not name.startswith("Reduce")}
     # Upsample is older than the operator set, CumProd younger; Reshapes are parts of chains.
     assert declared - {"CumProd", "Reshape", "Upsample"} | REDUCTIONS <= in_parts(graphs[0])
 

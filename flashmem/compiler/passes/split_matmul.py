@@ -1,14 +1,13 @@
-"""Products of which only parts are read: each part becomes a product of its own, of its columns of the weights.
+"""Split-matmul: a product of which only parts are read becomes a product for each part, of its columns of the weights.
 
-Exporters compute queries, keys and values, or both halves of a gated activation, by one product that they then cut. Cut as a
-tensor, every part is a copy, and the whole stays in memory until the last of them is taken. Cut as weights it costs nothing:
-columns of a constant are read when they are packed. What activates or gates a part then joins its product
+Exporters compute queries, keys and values, or both halves of a gated activation, by one product and cut its result. Cut as a
+tensor, every part is a copy, and the whole stays in memory until the last part is taken. Cut as weights it costs nothing:
+columns of a constant are read when they are packed. Elementwise operators on a part then fuse with its product
 (`compiler.passes.fusion`).
 
-One large product is faster than a few small ones, which all read the same rows. So parts stay together where nobody copies them
-and all are needed at once: queries, keys and values as they go into an attention, which reads views
-(`compiler.passes.attention`). A part that goes another way, a query that is pooled first, is a product of its own, and those
-beside it stay one.
+One large product is faster than a few small ones, which all read the same rows. So parts stay together where no part is copied
+and all are needed at once: queries, keys and values of an attention, which reads views (`compiler.passes.attention_views`). A
+part that other operators read first, such as a query that is pooled, is a product of its own; those beside it stay one.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class _Whole:
 
 
 def split_matmuls(graph: Graph) -> Graph:
-    """`graph` (in normal form, layouts assigned), its products in the parts that are read of them."""
+    """`graph` (decomposed, attention matched), its products in the parts that are read of them."""
     readers = Readers(graph)
     found = [whole for node in graph.nodes if (whole := _whole(node, readers)) is not None]
     wanted = Counter(each.nodes[0].input(1) for each in found)

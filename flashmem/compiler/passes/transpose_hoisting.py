@@ -1,8 +1,8 @@
-"""Moves behind a product that belong before it: a Transpose of a product's rows is one of the rows that it reads.
+"""Transpose hoisting: moves a Transpose from the result of a product with weights to the operand that it reads.
 
-There it is nothing more than another order in which attention writes its answer (`compiler.passes.attention`), and what is
-added to the product's result finds it in the order that it has itself: the way from windows back to the image, and the sum
-behind it.
+Before the product, the Transpose is only another order in which attention writes its answer
+(`compiler.passes.attention_views`). What is added to the product's result is then read in its own order: the sum behind the way
+from windows back to the image.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashmem.compiler.passes.patterns import is_by_column
 
 @dataclass(frozen=True)
 class _Found:
-    """A product and what finishes it, the nodes behind them that move rows, and their result as a view of the product's."""
+    """A product with its elementwise operators, the last node behind them that moves rows, and that one's result as a view."""
 
     nodes: list[Node]
     end: Node
@@ -28,14 +28,14 @@ class _Found:
 
 
 def hoist_transposes(graph: Graph) -> Graph:
-    """`graph` (in normal form) with Transposes before products where they meet another Transpose there."""
+    """`graph` (decomposed) with Transposes before products where they meet attention or another Transpose there."""
     readers = Readers(graph)
     found = {each.end: each for node in graph.nodes if node.op == "MatMul" and (each := _found(node, readers)) is not None}
     return replaced(graph, found, _write)
 
 
 def _found(product: Node, readers: Readers) -> _Found | None:
-    """What is behind `product`, if its rows are moved before and behind it, and nowhere else."""
+    """The moves of rows behind `product`; None unless its rows are moved before it too, and its result has no other user."""
     weight = product.input(1)
     if weight.constant is None or math.prod(weight.shape[:-2]) != 1 or not _is_moved(product.input(0), readers):
         return None

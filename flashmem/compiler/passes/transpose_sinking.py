@@ -1,14 +1,14 @@
-"""Moves that cancel, or that nobody needs: Transposes and Reshapes wait until an operator has to have their result in order.
+"""Transpose sinking: Transposes and Reshapes are put off until an operator needs their result in order, so that most cancel.
 
-What waits is a view of a tensor that is there (`compiler.ir.strided`). Many operators need no order of their own:
+A result that is put off is a strided view of a tensor that exists (`compiler.ir.strided`). Many operators need no order:
 
-- elementwise ones run in the order in which most of their operands lie, constants brought into it when compiling;
-- what works row by row (LayerNormalization; a product with constant weights) takes rows in any order;
-- a Slice takes its part of any dimension, pooling without overlap works inside windows as inside the image they were cut of.
+- elementwise operators run in the order of most of their operands; their constants are permuted when compiling;
+- operators on rows (LayerNormalization, a product with constant weights) take rows in any order;
+- a Slice cuts any dimension; pooling without overlap works inside windows as inside the image that they were cut from.
 
-Their results wait, too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need none
-at all where attention follows, which reads views (`compiler.passes.attention`). A product with weights hands a move on only
-where it ends in attention, since its result may be larger than what it reads.
+Their results are put off too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need
+none in front of attention, which reads views (`compiler.passes.attention_views`). A product with weights passes a move on only
+if its result ends in attention, since that result may be larger than its operand.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ _POOLING = ("MaxPool", "AveragePool", "LpPool")
 
 
 def sink_transposes(graph: Graph) -> Graph:
-    """`graph` (in normal form, layouts assigned) with the Transposes that its operators need."""
+    """`graph` (decomposed, layouts assigned, attention matched) with only the Transposes that its operators need."""
     return _Moves(graph).graph()
 
 
 class _Moves:
-    """The walk. `views` has what waits, or has waited: `there` are those that somebody had to have, and `needed` says what will
-    have to be in order anyway: a tensor, and the order in which its elements are needed.
+    """One walk over a graph.
+
+    Attributes:
+        views: results that are put off, or were, as views of tensors of the new graph.
+        there: those of them that a node computes after all, because another one needed them in order.
+        needed: what will be in order anyway: a tensor, and the order in which its elements are needed.
     """
 
     def __init__(self, graph: Graph) -> None:
