@@ -29,11 +29,11 @@ from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import Layer, fuse
-from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
 from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
 from flashmem.compiler.selection.selector import Choices
 from flashmem.compiler.selection.tuning_database import digest
-from flashmem.compiler.tiling.search import fitting_bands
+from flashmem.compiler.tiling.search import fitting_patches
 from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
@@ -77,6 +77,7 @@ def compile(
     build: bool = True,
     with_binaries: bool = False,
     optimize: Optimize = "cold",
+    dump_passes: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -106,6 +107,8 @@ def compile(
         build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
         with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
         optimize: choose kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
+        dump_passes: a folder to write the graph to as text, as imported and after each pass of the compiler; of several
+            shape variants, one folder each inside it.
         progress: called with a stage and the fraction done.
 
     Raises:
@@ -134,6 +137,8 @@ def compile(
     )
     resolved = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize)
     variants = [replace(resolved, shapes=each) for each in checked_variants(shapes)]
+    if dump_passes is not None:
+        _dump_passes(model, Path(dump_passes), variants)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
@@ -144,6 +149,17 @@ def compile(
             return bundle
         built = kernels.finish(bundle)
         return carrying(bundle, built) if with_binaries else bundle
+
+
+def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
+    """Write the graph of each variant before and after each pass. It is imported for that alone, so that a bundle in the cache
+    does not stand in the way.
+    """
+    check_dump_folder(folder)
+    for number, options in enumerate(variants, start=1):
+        place = folder if len(variants) == 1 else folder / f"variant-{number}"
+        check_dump_folder(place)
+        dump_graph(import_graph(model, options), place)
 
 
 def _compile(
@@ -205,7 +221,7 @@ def _naming(options: Options, *, among: int) -> Iterator[None]:
             f"for the shapes {shapes_text(options.shapes)}: {error}",
             smallest_bytes=error.smallest_bytes,
             binding=error.binding,
-            without_bands=error.without_bands,
+            without_patches=error.without_patches,
         ) from error
 
 
@@ -251,9 +267,18 @@ def read_graph(model: Path, options: Options) -> Graph:
     Raises:
         UserError: the model cannot be read, or not run.
     """
+    return prepare(import_graph(model, options))
+
+
+def import_graph(model: Path, options: Options) -> Graph:
+    """The graph of `model` as imported, before the passes of the compiler. No weight is read.
+
+    Raises:
+        UserError: the model cannot be read, or not run.
+    """
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
-    return prepare(graph)
+    return graph
 
 
 def plan_graph(
@@ -263,17 +288,17 @@ def plan_graph(
     final: Callable[[Generated], None] = lambda generated: None,
     *,
     lowest_order: bool = True,
-    bands: bool = True,
+    patches: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
 ) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
-    Under a budget that is too small for that, chains of operators are computed in bands.
+    Under a budget that is too small for that, chains of operators are computed in patches.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "patches".
     `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
-    without unfusion. `lowest_order`, `bands`: put launches into the order that holds the least, and compute in bands.
+    without unfusion. `lowest_order`, `patches`: put launches into the order that holds the least, and compute in patches.
     `earlier`: weights that a program for other shapes has placed.
 
     Raises:
@@ -282,14 +307,14 @@ def plan_graph(
     try:
         return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier)
     except BudgetError as refused:
-        if options.limits.budget is None or not bands:
+        if options.limits.budget is None or not patches:
             raise
 
-        def finest(banded: Graph) -> tuple[Generated, OverlapPlan]:
-            return _plan(banded, options, watch, finest=True, earlier=earlier)
+        def finest(tiled: Graph) -> tuple[Generated, OverlapPlan]:
+            return _plan(tiled, options, watch, finest=True, earlier=earlier)
 
-        banded, note = fitting_bands(graph, options, refused, finest, watch)
-    generated, plan = _plan(banded, options, watch, earlier=earlier)
+        tiled, note = fitting_patches(graph, options, refused, finest, watch)
+    generated, plan = _plan(tiled, options, watch, earlier=earlier)
     return generated, replace(plan, notes=(*plan.notes, note))
 
 

@@ -18,7 +18,7 @@ from flashmem.compile import plan_graph, read_graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.unfusion import Pipeline
 from flashmem.compiler.tiling import search as banding
-from flashmem.compiler.tiling.choice import BandChoice
+from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds
 from flashmem.planning.latency import first_answer as latency
@@ -27,7 +27,7 @@ from flashmem.target.descriptor import load_descriptor
 
 
 def chain_of_convolutions(path: Path) -> Path:
-    """Four convolutions whose results are large beside their weights: chains of them in bands need less."""
+    """Four convolutions whose results are large beside their weights: chains of them in patches need less."""
     rng, channels = np.random.default_rng(0), (4, 32, 32, 32, 4)
     names = [f"x{n}" for n in range(5)]
     shapes = [(after, before, 3, 3) for before, after in pairwise(channels)]
@@ -41,9 +41,9 @@ def chain_of_convolutions(path: Path) -> Path:
 def test_a_refusal_makes_nothing_twice_and_proves_nothing_of_what_it_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each program, with bands and without, is planned once; strategies that fill a budget are asked what they take."""
+    """Each program, with patches and without, is planned once; strategies that fill a budget are asked what they take."""
     counted: Counter[str] = Counter()
-    bands: Counter[tuple[int, int, int]] = Counter()
+    patches: Counter[tuple[int, int, int]] = Counter()
 
     def count(owner: Any, name: str) -> None:
         made: Callable[..., Any] = getattr(owner, name)
@@ -54,13 +54,13 @@ def test_a_refusal_makes_nothing_twice_and_proves_nothing_of_what_it_refuses(
 
         monkeypatch.setattr(owner, name, counting)
 
-    def largest_band(self: BandChoice, chain: Any, output: Any, places: int) -> Any:
-        bands[chain.first, chain.last, chain.starts[1]] += 1
+    def largest_patch(self: PatchChoice, chain: Any, output: Any, places: int) -> Any:
+        patches[chain.first, chain.last, chain.starts[1]] += 1
         return found_largest(self, chain, output, places)
 
-    found_largest = BandChoice._largest_band
-    monkeypatch.setattr(BandChoice, "_largest_band", largest_band)
-    monkeypatch.setattr(banding, "LEAST_BAND_BYTES", {"cpu": 1})
+    found_largest = PatchChoice._largest_patch
+    monkeypatch.setattr(PatchChoice, "_largest_patch", largest_patch)
+    monkeypatch.setattr(banding, "LEAST_PATCH_BYTES", {"cpu": 1})
     count(Pipeline, "attempt")
     count(budget, "first_plan")
     monkeypatch.setattr(latency, "fastest_seconds", bounds.fastest_seconds)
@@ -69,7 +69,7 @@ def test_a_refusal_makes_nothing_twice_and_proves_nothing_of_what_it_refuses(
     graph = read_graph(chain_of_convolutions(tmp_path / "chain.onnx"), options)
     with pytest.raises(BudgetError) as refusal:
         plan_graph(graph, options)
-    assert refusal.value.smallest_bytes < (refusal.value.without_bands or 0)
+    assert refusal.value.smallest_bytes < (refusal.value.without_patches or 0)
     assert counted["attempt"] > 2 and counted["first_plan"] == counted["attempt"]
     assert counted["fastest_seconds"] <= 2 * counted["first_plan"]
-    assert bands and set(bands.values()) == {1}
+    assert patches and set(patches.values()) == {1}

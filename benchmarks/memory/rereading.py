@@ -24,9 +24,9 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.compiler.tiling.choice import BandChoice
-from flashmem.compiler.tiling.patches import Chain, in_bands
-from flashmem.compiler.tiling.search import Bands
+from flashmem.compiler.tiling.choice import PatchChoice
+from flashmem.compiler.tiling.patches import Chain, in_patches
+from flashmem.compiler.tiling.search import Patches
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.planning.planner import plan_problem, planning_problem
@@ -63,19 +63,19 @@ def read_again(program: Program) -> Program:
 
 
 def programs(model: Path, options: Options) -> list[Program]:
-    """The program without bands, and those with the chains that each limit asks for, weights counted or not."""
+    """The program without patches, and those with the chains that each limit asks for, weights counted or not."""
     graph = read_graph(model, options)
-    bands = Bands(graph, options.descriptor, options.precision)
+    patches = Patches(graph, options.descriptor, options.precision)
     found: dict[tuple[Chain, ...], None] = {(): None}
-    least = bands.choose(0)[1]
-    for memory in (bands.memory, replace(bands.memory, weight_bytes=lambda value: 0)):
+    least = patches.choose(0)[1]
+    for memory in (patches.memory, replace(patches.memory, weight_bytes=lambda value: 0)):
         for limit in (int(least * step) for step in LIMITS):
-            found[tuple(BandChoice(graph, bands.layers, bands.ranges, memory).chains(limit)[0])] = None
+            found[tuple(PatchChoice(graph, patches.layers, patches.ranges, memory).chains(limit)[0])] = None
     made = []
     for chains in found:
-        banded = in_bands(graph, chains) if chains else graph
-        layers, _ = in_lowest_order(banded, fuse(banded), half=options.precision == "fp16")
-        made.append(generate(banded, layers, options.descriptor, precision=options.precision).program)
+        tiled = in_patches(graph, chains) if chains else graph
+        layers, _ = in_lowest_order(tiled, fuse(tiled), half=options.precision == "fp16")
+        made.append(generate(tiled, layers, options.descriptor, precision=options.precision).program)
     return made
 
 

@@ -26,20 +26,20 @@ class MissingFileError(UserError, FileNotFoundError):
 class BudgetError(UserError):
     """No plan fits the budget.
 
-    `smallest_bytes` is the smallest budget that works, in the same unit of account as the refused one. `without_bands` is the
-    smallest without patch-based tiling (chains of operators in bands). `binding` names the limiting part, for instance the
+    `smallest_bytes` is the smallest budget that works, in the same unit of account as the refused one. `without_patches` is the
+    smallest without patch-based tiling (chains of operators in patches). `binding` names the limiting part, for instance the
     layer whose weights must be resident together.
     """
 
-    def __init__(self, message: str, *, smallest_bytes: int, binding: str, without_bands: int | None = None) -> None:
+    def __init__(self, message: str, *, smallest_bytes: int, binding: str, without_patches: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
-        self.without_bands = smallest_bytes if without_bands is None else without_bands
+        self.without_patches = smallest_bytes if without_patches is None else without_patches
         self.binding = binding
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword arguments, because the error is passed between processes."""
-        named: dict[str, Any] = {name: vars(self)[name] for name in ("smallest_bytes", "binding", "without_bands")}
+        named: dict[str, Any] = {name: vars(self)[name] for name in ("smallest_bytes", "binding", "without_patches")}
         return partial(type(self), **named), self.args, self.__dict__
 
 

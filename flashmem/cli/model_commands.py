@@ -35,11 +35,16 @@ def compile_(
     with_binaries: Annotated[
         bool, typer.Option("--with-binaries", help="Keep the compiled kernels in the bundle, for devices exactly like this.")
     ] = False,
+    dump_passes: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the graph as text, as imported and after each pass, to this folder."),
+    ] = None,
 ) -> None:
     """Compile a model into a bundle, and its kernels if the device is here, and print the bundle's path."""
     from flashmem.cli.commands.compiling import compile_here
 
-    print(compile_here(model, output, options, build=build, with_binaries=with_binaries).path)
+    made = compile_here(model, output, options, build=build, with_binaries=with_binaries, dump_passes=dump_passes)
+    print(made.path)
 
 
 @with_bundle_options

@@ -14,12 +14,12 @@ from flashmem.compiler.options import Options
 class SmallestBudget:
     """Smallest budgets in bytes, with and without techniques that reduce activations.
 
-    `nbytes` is the smallest with all of them, `without_bands` without patch-based tiling (chains of operators in bands).
+    `nbytes` is the smallest with all of them, `without_patches` without patch-based tiling (chains of operators in patches).
     `in_model_order` is also without reordering: launches are in the order of the model's file.
     """
 
     nbytes: int
-    without_bands: int
+    without_patches: int
     in_model_order: int
 
 
@@ -31,12 +31,12 @@ def smallest_budget(graph: Graph, options: Options) -> SmallestBudget:
     asked = replace(options, limits=replace(options.limits, budget=1, m_peak=None))
     refused = _refused(graph, asked, lowest_order=True)
     before = _refused(graph, asked, lowest_order=False)
-    return SmallestBudget(refused.smallest_bytes, refused.without_bands, before.without_bands)
+    return SmallestBudget(refused.smallest_bytes, refused.without_patches, before.without_patches)
 
 
 def _refused(graph: Graph, options: Options, *, lowest_order: bool) -> BudgetError:
     try:
-        plan_graph(graph, options, lowest_order=lowest_order, bands=lowest_order)
+        plan_graph(graph, options, lowest_order=lowest_order, patches=lowest_order)
     except BudgetError as refused:
         return refused
     raise AssertionError("a session holds more than a byte")

@@ -96,13 +96,13 @@ def test_the_plan_of_a_model_gives_its_reasons_too(flashmem: Command) -> None:
 
 def test_the_smallest_budget_of_a_model_is_printed_and_works(flashmem: Command, tmp_path: Path) -> None:
     budgets = planned(flashmem, GPTNEO, "--device", "pocl")["smallest_budget_bytes"]
-    assert budgets["nbytes"] <= budgets["without_bands"] <= budgets["in_model_order"]
+    assert budgets["nbytes"] <= budgets["without_patches"] <= budgets["in_model_order"]
     bundle, options = tmp_path / "m.flashmem", ("--device", "pocl", "--no-build")
     code, _, err = flashmem("compile", GPTNEO, "-o", bundle, "--budget", f"{budgets['nbytes'] - 1}B", *options)
     assert code == 2 and f"raise the budget to {budgets['nbytes']} bytes" in err
     assert flashmem("compile", GPTNEO, "-o", bundle, "--budget", f"{budgets['nbytes']}B", *options)[0] == 0
     code, out, _ = flashmem("plan", GPTNEO, "--device", "pocl")
-    assert code == 0 and re.search(r"smallest budget +[\d.]+[KM]B; without bands [\d.]+[KM]B, with launches in the", out)
+    assert code == 0 and re.search(r"smallest budget +[\d.]+[KM]B; without patches [\d.]+[KM]B, with launches in the", out)
 
 
 def test_the_plan_of_a_bundle_takes_no_options(flashmem: Command, tmp_path: Path) -> None:

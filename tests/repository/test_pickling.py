@@ -36,7 +36,7 @@ NEEDED = {"torch", "dask", "distributed", "ray", "matplotlib", "onnxruntime", "t
 Example = Callable[[Bundle, RunReport], Any]
 
 EXAMPLES: dict[type, Example] = {
-    BudgetError: lambda *_: BudgetError("too small", smallest_bytes=7, binding="layer 3", without_bands=9),
+    BudgetError: lambda *_: BudgetError("too small", smallest_bytes=7, binding="layer 3", without_patches=9),
     UnsupportedModelError: lambda *_: UnsupportedModelError("no kernel", (("a", "why"), ("b", "why not"))),
     MissingFileError: lambda *_: MissingFileError("there is no m.onnx"),
     PlanViolation: lambda *_: PlanViolation("C2", "3 chunks in flight"),
@@ -142,4 +142,4 @@ def test_a_budget_that_a_worker_refuses_reaches_who_asked(tmp_path: Path) -> Non
         error = pool.submit(refused, str(model.path)).exception(30)
     assert isinstance(error, BudgetError) and str(error) == str(here.value)
     assert error.smallest_bytes == here.value.smallest_bytes and error.binding == here.value.binding
-    assert np.isfinite(error.without_bands)
+    assert np.isfinite(error.without_patches)

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import Dimension
+from flashmem.compiler.operators.attention import Access
 
 Array = NDArray[Any]
 
@@ -79,4 +81,40 @@ def _computed(node: Node, x: list[Array]) -> Array:
         return np.asarray((np.max if node.op == "MaxPool" else np.mean)(windows, axis=(2, 4)))
     if node.op == "Conv":  # 1x1, channels last
         return np.asarray(x[0] @ x[1].reshape(x[1].shape[:2]).T)
+    if node.op == "FusedAttention":
+        return _attention(node, x)
     raise KeyError(node.op)
+
+
+def _attention(node: Node, x: list[Array]) -> Array:
+    """softmax(steps(Q K^T)) V, each element read from where its access says it is."""
+    given, scores = node.attributes, node.attributes["scores"]
+    assert not given["dropped"] and not scores.guarded
+    query, key, value = (each.reshape(-1)[_places(given[n])] for each, n in zip(x, ("query", "key", "value"), strict=False))
+    values = [each for each in node.inputs[3:] if each is not None]
+    score, steps = scores.nodes(values)
+    known = {
+        score: (query @ key.swapaxes(1, 2) * given["scale"]).reshape(scores.shape),
+        **dict(zip(values, x[3:], strict=True)),
+    }
+    for step in steps:
+        score = step.outputs[0]
+        known[score] = _computed(step, [known[each] for each in step.inputs if each is not None])
+    weights = np.exp(known[score] - known[score].max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True)).reshape(given["batches"], given["rows"], given["keys"])
+    answer = np.full(node.outputs[0].size, np.nan)
+    answer[_places(given["answer"])] = weights @ (value * given["value_scale"])
+    return answer.reshape(node.outputs[0].shape)
+
+
+def _places(access: Access) -> NDArray[np.int64]:
+    """The element at each (batch, row, channel) of a stack of matrices."""
+
+    def along(dimension: Dimension) -> NDArray[np.int64]:
+        made = np.zeros(1, np.int64)
+        for size, stride in dimension:
+            made = (made[:, None] + np.arange(size) * stride).reshape(-1)
+        return made
+
+    channels = along(((access.channels, access.channel),))
+    return access.start + along(access.batch)[:, None, None] + along(access.row)[:, None] + channels

@@ -93,9 +93,17 @@ class CompileOptions:
 
 
 def compile_here(
-    model: Path, output: Path | None, options: CompileOptions, *, build: bool = True, with_binaries: bool = False
+    model: Path,
+    output: Path | None,
+    options: CompileOptions,
+    *,
+    build: bool = True,
+    with_binaries: bool = False,
+    dump_passes: Path | None = None,
 ) -> Bundle:
     """Compile in this process, with a progress bar; without `output`, into the user's cache. `build`: kernels too.
+
+    `dump_passes`: a folder for the graph as text, before and after each pass.
 
     Raises:
         UserError: there is no output and no cache; and the errors of `flashmem.compile`.
@@ -112,6 +120,7 @@ def compile_here(
             shapes=read_variants(options.shape),
             build=build,
             with_binaries=with_binaries,
+            dump_passes=dump_passes,
             progress=report,
             **options.keywords(),
         )

@@ -218,8 +218,8 @@ def _activations(program: Program) -> str:
 def _smallest_text(smallest: SmallestBudget | None) -> dict[str, str]:
     if smallest is None:
         return {}
-    works, bands, order = map(format_size, (smallest.nbytes, smallest.without_bands, smallest.in_model_order))
-    return {"smallest budget": f"{works}; without bands {bands}, with launches in the model's order too {order}"}
+    works, patches, order = map(format_size, (smallest.nbytes, smallest.without_patches, smallest.in_model_order))
+    return {"smallest budget": f"{works}; without patches {patches}, with launches in the model's order too {order}"}
 
 
 def _as_json(shown: Shown, show_all: bool) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     def timed(step: str) -> Iterator[None]:
         begun = time.monotonic()
         yield
-        seconds[step] = seconds.get(step, 0.0) + time.monotonic() - begun  # "bands" only for a budget that needs them
+        seconds[step] = seconds.get(step, 0.0) + time.monotonic() - begun  # "patches" only for a budget that needs them
 
     with _no_collection(), timed("total"):
         with timed("fuse"):

@@ -18,7 +18,7 @@ import flashmem
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import why_unsupported
-from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.decompose import decompose
 from flashmem.runtime.opencl.context import list_devices
 
 DEVICES = [(device.descriptor_name, path) for device in list_devices() for path in ("buffer", "texture")]
@@ -78,7 +78,7 @@ def model_of(
 
 def normal_form(model: onnx.ModelProto, folder: Path) -> Graph:
     onnx.save(model, folder / "model.onnx")
-    return normalize(import_model(folder / "model.onnx", {}, why_unsupported))
+    return decompose(import_model(folder / "model.onnx", {}, why_unsupported))
 
 
 def evaluated(graph: Graph, feeds: dict[str, Array]) -> list[Array]:

@@ -18,7 +18,7 @@ import flashmem
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
-from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.decompose import decompose
 from flashmem.runtime.opencl.context import list_devices
 
 Floats = NDArray[np.float32]
@@ -55,7 +55,7 @@ def model_of(shape: tuple[int, ...], opset: int = 19, **attributes: Any) -> onnx
 
 def imported(model: onnx.ModelProto, folder: Path) -> Graph:
     onnx.save(model, folder / "resize.onnx")
-    return normalize(import_model(folder / "resize.onnx"))
+    return decompose(import_model(folder / "resize.onnx"))
 
 
 def evaluated(graph: Graph, x: Floats) -> NDArray[Any]:

@@ -21,7 +21,7 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import is_elementwise, why_unsupported
-from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.passes.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
@@ -38,7 +38,7 @@ MODELS = ["gptneo-tiny", "resnet-tiny", "vit-tiny", "mobilenet-tiny", "regnet-ti
 
 
 def _graph(name: str) -> Graph:
-    return assign_layouts(normalize(import_model(DATA / f"{name}.onnx", {}, why_unsupported)))
+    return assign_layouts(decompose(import_model(DATA / f"{name}.onnx", {}, why_unsupported)))
 
 
 def _inputs(model: Path) -> dict[str, NDArray[Any]]:

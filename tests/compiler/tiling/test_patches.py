@@ -22,10 +22,10 @@ import flashmem
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
-from flashmem.compiler.operators.tiling_interface import Span, outermost
+from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling import search as banding
-from flashmem.compiler.tiling.patches import Chain, in_bands
+from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.program.program import fixed_bytes
 from flashmem.target.descriptor import load_descriptor
 from tests.conformance.random_graphs import values
@@ -45,7 +45,7 @@ REDUCTIONS = {"ReduceL2", "ReduceMax"}
 
 
 def each_layer(graph: Graph) -> Graph:
-    """Every layer that can be computed in uneven bands alone, in such bands along each axis in turn."""
+    """Every layer that can be computed in uneven patches alone, in such patches along each axis in turn."""
     chains = []
     for at, layer in enumerate(fuse(graph)):
         axes = [axis for axis, size in enumerate(layer.output.shape) if size > 1]
@@ -55,19 +55,19 @@ def each_layer(graph: Graph) -> Graph:
             if can_be(graph, chain):
                 chains.append(chain)
                 break
-    return in_bands(graph, chains)
+    return in_patches(graph, chains)
 
 
 def can_be(graph: Graph, chain: Chain) -> bool:
     try:
-        in_bands(graph, [chain])
+        in_patches(graph, [chain])
     except ValueError:
         return False
     return True
 
 
 def some_chains(graph: Graph, rng: random.Random, longest: int = 12) -> Graph:
-    """Runs of layers in random bands of their last results."""
+    """Runs of layers in random patches of their last results."""
     layers, chains, at = fuse(graph), [], 0
     while at < len(layers):
         last = min(at + rng.randint(0, longest), len(layers) - 1)
@@ -78,10 +78,10 @@ def some_chains(graph: Graph, rng: random.Random, longest: int = 12) -> Graph:
             chain = Chain(at, last, outermost(shape), (0, *cuts))
             chains += [chain] if can_be(graph, chain) else []
         at = last + 1
-    return in_bands(graph, chains)
+    return in_patches(graph, chains)
 
 
-def banded(monkeypatch: pytest.MonkeyPatch, change: Callable[[Graph], Graph]) -> list[Graph]:
+def tiled(monkeypatch: pytest.MonkeyPatch, change: Callable[[Graph], Graph]) -> list[Graph]:
     """Compile what `change` makes of a model's graph; returns the list that these graphs are put in."""
     made: list[Graph] = []
 
@@ -187,17 +187,17 @@ def hidden(n: Nodes, op: str, *inputs: str, **attributes: Any) -> str:
 
 
 @pytest.mark.parametrize(("place", "kind"), list(zip(DEVICES, ("around 1e3", "positive", "normal"), strict=False)))
-def test_every_operator_in_bands(place: tuple[str, str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operator_in_patches(place: tuple[str, str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = operators(kind)
-    graphs = banded(monkeypatch, each_layer)
+    graphs = tiled(monkeypatch, each_layer)
     compare(nodes, place, tmp_path)
-    declared = {name for name, operator in REGISTRY.items() if operator.part and not name.startswith("Reduce")}
+    declared = {name for name, operator in REGISTRY.items() if operator.tiling and not name.startswith("Reduce")}
     # Upsample is older than the operator set, CumProd younger; Reshapes are parts of chains.
     assert declared - {"CumProd", "Reshape", "Upsample"} | REDUCTIONS <= in_parts(graphs[0])
 
 
 @pytest.mark.parametrize("name", ["sam2-narrow", "depthanything-tiny"])
-def test_networks_in_bands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_in_patches(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole blocks: window partition, attention, pooling, residuals; upsampling with halo."""
     model = onnx.load(DATA / f"{name}.onnx")
     feeds = {}
@@ -205,14 +205,14 @@ def test_networks_in_bands(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         shape = [max(1, dim.dim_value) for dim in port.type.tensor_type.shape.dim]
         kind = helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type)
         feeds[port.name] = normal(*shape) if kind == np.float32 else np.ones(shape, kind)
-    graphs = banded(monkeypatch, lambda graph: some_chains(graph, random.Random(name)))
+    graphs = tiled(monkeypatch, lambda graph: some_chains(graph, random.Random(name)))
     place = DEVICES[-1]
     close(answers_of(model, feeds, place, tmp_path), by_runtime(model, feeds), 1e-4)
     assert len(in_parts(graphs[0])) > 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_random_graphs_in_bands(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_graphs_in_patches(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device, path = DEVICES[-1]
     monkeypatch.setattr(values, "_rounding", values._rounding)
     values.set_precision(precision)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_random_graphs_in_bands(precision: str, monkeypatch: pytest.MonkeyPatch)
     )  # fmt: skip
     @given(seed=st.integers(0, 2**32))
     def agree(seed: int) -> None:
-        banded(monkeypatch, lambda graph: some_chains(graph, random.Random(seed), 6))
+        tiled(monkeypatch, lambda graph: some_chains(graph, random.Random(seed), 6))
         verdict = judge(draw(random.Random(seed), 12, listed), device, path, precision)  # type: ignore[arg-type]
         kinds.append(verdict.kind)
         assert verdict.kind in ("agreed", "refused"), f"{verdict.culprit}: {verdict.reasons}"
@@ -247,14 +247,14 @@ def test_parts_of_windows(
     if made < 1:
         return
     start = cut[0] % made
-    span = Span(1, start, min(made, start + cut[1]))
+    span = AxisRange(1, start, min(made, start + cut[1]))
     x, kernel = normal(size), normal(reach)
     weight = Value("w", (1, 1, reach, 1), "float32")
     attributes = {"strides": (stride, 1), "dilations": (dilation, 1), "pads": (pads[0], 0, pads[1], 0), "group": 1}
     output = Value("y", (1, made, 1, 1), "float32")
     op = "ConvTranspose" if transposed else "Conv"
     node = Node(op, "n", [Value("x", (1, size, 1, 1), "float32"), weight], [output], attributes)
-    part = REGISTRY[op].part_of(node, span)
+    part = REGISTRY[op].tile_of(node, span)
     whole = _convolved(op, x, kernel, stride, dilation, pads[0], made)[span.start : span.stop]
     if part is None:
         np.testing.assert_array_equal(whole, np.zeros_like(whole))  # nothing of the input is under it
@@ -308,27 +308,27 @@ def wide() -> onnx.ModelProto:
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_the_smallest_budget_works(place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is smaller with bands than without, and a session keeps to it in every mode, with the answers of ONNX Runtime."""
-    monkeypatch.setattr(banding, "LEAST_BAND_BYTES", {"cpu": 1 << 14, "gpu": 1 << 14})
+    """It is smaller with patches than without, and a session keeps to it in every mode, with the answers of ONNX Runtime."""
+    monkeypatch.setattr(banding, "LEAST_PATCH_BYTES", {"cpu": 1 << 14, "gpu": 1 << 14})
     model, file = wide(), tmp_path / "wide.onnx"
     onnx.save(model, file)
     name, path = place
     free = flashmem.compile(file, tmp_path / "free.flashmem", device=name, memory_path=path, build=False)  # type: ignore[arg-type]
-    assert not any("in bands" in note for note in free.plan.notes)
+    assert not any("in patches" in note for note in free.plan.notes)
     feeds = {"image": normal(1, 8, 32, 32), "tokens": normal(1, 1024, 32)}
     wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
     first: list[Array] = []
     for mode in load_descriptor(name).modes[path]:  # type: ignore[index]
         limits: dict[str, Any] = {"device": name, "memory_path": path, "mode": mode, "build": False}
-        with pytest.raises(BudgetError, match="with chains of operators in bands") as refused:
+        with pytest.raises(BudgetError, match="with chains of operators in patches") as refused:
             flashmem.compile(file, tmp_path / "no.flashmem", budget=1000, **limits)
         budget = refused.value.smallest_bytes
-        assert budget < 0.6 * fixed_bytes(free.program) and budget < refused.value.without_bands
+        assert budget < 0.6 * fixed_bytes(free.program) and budget < refused.value.without_patches
         with pytest.raises(BudgetError) as less:
             flashmem.compile(file, tmp_path / "no.flashmem", budget=budget - 1, **limits)
         assert less.value.smallest_bytes == budget
         bundle = flashmem.compile(file, tmp_path / f"{mode}.flashmem", budget=budget, **limits)
-        assert any("in bands" in note for note in bundle.plan.notes)
+        assert any("in patches" in note for note in bundle.plan.notes)
         with flashmem.Session(bundle, device=name, mode=mode) as session:
             answers = session.run(None, feeds)
             assert session.last_run.memory.peak_bytes <= budget

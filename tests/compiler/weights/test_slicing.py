@@ -27,7 +27,7 @@ from flashmem.cli.commands.plan import several_launches
 from flashmem.compile import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.weights.packing import Packing
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, ROUNDS, Slicing
@@ -95,7 +95,7 @@ def graph_of(rows: int, *products: tuple[int, int]) -> Graph:
 def planned(graph: Graph, device: str, mode: TransferMode | None = None, **limits: Any) -> tuple[Program, OverlapPlan]:
     descriptor = load_descriptor(device)
     mode = mode or descriptor.modes[descriptor.memory_paths[0]][0]
-    made, plan = plan_graph(assign_layouts(normalize(graph)), Options(descriptor, mode, Limits(**limits)))
+    made, plan = plan_graph(assign_layouts(decompose(graph)), Options(descriptor, mode, Limits(**limits)))
     return made.program, plan
 
 

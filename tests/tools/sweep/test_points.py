@@ -15,7 +15,7 @@ from flashmem.compiler.ir.portable import PortableGraph, portable
 from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.decompose import normalize
+from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.planning.limits import Limits
@@ -49,7 +49,7 @@ def test_a_worker_generates_the_same_program(model: Path, device: str) -> None:
 
 
 def test_a_deep_graph_travels_without_its_weights() -> None:
-    graph = assign_layouts(normalize(zoo_graph("gptneo-1.3b")))
+    graph = assign_layouts(decompose(zoo_graph("gptneo-1.3b")))
     flat = pickle.dumps(portable(graph, RESIDENT_CONSTANT_BYTES))
     assert len(flat) < 8 << 20 and len(graph.nodes) > 500
     descriptor = load_descriptor("generic-cpu")

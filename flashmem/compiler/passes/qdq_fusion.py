@@ -1,9 +1,9 @@
-"""Activations that a product reads as integers: a DequantizeLinear with one scale moves into their kernels.
+"""QDQ fusion: products read 8-bit integers and dequantise them in their kernels, where a DequantizeLinear has one scale.
 
-After this pass MatMul, Conv and ConvTranspose may have integers as operands. Inputs 2 and 3 are then the zero points of the
-left and the right operand, inputs 4 and 5 their scales, each one number or None. The kernel multiplies (integer - zero point)
-* scale, rounded as DequantizeLinear rounds it, so no answer changes; but what lies in memory between two operators of a
-quantised model is 8 bit.
+After this pass MatMul, Conv and ConvTranspose may have integer operands. Inputs 2 and 3 are then the zero points of the left
+and the right operand, inputs 4 and 5 their scales, each one number or None. The kernel multiplies
+(integer - zero point) * scale, rounded as DequantizeLinear rounds it, so no answer changes. The tensors between two operators
+of a quantised model stay 8 bit.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 _PRODUCTS = {"Conv", "ConvTranspose", "MatMul"}
 
 
-def read_integers(graph: Graph) -> Graph:
-    """`graph` (in normal form), its products reading integers where it dequantises whole tensors for them."""
+def fuse_qdq(graph: Graph) -> Graph:
+    """`graph` (decomposed), its products reading integers where it dequantises whole tensors for them."""
     rewriter = Rewriter()
     for node in graph.nodes:
         inputs = list(node.inputs)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from flashmem.compiler.ir.graph import Value
-from flashmem.compiler.ir.views import View, whole
+from flashmem.compiler.ir.strided import StridedView
 
 
-def elements(view: View, memory: np.ndarray) -> np.ndarray:
+def elements(view: StridedView, memory: np.ndarray) -> np.ndarray:
     """What the view says that the tensor is."""
     at = np.full((1,), view.start)
     for dimension in view.dimensions:
@@ -25,10 +25,10 @@ def test_moves_lie_where_the_view_says(seed: int) -> None:
     generator = np.random.default_rng(seed)
     shape = tuple(int(n) for n in generator.choice([1, 2, 3, 4, 6], int(generator.integers(1, 5))))
     memory = np.arange(math.prod(shape))
-    view, array, moved = whole(Value("x", shape, "float32")), memory.reshape(shape), 0
+    view, array, moved = StridedView.of(Value("x", shape, "float32")), memory.reshape(shape), 0
     for _ in range(6):
         kind = generator.integers(4)
-        found: View | None
+        found: StridedView | None
         if kind == 0:
             perm = generator.permutation(array.ndim).tolist()
             found, made = view.transposed(perm), array.transpose(perm)
@@ -55,7 +55,7 @@ def test_moves_lie_where_the_view_says(seed: int) -> None:
 
 
 def test_what_has_no_view() -> None:
-    view = whole(Value("x", (4, 6), "float32")).transposed((1, 0))
+    view = StridedView.of(Value("x", (4, 6), "float32")).transposed((1, 0))
     assert view.reshaped((8, 3)) is None  # 6 x 4 turned: 8 ends inside the 6
     assert view.reshaped((24,)) is not None
     merged = view.reshaped((24,))
