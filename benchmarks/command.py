@@ -1,8 +1,9 @@
-"""What the commands of benchmarks share: arguments, and one sentence with exit code 2 where one of them has to be changed."""
+"""Arguments and exit codes that all benchmarks share: a wrong argument is one sentence and exit code 2."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +17,9 @@ class Arguments(argparse.ArgumentParser):
     """The arguments of a benchmark, described by its module's text."""
 
     def __init__(self, text: str | None) -> None:
-        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module = sys.modules["__main__"].__spec__  # argparse would say `usage: NAME.py`
+        prog = f"python -m {module.name}" if module else None
+        super().__init__(prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         """Prints one sentence, without the usage, and exits with 2."""

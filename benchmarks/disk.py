@@ -1,4 +1,4 @@
-"""Files in the page cache or not, and how fast the disk brings one in (the host of a virtual machine may still hold it)."""
+"""Drop files from the page cache, and measure the disk's rate (a virtual machine's host may still cache them)."""
 
 from __future__ import annotations
 

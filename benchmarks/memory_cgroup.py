@@ -1,4 +1,4 @@
-"""A memory limit that the kernel enforces: a memory cgroup (v1 or v2) around one process. Needs root."""
+"""Run one process under a memory limit that the kernel enforces: a memory cgroup (v1 or v2). Needs root."""
 
 from __future__ import annotations
 

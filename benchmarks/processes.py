@@ -1,4 +1,4 @@
-"""Fresh worker processes that take turns, and what is common to tables made from them."""
+"""Worker processes that measure in turns, and statistics over their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measurement in one fresh process; prints one JSON object.
+"""Measure one model in a fresh process, and print one JSON object.
 
     python -m benchmarks.worker flashmem --bundle B [--mode M] [--strategy S] [--no-lanes] [--inputs I.npz]
     python -m benchmarks.worker onnxruntime --model M [--mapped] [--inputs I.npz]

@@ -14,6 +14,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flashmem.base.version import __version__
+
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle as Bundle
     from flashmem.compile import compile as compile
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from flashmem.runtime.serving.runtime import Runtime as Runtime
     from flashmem.runtime.session import Session as Session
 
-__version__ = "0.1.0"
 __all__ = ["Bundle", "Manager", "RunReport", "Runtime", "Session", "__version__", "compile"]
 
 _HOMES = {

@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-import flashmem
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
 from flashmem.base.types import MemoryPath, Optimize, TransferMode
+from flashmem.base.version import __version__
 from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
@@ -29,11 +29,11 @@ from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import Layer, fuse
-from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph, prepare
 from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
 from flashmem.compiler.selection.selector import Choices
 from flashmem.compiler.selection.tuning_database import digest
-from flashmem.compiler.tiling.search import fitting_bands
+from flashmem.compiler.tiling.search import fitting_patches
 from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
@@ -45,8 +45,8 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import completed, make_plan, plan_instance, planning_instance
 from flashmem.program.launches import LaunchOrder
 from flashmem.program.program import Program
-from flashmem.runtime.kernels.ahead import KernelBuilder, Wish
-from flashmem.runtime.kernels.ahead import with_binaries as carrying
+from flashmem.runtime.kernels.ahead_of_time import BuildRequest, KernelBuilder
+from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import Objective, OverlapPlan, Strategy, Units
 
@@ -77,6 +77,7 @@ def compile(
     build: bool = True,
     with_binaries: bool = False,
     optimize: Optimize = "cold",
+    dump_passes: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
@@ -106,6 +107,8 @@ def compile(
         build: if the device is here, compile the kernels into the program cache, so that the first run compiles nothing.
         with_binaries: and keep them in the bundle, too, for devices and drivers that are exactly the same.
         optimize: choose kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
+        dump_passes: a folder to write the graph to as text, as imported and after each pass of the compiler; of several
+            shape variants, one folder each inside it.
         progress: called with a stage and the fraction done.
 
     Raises:
@@ -134,6 +137,8 @@ def compile(
     )
     resolved = resolve(limits, device=device, memory_path=memory_path, mode=mode, precision=precision, optimize=optimize)
     variants = [replace(resolved, shapes=each) for each in checked_variants(shapes)]
+    if dump_passes is not None:
+        _dump_passes(model, Path(dump_passes), variants)
     with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
@@ -146,6 +151,17 @@ def compile(
         return carrying(bundle, built) if with_binaries else bundle
 
 
+def _dump_passes(model: Path, folder: Path, variants: Sequence[Options]) -> None:
+    """Write the graph of each variant before and after each pass. It is imported for that alone, so that a bundle in the cache
+    does not stand in the way.
+    """
+    check_dump_folder(folder)
+    for number, options in enumerate(variants, start=1):
+        place = folder if len(variants) == 1 else folder / f"variant-{number}"
+        check_dump_folder(place)
+        dump_graph(import_graph(model, options), place)
+
+
 def _compile(
     model: Path, output: Path, variants: Sequence[Options], progress: Progress, kernels: KernelBuilder | None
 ) -> Bundle:
@@ -156,8 +172,10 @@ def _compile(
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
         if kernels is not None:
-            wish = Wish(generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan)
-            kernels.begin(wish)
+            request = BuildRequest(
+                generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan
+            )
+            kernels.begin(request)
 
     progress("import", 0.0)
     graphs = _read_graphs(model, variants)
@@ -203,7 +221,7 @@ def _naming(options: Options, *, among: int) -> Iterator[None]:
             f"for the shapes {shapes_text(options.shapes)}: {error}",
             smallest_bytes=error.smallest_bytes,
             binding=error.binding,
-            without_bands=error.without_bands,
+            without_patches=error.without_patches,
         ) from error
 
 
@@ -249,9 +267,18 @@ def read_graph(model: Path, options: Options) -> Graph:
     Raises:
         UserError: the model cannot be read, or not run.
     """
+    return prepare(import_graph(model, options))
+
+
+def import_graph(model: Path, options: Options) -> Graph:
+    """The graph of `model` as imported, before the passes of the compiler. No weight is read.
+
+    Raises:
+        UserError: the model cannot be read, or not run.
+    """
     graph = import_model(model, options.shapes, why_unsupported)
     collect_unsupported(graph, why_unsupported)
-    return prepare(graph)
+    return graph
 
 
 def plan_graph(
@@ -261,17 +288,17 @@ def plan_graph(
     final: Callable[[Generated], None] = lambda generated: None,
     *,
     lowest_order: bool = True,
-    bands: bool = True,
+    patches: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
 ) -> tuple[Generated, OverlapPlan]:
     """The middle of the pipeline: layers fused, the program, and its checked plan without layouts.
 
     Slices are as large as the limits allow and the clock likes; layers are split where adaptive unfusion makes the plan better.
-    Under a budget that is too small for that, chains of operators are computed in bands.
+    Under a budget that is too small for that, chains of operators are computed in patches.
 
-    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "bands".
+    `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", as often as they are made, and for "patches".
     `final` is called with the program before it is planned, where no plan can ask for another: without limits on memory, and
-    without unfusion. `lowest_order`, `bands`: put launches into the order that holds the least, and compute in bands.
+    without unfusion. `lowest_order`, `patches`: put launches into the order that holds the least, and compute in patches.
     `earlier`: weights that a program for other shapes has placed.
 
     Raises:
@@ -280,14 +307,14 @@ def plan_graph(
     try:
         return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier)
     except BudgetError as refused:
-        if options.limits.budget is None or not bands:
+        if options.limits.budget is None or not patches:
             raise
 
-        def finest(banded: Graph) -> tuple[Generated, OverlapPlan]:
-            return _plan(banded, options, watch, finest=True, earlier=earlier)
+        def finest(tiled: Graph) -> tuple[Generated, OverlapPlan]:
+            return _plan(tiled, options, watch, finest=True, earlier=earlier)
 
-        banded, note = fitting_bands(graph, options, refused, finest, watch)
-    generated, plan = _plan(banded, options, watch, earlier=earlier)
+        tiled, note = fitting_patches(graph, options, refused, finest, watch)
+    generated, plan = _plan(tiled, options, watch, earlier=earlier)
     return generated, replace(plan, notes=(*plan.notes, note))
 
 
@@ -391,7 +418,7 @@ def _key(model: Path, variants: Sequence[Options]) -> str:
         state = path.stat()
         files.append((str(path), state.st_size, state.st_mtime_ns))
     content = json.dumps(
-        [flashmem.__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
+        [__version__, files, [asdict(each) for each in variants], digest(variants[0].descriptor)],
         sort_keys=True,
         default=str,
     )

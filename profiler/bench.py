@@ -31,7 +31,7 @@ from flashmem.runtime.kernels.cache import CompiledKernels
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory
 from flashmem.runtime.opencl.devices import Device
-from flashmem.runtime.streaming.interleaved import LayerMoves, Move, Ride
+from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 from flashmem.schedule.loads import WORD
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -327,8 +327,8 @@ class Prepared:
         for turn in range(self._turns):
             first = turn * units % max(1, most - units)
             move = Move(part, first, units, width, pitch)
-            moves[turn + 1] = LayerMoves(Ride(move.kind, (move,)))
-        self._resources = replace(self._resources, weights={**self._weights, "lane": target}, staged={"lane": (source, 0)})
+            moves[turn + 1] = LayerMoves(CopyStream(move.kind, (move,)))
+        self._resources = replace(self._resources, weights={**self._weights, "lane": target}, staged={"lane": source})
         options = self._program.build_options
         lane = self._bench.program(self._source.lane, options)
         steps = self._make(self._bench.program(self._source.plain, options), lane, moves)

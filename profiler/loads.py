@@ -19,7 +19,7 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.loader import LoaderRun
-from flashmem.runtime.streaming.shared_pages import Places
+from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.transfer_modes import make_transfer
 from flashmem.runtime.streaming.weight_file import WeightFile
@@ -88,7 +88,7 @@ class Loads:
 
     def _make(self, mode: TransferMode, ledger: Ledger, parts: Sequence[Slice], layout: PoolLayout) -> Transfer:
         apart = {part.name: part.name.encode() for part in parts}  # the file repeats itself
-        return make_transfer(mode, self._context, ledger, self._file, parts, layout, Places(), apart)
+        return make_transfer(mode, self._context, ledger, self._file, parts, layout, SharedSlices(), apart)
 
     def start(self, mode: TransferMode, count: int) -> tuple[Run, list[Slice]]:
         """Loader threads that will bring in `count` slices once opened, and let go those of the last time."""
@@ -159,10 +159,13 @@ class Loads:
             slot_of = {part.name: i % slots for i, part in enumerate(parts)}
             layout = PoolLayout(slots=(slot,) * slots, slot_of=slot_of, threads=self._threads)
         if mode == "dma":
-            return replace(layout, staging_bytes=self._threads * nbytes)
+            return replace(layout, ring_bytes=self._threads * nbytes)
+        if mode == "interleave" and self._context.device.unified_memory:
+            return replace(layout, staging_bytes=places * nbytes, staging=offsets)
         if mode == "interleave":
-            ring = 0 if self._context.device.unified_memory else self._threads * nbytes
-            return replace(layout, staging_bytes=places * nbytes, staging=offsets, ring_bytes=ring)
+            slot_of = {part.name: i % places for i, part in enumerate(parts)}
+            ring = self._threads * nbytes
+            return replace(layout, staging_slots=(nbytes,) * places, staging_slot_of=slot_of, ring_bytes=ring)
         return layout
 
 

@@ -1,4 +1,4 @@
-"""Contractions of models as single operators: what `flashmem tune` and `benchmarks.kernels` measure.
+"""Contractions of models as single operators: what `flashmem tune` and `benchmarks.kernels.operators` measure.
 
 Each says its graph, of one operator, what its product is, and its work; models' own come from the zoo's graphs.
 """

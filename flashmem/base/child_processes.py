@@ -1,4 +1,4 @@
-"""Child processes of Python: what they import from, and how they end with their parent."""
+"""Python child processes: their command line, their environment, and their end when the parent ends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module with this interpreter, to be given `module_environment`.
+    """The command that runs a module with this interpreter; start it with `module_environment`.
 
-    `-P`: Python would put the current folder first, and a file there that is called numpy.py would be run.
+    `-P` keeps the current folder out of `sys.path`, so that a file there named numpy.py is not run.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def module_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`environment` for `python_module`: the child finds modules where this process does, this package among them."""
+    """The environment for `python_module`: the child has the import paths of this process, including this package."""
     here = str(Path(__file__).resolve().parents[2])
-    folders = [folder for folder in sys.path if folder]  # an empty one is the current folder
+    folders = [folder for folder in sys.path if folder]  # "" is the current folder
     return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*folders, here]))}
 
 
 def end_with(parent: int) -> bool:
-    """For a child process: the system ends it when its parent does, whatever it is doing then. Only Linux can do that.
+    """Have the system kill this child process when its parent ends. Only Linux can do that.
 
-    Linux takes the end of the *thread* that started the child for that of the parent. `parent` is the parent's process id.
+    `parent` is the parent's process id. Linux acts when the *thread* that started the child ends.
 
     Returns:
         False where the parent has ended already.

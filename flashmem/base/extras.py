@@ -1,4 +1,4 @@
-"""Modules that come with an extra of the package: which one, and the sentence that says so where one is missing."""
+"""Optional dependencies: which extra of the package installs a module, and the error for a missing one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
         "onnxruntime": "bench",
     }
 )
-"""The extra that a module comes with; `desktop` has all of `compile`."""
+"""The extra that installs a module. The extra `desktop` includes all of `compile`."""
 
 
 def missing(what: str, module: str) -> UserError | None:
-    """The error of `what`, which needs `module`; None for a module that comes with no extra."""
+    """The error message for `what`, which needs the missing `module`; None if no extra installs that module."""
     extra = EXTRAS.get(module.partition(".")[0])
     if extra is None:
         return None
@@ -40,7 +40,7 @@ def missing(what: str, module: str) -> UserError | None:
 
 
 def need(what: str, *modules: str) -> None:
-    """Raises UserError, before any work, if one of `modules` is not installed."""
+    """Raise UserError, before any work begins, if one of `modules` is not installed. `what` is the feature that needs them."""
     for module in modules:
         if importlib.util.find_spec(module) is None and (error := missing(what, module)) is not None:
             raise error
@@ -48,10 +48,10 @@ def need(what: str, *modules: str) -> None:
 
 @contextmanager
 def offline_half(what: str) -> Iterator[None]:
-    """Around what imports modules that come with an extra; `what` needs them.
+    """Turn a failed import in the body into a UserError that names the extra to install. `what` is the feature that imports.
 
     Raises:
-        UserError: such a module is missing.
+        UserError: a module of an extra is not installed.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files that are read although somebody else may have put them there."""
+"""Atomic writing of files, and safe reading of files that another user may have replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmem.base.paths import can_be_written
 
 
 def check_target(path: Path, flag: str) -> None:
-    """Raises UserError if `path`, given as `flag`, cannot become a file: better before the work than after it."""
+    """Raise UserError if `path`, the value of `flag`, cannot become a file. Called before the work whose result it gets."""
     if not path.parent.is_dir():
         raise MissingFileError(f"{flag} {path}: there is no folder {path.parent}; create it first")
     if not can_be_written(path.parent):
@@ -29,12 +29,12 @@ def check_target(path: Path, flag: str) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the name `path` when all went well and leaves nothing behind when it did not."""
+    """A new file that is renamed to `path` when the body succeeds, and removed when it fails."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-        Path(partial).chmod(0o666 & ~_umask())  # mkstemp made it private
+        Path(partial).chmod(0o666 & ~_umask())  # mkstemp creates files with mode 0600
         Path(partial).replace(path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -42,24 +42,24 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def open_regular(path: Path, *, links: bool = True) -> int:
-    """A descriptor of the file `path`, open for reading. Unlike `open` it never waits, for instance for the writer of a pipe.
+    """Open a regular file for reading; the descriptor. Unlike `open` it never blocks, for instance on a pipe without a writer.
 
     Raises:
-        OSError: there is none, or it is no regular file; without `links`, it is a link.
+        OSError: the file does not exist or is not a regular file; without `links`, also where it is a symbolic link.
     """
     found = path.stat() if links else path.lstat()
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, "it is a link", str(path))
     if stat.S_ISREG(found.st_mode):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # nobody has put another there meanwhile
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # not replaced since `stat`
             return descriptor
         os.close(descriptor)
     raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def read_regular(path: Path, most: int, *, links: bool = True) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises OSError as `open_regular` does, and for a larger one."""
+    """Read a regular file of at most `most` bytes. Raises OSError as `open_regular` does, and for a larger file."""
     with os.fdopen(open_regular(path, links=links), "rb") as file:
         if os.fstat(file.fileno()).st_size <= most:
             content = file.read(most + 1)

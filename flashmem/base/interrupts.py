@@ -1,10 +1,10 @@
-"""Ctrl-C on the command line: at most one line, exit code 130 and no traceback, whenever it comes.
+"""Ctrl-C on the command line: at most one line of output, exit code 130 and no traceback.
 
-Between `watch` and a command there is nothing to clean up, and the process ends at once. While a command works (`unwinding`)
-a KeyboardInterrupt takes it back through its `finally` clauses; when it has ended its exit code stands.
+Between `watch` and a command there is nothing to clean up, and the process ends at once. Inside a command (`unwinding`) Ctrl-C
+raises KeyboardInterrupt, so that `finally` clauses run. After the command its exit code is final.
 
-A command that does its work in a child process (`child_environment`) says the line for both: Ctrl-C in a terminal reaches both,
-and the parent cannot know whether its own signal is the child's first or second. The child is silent, and cleans up once.
+A command with a child process (`child_environment`) prints the line for both. Ctrl-C in a terminal signals both processes, and
+the parent cannot know whether its own signal is the child's first or second. The child prints nothing and cleans up once.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ _watching = False
 
 
 def watch() -> None:
-    """From here on Ctrl-C is ours: to be called once, by the process that is the command line."""
+    """Handle Ctrl-C from here on. Called once, by the process of the command line."""
     global _watching
     _watching = True
     sys.unraisablehook = _unraisable
     signal.signal(signal.SIGINT, _end_at_once)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `blocked` held it back while Python started
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, (signal.SIGINT,)
+        )  # `blocked` of the parent held it back while Python started
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a child process that will `watch`, and leaves the line to this process."""
+    """The environment for a child process that calls `watch` and leaves the output line to this process."""
     return {**os.environ, _PARENT_SPEAKS: "1"}
 
 
 def is_silent() -> bool:
-    """Whether this process leaves the line to its parent."""
+    """Whether this process leaves the output line to its parent."""
     return _PARENT_SPEAKS in os.environ
 
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Around a command: Ctrl-C raises KeyboardInterrupt inside, a second one ends the process. Nothing without `watch`."""
+    """In the body, Ctrl-C raises KeyboardInterrupt and a second Ctrl-C ends the process. No effect without `watch`."""
     if not _watching:
         yield
         return
@@ -55,21 +57,22 @@ def unwinding() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done; Python is only to be shut down
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is done; only Python's own shutdown follows
         if hasattr(signal, "SIGALRM"):
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # of `_retry`: without a handler it would kill the process
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # an alarm of `_retry` without a handler would kill the process
 
 
 @contextmanager
 def blocked() -> Iterator[Callable[[], None]]:
-    """Around the start of a child process that will `watch`, which until then would answer Ctrl-C with a traceback.
+    """Hold Ctrl-C back while a child process starts that calls `watch`; before that call it would print a traceback.
 
-    Yields what ends it early: inside the `try` that looks after the child, because a signal that waited is raised there.
+    Yields a function that ends the block early. Call it inside the `try` that cleans up the child: a signal that was held back
+    is raised there.
     """
     if not _watching or not hasattr(signal, "pthread_sigmask"):
         yield lambda: None
         return
-    over, came = False, list[int]()  # the mask is what the child inherits; here, threads of libraries take signals for this one
+    over, came = False, list[int]()  # the child inherits the mask; here, other threads could receive the signal
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
 
@@ -101,9 +104,9 @@ def _end_in_silence(number: int, frame: FrameType | None) -> None:
 
 def _unwind(number: int, frame: FrameType | None) -> None:
     if _is_importing(frame) and hasattr(signal, "setitimer"):
-        _retry()  # extension modules print what is raised while they load, and raise something else
+        _retry()  # extension modules that are loading replace the exception by another one
         return
-    # the first one's line is being said; a child's second may be its parent's word for the first
+    # The line for the first Ctrl-C is being printed. A child ignores the second: it may be the parent's copy of the first.
     signal.signal(signal.SIGINT, signal.SIG_IGN if is_silent() else _end_in_silence)
     raise KeyboardInterrupt
 
@@ -122,7 +125,7 @@ def _retry() -> None:
 
 
 def _unraisable(unraisable: Any) -> None:
-    """Interrupts that came inside a `__del__` or a callback of C, where nothing can be raised, are tried again."""
+    """Raise an interrupt again that arrived in a `__del__` or a C callback, where exceptions are lost."""
     if not isinstance(unraisable.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
     elif hasattr(signal, "setitimer"):

@@ -1,4 +1,4 @@
-"""JSON with equal objects shared."""
+"""Parsing of JSON with equal objects shared."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def parsed(text: str | bytes) -> Any:
-    """What JSON says, equal objects as one: a large model's launches have ten thousands of arguments, most of them equal.
+    """Parse JSON; equal objects become one. A large model's launches have tens of thousands of arguments, most of them equal.
 
     Raises:
-        ValueError: not JSON.
+        ValueError: the text is not JSON.
     """
     seen: dict[Any, dict[str, Any]] = {}
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
         try:
             return seen.setdefault((*row.items(), *map(type, row.values())), row)
-        except TypeError:  # it holds others
+        except TypeError:  # it has values that cannot be hashed
             return row
 
     return json.loads(text, object_hook=one)

@@ -1,6 +1,6 @@
-"""The size of a memory page: 4 KiB on most desktops, 16 KiB on phones of Android 15 and newer, 64 KiB on some arm64 systems.
+"""The size of a memory page: 4 KiB on most desktops, 16 KiB on phones from Android 15 on, 64 KiB on some arm64 systems.
 
-Whoever maps, brings in, drops or moves pages asks `page_size`, and nobody else knows it.
+All code that maps, reads, drops or moves pages uses `page_size`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import os
 from flashmem.base.errors import UserError
 
 SYSTEM_PAGE = mmap.PAGESIZE
-"""Bytes of the pages that this system has."""
+"""Bytes of a page of this system."""
 
 VARIABLE = "FLASHMEM_PAGE_SIZE"
-"""Environment variable with a larger size to work in, to rehearse such a system: any multiple of its pages will do."""
+"""Environment variable with a larger page size, to rehearse another system: any multiple of this system's page size."""
 
 
 def page_size() -> int:
-    """Bytes of the pages to work in: this system's, or larger ones that a rehearsal asks for.
+    """The page size to use in bytes: the system's, or the larger one in `VARIABLE`.
 
     Raises:
-        UserError: `VARIABLE` is not a power of two, or less than a page.
+        UserError: `VARIABLE` is not a power of two, or smaller than a page.
     """
     asked = os.environ.get(VARIABLE)
     if not asked:
@@ -32,15 +32,15 @@ def page_size() -> int:
 
 
 LARGEST_PAGE = 1 << 16
-"""Bytes of the largest pages there are where flashmem runs."""
+"""Bytes of the largest page of any system that flashmem supports."""
 
 
 def is_page_size(nbytes: int) -> bool:
-    """Whether some system has pages of `nbytes` bytes, or could."""
+    """Whether `nbytes` is a page size of some supported system."""
     return 4096 <= nbytes <= LARGEST_PAGE and nbytes & (nbytes - 1) == 0
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes` rounded up to pages."""
+    """`nbytes` rounded up to whole pages."""
     page = page_size()
     return -(-nbytes // page) * page

@@ -1,4 +1,4 @@
-"""Where flashmem keeps files between runs, and where while it runs."""
+"""Folders for caches and temporary files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ VARIABLE = "FLASHMEM_CACHE_DIR"
 _PRIVATE = 0o700
 _PROBE_BYTES = 1 << 16
 _TEMPORARY = ("/var/tmp", "/dev/shm")
-"""Folders for temporary files beside the one that Python knows."""
+"""Folders for temporary files, beside the default one of `tempfile`."""
 
 
 def cache_folder(kind: str) -> Path:
-    """The user's cache for `kind` of file: FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem.
+    """The user's cache folder for a `kind` of file: FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem.
 
-    The folder need not exist; whoever writes creates it.
+    The folder need not exist; the first writer creates it.
     """
     explicit = os.environ.get(VARIABLE)
     if explicit:
@@ -34,23 +34,24 @@ def cache_folder(kind: str) -> Path:
 def _home() -> Path:
     try:
         return Path.home()
-    except RuntimeError:  # no HOME, and a user whom the system does not know: containers call / the home of such a user
+    except RuntimeError:  # HOME is unset and the user has no account entry, as in containers / the user's home
         return Path("/")
 
 
 def can_be_written(folder: Path) -> bool:
-    """Whether files can be made in `folder`, which need not exist yet. Makes nothing."""
+    """Whether files can be created in `folder`, which need not exist yet. Creates nothing."""
     try:
         while not folder.exists():
             folder = folder.parent
-    except OSError:  # a folder on the way may not be searched
+    except OSError:  # a parent folder cannot be searched
         return False
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def why_unusable(folder: Path) -> str | None:
-    """Why a cache's folder is not used, as the end of a sentence, or None. One that another user owns is not: who can write
-    there says what this process runs.
+    """Why a cache folder cannot be used, as the end of a sentence; None if it can.
+
+    A folder of another user is refused: its owner could choose the code that this process runs.
     """
     if not can_be_written(folder):
         return "cannot be written"
@@ -58,7 +59,7 @@ def why_unusable(folder: Path) -> str | None:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether another user owns `folder`; False where there is none yet."""
+    """Whether another user owns `folder`; False if it does not exist."""
     try:
         return folder.stat().st_uid != os.geteuid()
     except OSError:
@@ -66,7 +67,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Make a cache's folder, and what is missing above it, for this user alone, whatever the umask is. Raises OSError."""
+    """Create a cache folder and its missing parents with access for this user only, whatever the umask. Raises OSError."""
     missing = [folder]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -79,7 +80,7 @@ def make_private(folder: Path) -> None:
 
 
 def has_room(folder: Path, nbytes: int) -> bool:
-    """Whether files can be made in `folder`, which need not exist yet, and `nbytes` bytes are free there. Leaves nothing."""
+    """Whether `nbytes` bytes can be written in `folder`, which need not exist yet. Leaves nothing behind."""
     if not can_be_written(folder):
         return False
     while not folder.exists():
@@ -88,7 +89,7 @@ def has_room(folder: Path, nbytes: int) -> bool:
         status = os.statvfs(folder)
         if status.f_bavail * status.f_frsize < nbytes:
             return False
-        with tempfile.TemporaryFile(dir=folder) as file:  # a quota may be used up where the disk is not
+        with tempfile.TemporaryFile(dir=folder) as file:  # a quota can be exhausted although the disk has space
             file.write(bytes(min(nbytes, _PROBE_BYTES)))
     except OSError:
         return False
@@ -96,18 +97,19 @@ def has_room(folder: Path, nbytes: int) -> bool:
 
 
 def temporary_parent(nbytes: int) -> Path | None:
-    """A folder for temporary folders that has room for `nbytes` bytes: the system's, else another. None if there is none: it is
-    left to the system's then, and to who writes there.
+    """A parent for temporary folders with `nbytes` bytes of free space: the system's default, else another one.
+
+    None if there is none; the writer then gets the error of the system's default folder.
     """
     found: list[str] = []
-    with suppress(OSError):  # there is none that can be written
+    with suppress(OSError):  # none of them can be written
         found.append(tempfile.gettempdir())
     candidates = [Path(each) for each in (*found, *_TEMPORARY)]
     return next((each for each in candidates if each.is_dir() and has_room(each, nbytes)), None)
 
 
 def folder_until_exit(prefix: str, nbytes: int = 0) -> Path:
-    """A new temporary folder, removed when this process ends; where there is room for `nbytes` bytes, if that is anywhere.
+    """A new temporary folder that is removed when this process ends, if possible where `nbytes` bytes are free.
 
     Raises:
         UserError: no temporary folder can be written.
@@ -119,7 +121,7 @@ def folder_until_exit(prefix: str, nbytes: int = 0) -> Path:
     owner = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a forked child ends before its parent does
+        if os.getpid() == owner:  # not in a forked child, which ends before its parent
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
@@ -127,5 +129,5 @@ def folder_until_exit(prefix: str, nbytes: int = 0) -> Path:
 
 
 def no_temporary_folder(error: OSError) -> UserError:
-    """What is said where a temporary folder could not be made."""
+    """The error for a temporary folder that cannot be created."""
     return UserError(f"no temporary folder can be written ({error.strerror}); set TMPDIR to a folder that can")

@@ -1,4 +1,4 @@
-"""Standard streams and exit codes of a process: messages on stderr, one sentence and a code for each kind of error."""
+"""Standard streams and exit codes of a process: messages on stderr, one sentence and one code for each kind of error."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ EXIT_USER_ERROR = 2
 
 
 def say(message: str) -> None:
-    """A line for the person who waits."""
+    """Print a progress message to stderr."""
     print(f"flashmem: {message}", file=sys.stderr)
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turns errors into one sentence on stderr and an exit code: 2 if the user has to change something, 1 if the run failed.
+    """Turn errors of the body into one sentence on stderr and an exit code: 2 for a UserError, 1 for a RunError.
 
-    Anything else is a defect of flashmem and keeps its traceback.
+    Any other exception is a defect of flashmem and keeps its traceback.
     """
     try:
         try:
             yield
         finally:
-            _flush()  # here, where a full disk and a reader who left can still be reported
+            _flush()  # a full disk or a closed pipe can still be reported here
     except (UserError, FileNotFoundError) as error:
         _fail(str(error), EXIT_USER_ERROR)
     except ModuleNotFoundError as error:
@@ -46,7 +46,7 @@ def exit_codes() -> Iterator[None]:
     except RunError as error:
         _fail(str(error), EXIT_RUN_FAILED)
     except BrokenPipeError:
-        sys.exit(EXIT_RUN_FAILED)  # the reader of stdout left (`flashmem plan … | head`): nothing more to say to it
+        sys.exit(EXIT_RUN_FAILED)  # the reader of stdout closed it (`flashmem plan … | head`): nothing is left to report
     except OSError as error:
         _fail(_describe(error), EXIT_USER_ERROR)
     except MemoryError:
@@ -58,9 +58,10 @@ def exit_codes() -> Iterator[None]:
 
 
 def prepare_streams() -> None:
-    """Makes stdout and stderr fit for everything that is printed: file names of any bytes, and no reader at all.
+    """Prepare stdout and stderr for any output: file names of arbitrary bytes, and streams without a reader.
 
-    A stream that was closed before Python started becomes one that nobody reads, or the next file opened would take its place.
+    A stream that was closed before Python started is opened on /dev/null. Otherwise the next opened file would get its
+    descriptor.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -80,7 +81,7 @@ _ANY_TEXT = "flashmem-any-text"
 
 
 def _encode_any(error: UnicodeError) -> tuple[str | bytes, int]:
-    """A file name's bytes as they are; what the terminal's encoding lacks as an escape."""
+    """Encode a file name as its original bytes, and other characters that the encoding lacks as an escape."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:
@@ -98,7 +99,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 
 
 def _flush() -> None:
-    """What cannot be written to stdout is forgotten, or Python would try again, and complain, as it shuts down."""
+    """Discard output that cannot be written to stdout; Python would try again at shutdown and print an error."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,27 +1,27 @@
-"""The bundle: everything a device needs to run a model, and nothing it does not. Where the offline and online halves meet.
+"""The bundle: a compiled model on disk, with everything that a device needs to run it. The offline half writes it.
 
-A bundle is a folder, NAME.flashmem, with a manifest and the folder that it names (flashmem.bundle.version_directories says
-why):
+A bundle is a folder, NAME.flashmem. It holds a manifest and the version directory that the manifest names
+(flashmem.bundle.version_directories explains why):
 
-    manifest.json        format version, sizes and hashes of the other files, device, origin; a digest of itself
+    manifest.json        format version, sizes and hashes of the other files, device, origin; a hash of itself
     3f2a90c1d5e7b846/
-        program.json     what the device executes (flashmem.program)
+        program.json     the device program: tensors, slices, launches (flashmem.program)
         plan.json        when weights are loaded (flashmem.schedule.plan)
         kernels.cl       OpenCL C of the program: one part for each kernel (flashmem.program.kernel_text.kernel_texts)
         kernels_lane.cl  the same kernels, each with a stream lane
-        digests.bin      a digest of every part of weights.bin that is read on its own (flashmem.bundle.checksums)
+        checksums.bin    a checksum of every range of weights.bin that is read on its own (flashmem.bundle.checksums)
         weights.bin      weights, packed as the kernels read them, and constants
-        binaries.bin     compiled kernels for one device, if it was asked to carry them: entries of the program cache
+        binaries.bin     optional: compiled kernels for one device, as entries of the program cache
                          (flashmem.runtime.kernels.cache)
 
-A model compiled for several shapes has the first five once more for each further *shape variant* (program.1.json ...), and one
-weights.bin: a weight that two variants read is there once. Their constants begin at the same place; each has as many of these
-bytes as it needs.
+A model compiled for several shapes has the first five files again for each further *shape variant* (program.1.json ...). All
+variants share one weights.bin: a weight that two of them read is stored once. Their constants begin at the same offset; each
+variant reads as many bytes from there as it needs.
 
-It is written beside its destination and put in place by one rename (flashmem.bundle.writer). Opening it checks everything but
-the content of weights.bin: a session checks the constants, and the weights as they come in where it is asked to;
-`verify_weights` reads all of it. Compiled kernels that are not what was written, or for another device or driver, are not used:
-kernels are compiled then.
+A bundle is written beside its destination and moved into place by one rename (flashmem.bundle.writer). Opening a bundle checks
+everything but the content of weights.bin. A session checks the constants, and on request each weight when it is read.
+`verify_weights` reads the whole file. Compiled kernels that are damaged, or made for another device or driver, are ignored;
+the kernels are compiled again.
 """
 
 from __future__ import annotations
@@ -36,44 +36,42 @@ from typing import Any
 from flashmem.base.errors import BundleError, MissingFileError
 from flashmem.base.files import open_regular
 from flashmem.base.json import parsed
-from flashmem.bundle import checksums as digests
-from flashmem.bundle.checksums import Digests, Piece, digest
-from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.bundle.checksums import ChecksummedRange, Checksums, checksum, checksummed_ranges, unpack_checksums
+from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_options, check_source
 from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.bundle.manifest import WEIGHTS, check_weights_size, read_binaries, read_checked, read_manifest, variant_files
 from flashmem.bundle.validation import check_bundle, check_types, check_variants
-from flashmem.bundle.version_directories import MANIFEST, named_generation
+from flashmem.bundle.version_directories import MANIFEST, current_version
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 READ_BYTES = 8 << 20
-"""Bytes of weights that are read or written at a time."""
+"""Bytes of weights that one system call reads or writes."""
 
 OWN = ("shapes", "layers", "learned")
-"""What `meta` says of one shape variant alone."""
+"""The keys of `meta` that belong to one shape variant. All others belong to the bundle."""
 
 
 @dataclass(frozen=True)
 class ShapeVariant:
-    """What runs for one set of input shapes; `own` is what `meta` says of it alone."""
+    """A program, its plan and its kernels for one set of input shapes. `own` is the metadata of this variant alone."""
 
     program: Program
     plan: OverlapPlan
     source: Source
     own: Mapping[str, Any]
-    digests: Digests = field(default_factory=lambda: Digests(0, {}, (), {}))  # once it is read
+    checksums: Checksums = field(default_factory=lambda: Checksums(0, {}, (), {}))  # empty before the bundle is written
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that has been checked. It stands for one of its shape variants, the first when it is opened: `program`, `plan`,
-    `source` and `digests` are that one's, and so is what `meta` says.
+    """An opened and checked bundle, with one of its shape variants selected, at first variant 0.
 
-    `files` is the folder that its manifest named when it was opened. `common` is what the compiler said of the origin of all
-    variants (model, budget_bytes, ...).
+    `program`, `plan`, `source`, `checksums` and `meta` are those of the selected variant. `files` is the version directory that
+    the manifest named when the bundle was opened. `common` is the metadata of all variants (model, budget_bytes, ...).
     """
 
     path: Path
@@ -87,57 +85,57 @@ class Bundle:
 
     @property
     def program(self) -> Program:
-        """What the device executes."""
+        """The device program of the selected variant."""
         return self.variants[self.index].program
 
     @property
     def plan(self) -> OverlapPlan:
-        """When weights are loaded."""
+        """The overlap plan of the selected variant: when each weight is loaded."""
         return self.variants[self.index].plan
 
     @property
     def source(self) -> Source:
-        """The kernels."""
+        """The OpenCL C text of the kernels."""
         return self.variants[self.index].source
 
     @property
-    def digests(self) -> Digests:
-        """Of what the program reads from the weight file."""
-        return self.variants[self.index].digests
+    def checksums(self) -> Checksums:
+        """The checksums of the weights that the program reads."""
+        return self.variants[self.index].checksums
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the compiler said of its origin."""
+        """Metadata from the compiler: the model, the budget, the shapes and so on."""
         return {**self.common, **self.variants[self.index].own}
 
     @property
     def weights_path(self) -> Path:
-        """The weight file."""
+        """The path of the weight file."""
         return self.files / WEIGHTS
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget it was compiled for, in bytes."""
+        """The budget that the bundle was compiled for, in bytes; None if it has none."""
         budget = self.common.get("budget_bytes")
         return budget if type(budget) is int and budget > 0 else None
 
     def variant(self, index: int) -> Bundle:
-        """The same bundle, standing for shape variant `index`."""
+        """The same bundle with shape variant `index` selected."""
         return self if index == self.index else replace(self, index=index)
 
     def with_plan(self, plan: OverlapPlan, meta: Mapping[str, Any]) -> Bundle:
-        """The same bundle with another plan of the variant that it stands for; its files stay as they are."""
+        """A copy in memory with another plan for the selected variant. The files do not change."""
         changed = replace(self.variants[self.index], plan=plan, own=own_part(meta))
         variants = (*self.variants[: self.index], changed, *self.variants[self.index + 1 :])
         return replace(self, variants=variants, common=common_part(meta))
 
     @classmethod
     def open(cls, path: str | Path) -> Bundle:
-        """The bundle in the folder `path`.
+        """Open and check the bundle in the folder `path`.
 
         Raises:
-            MissingFileError: there is nothing.
-            BundleError: not a bundle, of another format version, truncated or tampered with.
+            MissingFileError: there is no such folder.
+            BundleError: it is not a bundle, has another format version, is truncated or was tampered with.
         """
         path = Path(path)
         if not path.exists():
@@ -147,9 +145,9 @@ class Bundle:
             try:
                 return cls._open(path, manifest)
             except BundleError:
-                if named_generation(path) in (None, manifest["generation"]):
+                if current_version(path) in (None, manifest["version_directory"]):
                     raise
-                # It was replaced while it was read, and the files of the old one are gone.
+                # Another process replaced the bundle during the read and removed the old files: read the new one.
 
     @classmethod
     def _open(cls, path: Path, manifest: Mapping[str, Any]) -> Bundle:
@@ -163,7 +161,7 @@ class Bundle:
         check_variants([variant.program for variant in variants])
         return cls(
             path,
-            path / manifest["generation"],
+            path / manifest["version_directory"],
             descriptor,
             manifest["meta"],
             variants,
@@ -172,10 +170,10 @@ class Bundle:
         )
 
     def verify_weights(self) -> None:
-        """Read all of weights.bin and compare its hash.
+        """Read all of weights.bin and compare its SHA-256.
 
         Raises:
-            BundleError: it is not what was written; the first part that is damaged is named.
+            BundleError: the file is damaged; the message names the first damaged range.
         """
         whole = hashlib.sha256()
         try:
@@ -187,9 +185,9 @@ class Bundle:
                 parts = (
                     (part, stored)
                     for variant in self.variants
-                    for part, stored in zip(digests.pieces(variant.program), variant.digests.all(), strict=True)
+                    for part, stored in zip(checksummed_ranges(variant.program), variant.checksums.all(), strict=True)
                 )
-                wrong = (part.name for part, stored in parts if digest_of_file(file.fileno(), part) != stored)
+                wrong = (part.name for part, stored in parts if checksum_of_file(file.fileno(), part) != stored)
                 what = next(wrong, "what lies between its slices")
         except OSError as error:
             raise BundleError(f"{self.weights_path} cannot be read ({error.strerror}); compile the model again") from error
@@ -197,17 +195,17 @@ class Bundle:
 
 
 def own_part(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `meta` is said of one shape variant."""
+    """The entries of `meta` about one shape variant."""
     return {key: meta[key] for key in OWN if key in meta}
 
 
 def common_part(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `meta` is said of all of them."""
+    """The entries of `meta` about all shape variants."""
     return {key: value for key, value in meta.items() if key not in OWN}
 
 
 def _read_variant(path: Path, manifest: Mapping[str, Any], index: int, own: Mapping[str, Any]) -> ShapeVariant:
-    """Shape variant `index`, checked by itself."""
+    """Read shape variant `index` and check it."""
     *texts, stored = (read_checked(path, name, manifest) for name in variant_files(index))
     try:
         plain, lane = (text.decode() for text in texts[2:])
@@ -219,31 +217,31 @@ def _read_variant(path: Path, manifest: Mapping[str, Any], index: int, own: Mapp
     check_options(program.build_options)
     for text in (plain, lane):
         check_source(text)
-    check_reach(program, plain)
+    check_bounds(program, plain)
     check_lanes(program, lane)
     if program.weights_bytes != manifest["weights"]["nbytes"]:
         raise BundleError(f"bundle {path} is damaged: its program is for another {WEIGHTS}; compile the model again")
     source = Source(plain, lane, tuple(sorted({launch.kernel for launch in program.launches})))
-    return ShapeVariant(program, plan, source, own, digests.read(stored, program))
+    return ShapeVariant(program, plan, source, own, unpack_checksums(stored, program))
 
 
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What JSON that is not ours raises as it is read."""
+"""Exceptions that building a program or a plan from foreign JSON can raise."""
 
 
 def _damaged(path: Path, error: Exception) -> BundleError:
     return BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again")
 
 
-def digest_of_file(descriptor: int, part: Piece) -> int:
-    """The digest of a part of an open file, as far as the file goes."""
-    value = digest(b"")
+def checksum_of_file(descriptor: int, part: ChecksummedRange) -> int:
+    """The checksum of a range of an open file, up to the end of the file."""
+    value = checksum(b"")
     for block in blocks_of_file(descriptor, part):
-        value = digest(block, value)
+        value = checksum(block, value)
     return value
 
 
-def blocks_of_file(descriptor: int, part: Piece) -> Iterator[bytes]:
-    """The bytes of a part of an open file, as far as the file goes."""
+def blocks_of_file(descriptor: int, part: ChecksummedRange) -> Iterator[bytes]:
+    """The bytes of a range of an open file, up to the end of the file, in blocks of `READ_BYTES`."""
     end = part.offset + part.nbytes
     return (os.pread(descriptor, min(READ_BYTES, end - offset), offset) for offset in range(part.offset, end, READ_BYTES))

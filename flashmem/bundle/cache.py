@@ -1,9 +1,9 @@
-"""The bundle cache: `bundles/` in the user's cache folder (`base.paths`), bounded and repaired.
+"""The bundle cache: the folder `bundles/` in the user's cache (`base.paths`), with a size limit.
 
-An entry is a bundle, MODEL-KEY.flashmem; its manifest's time is when it was last asked for. The cache may hold
-FLASHMEM_CACHE_LIMIT bytes; without that variable 10 GB, or a tenth of what would be free on the disk without the cache,
-whichever is less. When a bundle is added, those asked for longest ago go until the rest fits; never the one that was added,
-never one that a session has open.
+An entry is a bundle, MODEL-KEY.flashmem. The modification time of its manifest is the time of its last use. The limit is
+FLASHMEM_CACHE_LIMIT bytes. Without that variable it is 10 GB, or a tenth of the disk space that would be free without the
+cache, whichever is less. When a bundle is added, the least recently used ones are removed until the rest fits; never the added
+one, and never one that a session has open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashmem.base.files import read_regular
 from flashmem.base.paths import VARIABLE, cache_folder, folder_until_exit, make_private, why_unusable
 from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, held, named_generation, remove_leftovers
+from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, current_version, held, remove_leftovers
 
 LIMIT_BYTES = 10 * 1000**3
 LIMIT_SHARE = 10
@@ -32,7 +32,7 @@ _SUFFIX = ".flashmem"
 
 @dataclass(frozen=True)
 class Entry:
-    """A bundle in the cache. `used` is when it was last asked for, in seconds of `time.time()`."""
+    """A bundle in the cache. `used` is the time of its last use, in seconds of `time.time()`."""
 
     path: Path
     model: str
@@ -42,12 +42,12 @@ class Entry:
 
 
 def folder() -> Path:
-    """Where they are. It need not exist."""
+    """The folder of the cache. It need not exist."""
     return cache_folder("bundles")
 
 
 def place(name: str) -> Path:
-    """Where a bundle of this name goes: into the cache; where that cannot be written, with a warning, for this process only.
+    """The path for a bundle of this name: in the cache, or with a warning in a temporary folder if the cache cannot be written.
 
     Raises:
         UserError: no temporary folder can be written either.
@@ -65,19 +65,19 @@ def place(name: str) -> Path:
 
 
 def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
-    """The bundle `name` of the cache. Where it is missing, damaged or of another format, what `make` puts there.
+    """Open the bundle `name` of the cache. If it is missing, damaged or of another format, `make` writes it first.
 
     Raises:
-        UserError: FLASHMEM_CACHE_LIMIT is not a size; and what `make` raises.
+        UserError: FLASHMEM_CACHE_LIMIT is not a size; and the errors of `make`.
     """
     if os.environ.get(LIMIT_VARIABLE):
-        limit()  # better refused before the work than after it
+        limit()  # refuse a bad limit before the work
     path = place(name)
     try:
         bundle = Bundle.open(path)
     except UserError:
         if path.exists() and not (path / MANIFEST).is_file():
-            shutil.rmtree(path, ignore_errors=True)  # what is no bundle at all cannot be replaced by one
+            shutil.rmtree(path, ignore_errors=True)  # a folder that is no bundle cannot be replaced by one
         if _is_kept(path):
             make_private(folder())
         bundle = make(path)
@@ -91,16 +91,19 @@ def find_or_make(name: str, make: Callable[[Path], Bundle]) -> Bundle:
 
 
 def forget(files: Path) -> None:
-    """The bundle whose files lie in `files` is damaged: if it is one of the cache, the next call makes it again."""
+    """Invalidate a damaged bundle if it is in the cache; the next `find_or_make` writes it again.
+
+    `files` is its version directory.
+    """
     path = files.parent
-    if _is_kept(path) and named_generation(path) == files.name:
+    if _is_kept(path) and current_version(path) == files.name:
         with suppress(OSError):
             os.truncate(path / MANIFEST, 0)
 
 
 def _make_private(path: Path) -> None:
-    """The files of a bundle are its user's alone, whatever the umask is."""
-    with suppress(OSError):  # another process replaces it
+    """Allow access to a bundle's files for their owner only, whatever the umask."""
+    with suppress(OSError):  # another process is replacing it
         for each in (path, *path.rglob("*")):
             each.chmod(0o700 if each.is_dir() else 0o600)
 
@@ -110,7 +113,7 @@ def _is_kept(path: Path) -> bool:
 
 
 def entries() -> list[Entry]:
-    """What is in the cache, used last first."""
+    """The bundles in the cache, most recently used first."""
     try:
         paths = [path for path in folder().iterdir() if path.name.endswith(_SUFFIX) and not path.name.startswith(".")]
     except OSError:
@@ -119,7 +122,7 @@ def entries() -> list[Entry]:
 
 
 def limit() -> int:
-    """Most bytes that the cache may hold.
+    """The size limit of the cache in bytes.
 
     Raises:
         UserError: FLASHMEM_CACHE_LIMIT is not a size.
@@ -135,7 +138,7 @@ def limit() -> int:
 
 
 def trim(keep: Path) -> None:
-    """Hold the cache to its limit, `keep` being there whatever it takes; and remove what killed processes left.
+    """Remove least recently used bundles, except `keep`, until the cache is within its limit; remove abandoned drafts too.
 
     Raises:
         UserError: FLASHMEM_CACHE_LIMIT is not a size.
@@ -151,7 +154,7 @@ def trim(keep: Path) -> None:
 
 
 def clear() -> tuple[list[Entry], list[Entry]]:
-    """Remove every bundle that no session has open; returns those removed and those kept."""
+    """Remove every bundle that no session has open; the removed entries and the kept ones."""
     remove_leftovers(folder())
     removed: list[Entry] = []
     kept: list[Entry] = []
@@ -161,7 +164,7 @@ def clear() -> tuple[list[Entry], list[Entry]]:
 
 
 def remove(path: Path) -> bool:
-    """Remove one bundle of the cache, unless a session has it open; returns whether it is gone."""
+    """Remove one bundle of the cache unless a session has it open; whether it is gone."""
     weights = _weights(path)
     if weights is not None and weights.exists():
         with held(weights) as unused:
@@ -174,7 +177,7 @@ def remove(path: Path) -> bool:
 
 
 def _weights(path: Path) -> Path | None:
-    generation = named_generation(path)
+    generation = current_version(path)
     return None if generation is None else path / generation / "weights.bin"
 
 
@@ -187,7 +190,7 @@ def _entry(path: Path) -> Entry:
     try:
         used = manifest.stat().st_mtime
     except OSError:
-        used = 0.0  # nothing that can be used
+        used = 0.0  # not a usable bundle: removed first
     weights = _weights(path)
     with held(weights) if weights is not None else held(path / MANIFEST) as unused:
         is_open = weights is not None and weights.exists() and not unused

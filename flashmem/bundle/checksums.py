@@ -1,10 +1,11 @@
-"""Digests of what is read from the weight file: one of every slice, one of the constants, one of every block of a table.
+"""Checksums of the weight file: one for every slice, one for the constants, one for every block of an embedding table.
 
-They are CRC-32: an accident changes one of them by chance once in 2^32, and they are made faster than any disk reads, so that
-a session can check what it streams (docs/architecture.md has the measurement). The file as a whole has a SHA-256 in the
-manifest. A bundle keeps them in `digests.bin`, four bytes each, little endian: the constants, the slices in the program's
-order, the blocks of each row gather. Behind them stand the *identities* of the slices, 16 bytes of BLAKE2b each: of two slices
-with one identity, whatever bundles they are in, a runtime compares the bytes, and holds them once (docs/many-models.md).
+They are CRC-32: an accidental change goes unnoticed once in 2^32. They are computed faster than any disk reads, so that a
+session can check what it streams (docs/bundles.md has the measurement). The manifest has a SHA-256 of the whole file.
+
+`checksums.bin` holds four bytes for each, little endian: the constants, the slices in the program's order, the blocks of each
+host embedding table. The *content hashes* of the slices follow, 16 bytes of BLAKE2b each. Where two slices have the same
+content hash, in one bundle or in two, a runtime compares their bytes and keeps one copy (docs/many-models.md).
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import numpy as np
 
 from flashmem.base.errors import BundleError
 from flashmem.program.program import Program
-from flashmem.program.tensors import RowGather, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup, panel_bytes
 
-Digest = int
+Checksum = int
 TABLE_BLOCK = 64 << 10
-"""Bytes of a table that are checked together: a row costs reading one or two of these."""
+"""Bytes of a table under one checksum: to check one row, one or two blocks are read."""
 
 _DTYPE = np.dtype("<u4")
-_IDENTITY_BYTES = 16
+_CONTENT_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Bytes of the weight file with a digest of their own; `name` for a sentence."""
+class ChecksummedRange:
+    """Bytes of the weight file that have a checksum of their own. `name` describes them in error messages."""
 
     name: str
     offset: int
@@ -39,73 +40,78 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Digests:
-    """The digests of a bundle: of slices by name, of tables by the order of the program's row gathers. Identities by slice."""
+class Checksums:
+    """The checksums of one program's weights. `tables` has the blocks of each host embedding table, in the program's order.
 
-    constants: Digest
-    slices: Mapping[str, Digest]
-    tables: tuple[tuple[Digest, ...], ...]
-    identities: Mapping[str, bytes]
+    `slices` and `content_hashes` are by the name of the slice.
+    """
 
-    def all(self) -> Iterator[Digest]:
-        """In the order of `pieces`."""
+    constants: Checksum
+    slices: Mapping[str, Checksum]
+    tables: tuple[tuple[Checksum, ...], ...]
+    content_hashes: Mapping[str, bytes]
+
+    def all(self) -> Iterator[Checksum]:
+        """Every checksum, in the order of `checksummed_ranges`."""
         return chain([self.constants], self.slices.values(), *self.tables)
 
 
-def digest(data: bytes | memoryview, before: Digest = 0) -> Digest:
-    """The digest of contiguous bytes; of what `before` is the digest of, followed by them."""
+def checksum(data: bytes | memoryview, before: Checksum = 0) -> Checksum:
+    """The CRC-32 of contiguous bytes. With `before`, the checksum of the bytes in front of them, that of both together."""
     return zlib.crc32(data, before)
 
 
-def identity(blocks: Iterable[bytes | memoryview]) -> bytes:
-    """What no other bytes than those of `blocks`, one after the other, have."""
-    made = hashlib.blake2b(digest_size=_IDENTITY_BYTES)
+def content_hash(blocks: Iterable[bytes | memoryview]) -> bytes:
+    """The BLAKE2b hash of the concatenated `blocks`, 16 bytes."""
+    made = hashlib.blake2b(digest_size=_CONTENT_HASH_BYTES)
     for block in blocks:
         made.update(block)
     return made.digest()
 
 
-def pieces(program: Program) -> Iterator[Piece]:
-    """Everything that has a digest, in the order of `digests.bin`."""
-    yield Piece("the part with the constants", program.constants_offset, program.constants_bytes)
+def checksummed_ranges(program: Program) -> Iterator[ChecksummedRange]:
+    """Every range of the weight file that has a checksum, in the order of `checksums.bin`."""
+    yield ChecksummedRange("the part with the constants", program.constants_offset, program.constants_bytes)
     for part in program.slices:
-        yield Piece(f"slice {part.name!r}", part.offset, part.file_bytes)
-    for gather in program.row_gathers:
-        yield from table_blocks(gather)
+        yield ChecksummedRange(f"slice {part.name!r}", part.offset, part.file_bytes)
+    for lookup in program.host_embeddings:
+        yield from table_blocks(lookup)
 
 
-def table_blocks(gather: RowGather) -> list[Piece]:
-    """The table of `gather`, cut into blocks."""
-    name, end = f"the table read by {gather.indices!r}", table_end(gather)
-    starts = range(gather.offset, end, TABLE_BLOCK)
-    return [Piece(name, start, min(TABLE_BLOCK, end - start)) for start in starts]
+def table_blocks(lookup: HostEmbeddingLookup) -> list[ChecksummedRange]:
+    """The table of `lookup`, divided into blocks of `TABLE_BLOCK` bytes."""
+    name, end = f"the table read by {lookup.indices!r}", table_end(lookup)
+    starts = range(lookup.offset, end, TABLE_BLOCK)
+    return [ChecksummedRange(name, start, min(TABLE_BLOCK, end - start)) for start in starts]
 
 
-def table_end(gather: RowGather) -> int:
-    """The first byte of the weight file behind a table."""
-    panels = -(-gather.rows // gather.panel)
-    return gather.offset + (panels - 1) * gather.row_stride + panel_bytes(gather)
+def table_end(lookup: HostEmbeddingLookup) -> int:
+    """The offset in the weight file at which a table ends."""
+    panels = -(-lookup.rows // lookup.panel)
+    return lookup.offset + (panels - 1) * lookup.row_stride + panel_bytes(lookup)
 
 
-def make(program: Program, of: Callable[[Piece], Digest], identity_of: Callable[[Piece], bytes]) -> bytes:
-    """The content of `digests.bin`."""
-    slices = islice(pieces(program), 1, 1 + len(program.slices))
-    return np.fromiter(map(of, pieces(program)), _DTYPE).tobytes() + b"".join(map(identity_of, slices))
+def pack_checksums(
+    program: Program, checksum_of: Callable[[ChecksummedRange], Checksum], hash_of: Callable[[ChecksummedRange], bytes]
+) -> bytes:
+    """The content of `checksums.bin`, computed range by range."""
+    slices = islice(checksummed_ranges(program), 1, 1 + len(program.slices))
+    return np.fromiter(map(checksum_of, checksummed_ranges(program)), _DTYPE).tobytes() + b"".join(map(hash_of, slices))
 
 
-def read(content: bytes, program: Program) -> Digests:
-    """The digests in `digests.bin`.
+def unpack_checksums(content: bytes, program: Program) -> Checksums:
+    """The checksums in the content of `checksums.bin`.
 
     Raises:
-        BundleError: there are more or fewer than the program has pieces.
+        BundleError: the program has more or fewer ranges than `content` has checksums.
     """
-    blocks = [len(range(gather.offset, table_end(gather), TABLE_BLOCK)) for gather in program.row_gathers]
+    blocks = [len(range(lookup.offset, table_end(lookup), TABLE_BLOCK)) for lookup in program.host_embeddings]
     end = _DTYPE.itemsize * (1 + len(program.slices) + sum(blocks))
-    if len(content) != end + _IDENTITY_BYTES * len(program.slices):
-        raise BundleError("the bundle is damaged: digests.bin is for another program; compile the model again")
+    if len(content) != end + _CONTENT_HASH_BYTES * len(program.slices):
+        raise BundleError("the bundle is damaged: checksums.bin is for another program; compile the model again")
     values = iter(np.frombuffer(content[:end], _DTYPE).tolist())
     constants = next(values)
     slices = dict(zip((part.name for part in program.slices), islice(values, len(program.slices)), strict=True))
-    starts = range(end, len(content), _IDENTITY_BYTES)
-    identities = {name: content[start : start + _IDENTITY_BYTES] for name, start in zip(slices, starts, strict=True)}
-    return Digests(constants, slices, tuple(tuple(islice(values, count)) for count in blocks), identities)
+    starts = range(end, len(content), _CONTENT_HASH_BYTES)
+    hashes = {name: content[start : start + _CONTENT_HASH_BYTES] for name, start in zip(slices, starts, strict=True)}
+    return Checksums(constants, slices, tuple(tuple(islice(values, count)) for count in blocks), hashes)

@@ -1,23 +1,23 @@
-"""What each kernel reaches with the numbers it is given, as its own text says, held against the memory that a launch gives it.
+"""Bounds checking of kernel launches: the memory that a kernel states it accesses must be inside its arguments.
 
 A kernel is preceded by comments that start with `//@`:
 
-    //@ items (rows + 3) / 4, panels      work-items in each direction; a launch has them rounded up to whole work-groups
+    //@ items (rows + 3) / 4, panels      work-items in each direction; a launch rounds them up to whole work-groups
     //@ zero first_panel, x0              numbers that may be 0; all others are at least 1
     //@ any pad_top, pad_left             numbers that may be negative too
-    //@ row < rows                        a name for a number from 0 up to, not including
-    //@ a[row * depth + depth - 1]        the elements that are touched of a pointer
-    //@ w(panels * 4 - 1, depth - 1)      the texels that are touched of a texture
+    //@ row < rows                        a variable with a range from 0 to the bound, exclusive
+    //@ a[row * depth + depth - 1]        the accessed elements of a pointer
+    //@ w(panels * 4 - 1, depth - 1)      the accessed texels of a texture
     //@ require kernel_h * kernel_w <= 1048576
-    //@ over e0                           a pointer to the memory that is written: an element of it is read only by the
-                                          work-item that writes there afterwards
+    //@ over e0                           a pointer that may alias the written memory: only the work-item that writes an
+                                          element reads it, and before it writes
 
-Expressions are C's on integers, with + - * / % and min; they are worked out on ranges. `global_0` is the launch's own size,
-and `layers` how many there are. What the kernel's function `NAME_tail` reads of its operands e0, e1 ... at `row` and `col` is
-taken from the function itself.
+Expressions are C's on integers, with + - * / % and min, evaluated by interval arithmetic. `global_0` is the launch's own size,
+and `layers` the number of layers. Reads of the operands e0, e1 ... at `row` and `col` in the kernel's function `NAME_tail` are
+found in that function.
 
-What is written ends at the tensor's last element; what is read may lie in the slack behind it. A tensor that is written shares
-no element with another one of the launch, but with one that is stated to be written over.
+A write must end at the tensor's last element; a read may extend into the slack behind it. A written tensor may share no element
+with another tensor of the launch, except with one that the kernel states in `over`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SUBSCRIPT = re.compile(r"\b(e\d+)\[")
 
 @dataclass(frozen=True)
 class _Range:
-    """Whole numbers from `low` to `high`."""
+    """The integers from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -57,7 +57,7 @@ _Expression = Callable[[Mapping[str, _Range]], _Range]
 
 @dataclass(frozen=True)
 class _Parameter:
-    """`itemsize` is 0 for a number, and for a texture. `written` if it is a pointer that is not const."""
+    """A kernel's parameter. `itemsize` is 0 for numbers and textures; `written` marks a pointer that is not const."""
 
     name: str
     kind: str  # "pointer", "texture", "int", "float"
@@ -67,24 +67,25 @@ class _Parameter:
 
 @dataclass
 class Kernel:
-    """A kernel's parameters, and what it states of them."""
+    """A kernel's parameters and its `//@` statements."""
 
     name: str
     parameters: list[_Parameter]
     items: list[_Expression] = field(default_factory=list)
     least: dict[str, int] = field(default_factory=dict)
     ranges: list[tuple[str, _Expression]] = field(default_factory=list)
-    touched: list[tuple[str, tuple[_Expression, ...], int]] = field(default_factory=list)  # the last: elements from there on
+    touched: list[tuple[str, tuple[_Expression, ...], int]] = field(default_factory=list)  # (pointer, places, width)
     requirements: list[tuple[_Expression, _Expression, str]] = field(default_factory=list)
-    stated: list[str] = field(default_factory=list)  # the lines themselves
+    stated: list[str] = field(default_factory=list)  # the text of the statements
     over: set[str] = field(default_factory=set)
 
     def touches(self, numbers: Mapping[str, int], wanted: Collection[str], prefix: str) -> dict[str, tuple[int, ...]]:
-        """What is touched of the parameters `wanted`, as `_Reach.touched` has it, with these numbers. What the kernel says of
-        names without `prefix` is left out.
+        """The largest accesses to the parameters `wanted` with these numbers, in the form of `_Bounds.touched`.
+
+        Only statements about variables that begin with `prefix` are evaluated.
 
         Raises:
-            BundleError: it says nothing that can be worked out, or an element before the first.
+            BundleError: the statements cannot be evaluated, or access an element before the first.
         """
         known = {number: _Range(value, value) for number, value in numbers.items()}
         try:
@@ -104,17 +105,19 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class _Reach:
-    """What a launch with certain numbers needs: work-items, and of each parameter the elements (or texels across and down)."""
+class _Bounds:
+    """The work-items of a launch, and by parameter the number of elements (or the last texel across and down) that it
+    accesses.
+    """
 
     items: tuple[int, ...]
     touched: Mapping[str, tuple[int, ...]]
 
 
-def check_reach(program: Program, source: str) -> None:
-    """Raise BundleError unless every launch gives its kernel arguments of its kinds, and memory that it does not leave."""
+def check_bounds(program: Program, source: str) -> None:
+    """Raise BundleError unless every launch has arguments of the right kinds, and the kernel stays inside their memory."""
     kernels = parsed_kernels(source)
-    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Reach] = {}
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Bounds] = {}
     tensors = {tensor.name: tensor for tensor in program.tensors}
     slices = program.readable()
     for launch in (*program.launches, *(each.launch for each in program.steady)):
@@ -127,18 +130,18 @@ def check_reach(program: Program, source: str) -> None:
         numbers = tuple(cast(int, arg.value) for arg in launch.args if arg.kind == "int")
         key = (launch.kernel, numbers, launch.global_size)
         if key not in known:
-            known[key] = _reach(name, kernel, numbers, launch.global_size, len(program.launches))
-        reach = known[key]
+            known[key] = _bounds(name, kernel, numbers, launch.global_size, len(program.launches))
+        bounds = known[key]
         group = launch.local_size or (1,) * len(launch.global_size)
         _require(
-            len(reach.items) == len(launch.global_size)
-            and all(size == -(-n // g) * g for n, size, g in zip(reach.items, launch.global_size, group, strict=True)),
+            len(bounds.items) == len(launch.global_size)
+            and all(size == -(-n // g) * g for n, size, g in zip(bounds.items, launch.global_size, group, strict=True)),
             f"{name} has {launch.global_size} work-items, not those of its kernel",
         )
         for parameter, arg in zip(kernel.parameters, launch.args, strict=True):
             if parameter.kind == "texture":
                 part = slices[str(arg.value)]
-                across, down = reach.touched[parameter.name]
+                across, down = bounds.touched[parameter.name]
                 _require(
                     part.is_image and across < part.width and down < part.height, f"{name} leaves the texture {arg.value!r}"
                 )
@@ -150,13 +153,15 @@ def check_reach(program: Program, source: str) -> None:
                 elif arg.kind == "slice":
                     room = slices[str(arg.value)].nbytes
                 _require(
-                    reach.touched[parameter.name][0] * parameter.itemsize <= room,
+                    bounds.touched[parameter.name][0] * parameter.itemsize <= room,
                     f"{name} leaves the memory of {parameter.name!r}",
                 )
 
 
 def _check_overlaps(name: str, kernel: Kernel, launch: Launch, tensors: Mapping[str, Tensor]) -> None:
-    """What the launch writes shares no element with its other tensors, but where its kernel states so."""
+    """Require that written tensors of a launch share no element with its other tensors, except where the kernel states
+    `over`.
+    """
     given = [
         (parameter, tensors[str(arg.value)])
         for parameter, arg in zip(kernel.parameters, launch.args, strict=True)
@@ -172,12 +177,12 @@ def _check_overlaps(name: str, kernel: Kernel, launch: Launch, tensors: Mapping[
 
 
 def _elements(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor."""
+    """Bytes of a tensor's elements, without slack."""
     return ITEMSIZE[tensor.dtype] * math.prod(tensor.shape)
 
 
 def _check_kinds(name: str, kernel: Kernel, launch: Launch) -> None:
-    """The launch has an argument of the right kind for each parameter, and writes to tensors only."""
+    """Require that a launch has an argument of the right kind for each parameter, and writes to tensors only."""
     _require(len(kernel.parameters) == len(launch.args), f"{name} has another number of arguments than its kernel")
     for parameter, arg in zip(kernel.parameters, launch.args, strict=True):
         allowed = {
@@ -187,8 +192,8 @@ def _check_kinds(name: str, kernel: Kernel, launch: Launch) -> None:
         _require(arg.kind in allowed, f"{name} gives a {arg.kind} for {parameter.name!r}")
 
 
-def _reach(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int, ...], layers: int) -> _Reach:
-    """What the kernel needs with these numbers."""
+def _bounds(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int, ...], layers: int) -> _Bounds:
+    """Evaluate a kernel's statements with these numbers."""
     names = [parameter.name for parameter in kernel.parameters if parameter.kind == "int"]
     values = dict(zip(names, numbers, strict=True))
     for number, value in values.items():
@@ -215,14 +220,14 @@ def _reach(name: str, kernel: Kernel, numbers: tuple[int, ...], size: tuple[int,
     for parameter in kernel.parameters:
         stated = parameter.kind in ("int", "float") or parameter.name in touched
         _require(stated, f"the kernel of {name} does not state what it touches of {parameter.name!r}")
-    return _Reach(items, touched)
+    return _Bounds(items, touched)
 
 
 def parsed_kernels(source: str) -> dict[str, Kernel]:
-    """The kernels of an OpenCL C text, by name, with what each states.
+    """Parse an OpenCL C text: its kernels by name, with their `//@` statements.
 
     Raises:
-        BundleError: one states what cannot be read.
+        BundleError: a statement cannot be parsed.
     """
     found, behind = {}, 0
     for match in _KERNEL.finditer(source):
@@ -241,14 +246,14 @@ def parsed_kernels(source: str) -> dict[str, Kernel]:
 
 
 def _stated(before: str) -> list[str]:
-    """What the `//@` lines at the end of a text say."""
+    """The statements in the `//@` lines at the end of a text."""
     lines = (line.strip() for line in reversed(before.splitlines()))
     stated = [line.removeprefix("//@").strip() for line in takewhile(lambda line: not line or line.startswith("//@"), lines)]
     return [line for line in reversed(stated) if line]
 
 
 def _parameter(text: str) -> _Parameter:
-    """One parameter of a kernel."""
+    """Parse one parameter of a kernel."""
     words = text.replace("*", " * ").split()
     name, declared = words[-1], set(words[:-1])
     if "image2d_t" in declared:
@@ -264,7 +269,7 @@ def _parameter(text: str) -> _Parameter:
 
 
 def _state(kernel: Kernel, line: str) -> None:
-    """Take in one `//@` line."""
+    """Parse one `//@` statement and add it to the kernel."""
     word, _, rest = line.partition(" ")
     if word == "items":
         kernel.items = [_parsed(text) for text in _arguments(rest)]
@@ -286,13 +291,13 @@ def _state(kernel: Kernel, line: str) -> None:
 
 
 def _loads(body: str) -> list[tuple[str, str, int]]:
-    """What a tail reads: (operand, index, elements from there on)."""
+    """The reads of a tail function: (operand, index, elements from there on)."""
     vectors = [(match[2], _until(body, match.end(), ")"), int(match[1] or 1)) for match in _LOAD.finditer(body)]
     return vectors + [(match[1], _until(body, match.end(), "]"), 1) for match in _SUBSCRIPT.finditer(body)]
 
 
 def _until(text: str, start: int, closing: str) -> str:
-    """The text up to the bracket that closes what was opened before `start`."""
+    """The text from `start` to the bracket that closes the one before `start`."""
     depth = 0
     for at in range(start, len(text)):
         if depth == 0 and text[at] == closing:
@@ -302,7 +307,7 @@ def _until(text: str, start: int, closing: str) -> str:
 
 
 def _arguments(text: str) -> list[str]:
-    """`text` cut at the commas outside of brackets."""
+    """Split `text` at the commas outside of brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -315,7 +320,7 @@ def _arguments(text: str) -> list[str]:
 
 @functools.cache
 def _parsed(text: str) -> _Expression:
-    """An integer expression of C as a function on ranges."""
+    """Compile a C integer expression to a function on intervals."""
     try:
         return _built(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, KeyError, RecursionError) as error:
@@ -355,14 +360,14 @@ def _product(a: _Range, b: _Range) -> _Range:
 
 
 def _quotient(a: _Range, b: _Range) -> _Range:
-    """Of numbers that are not negative by positive ones, as in C."""
+    """Interval division of non-negative numbers by positive ones, rounded down as in C."""
     if a.low < 0 or b.low < 1:
         raise ZeroDivisionError("a division of negative numbers or by zero")
     return _Range(a.low // b.high, a.high // b.low)
 
 
 def _remainder(a: _Range, b: _Range) -> _Range:
-    """Of numbers that are not negative by positive ones, as in C."""
+    """Interval remainder of non-negative numbers by positive ones, as in C."""
     if a.low < 0 or b.low < 1:
         raise ZeroDivisionError("a division of negative numbers or by zero")
     return a if a.high < b.low else _Range(0, min(a.high, b.high - 1))
@@ -383,5 +388,5 @@ def _require(holds: bool, what: str) -> None:
 
 
 def damaged(what: str) -> BundleError:
-    """The error of a bundle in which `what` is wrong."""
+    """The error for a damaged bundle; `what` is the defect."""
     return BundleError(f"the bundle is damaged: {what}; compile the model again")

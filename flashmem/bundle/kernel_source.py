@@ -1,11 +1,11 @@
-"""What the text of a bundle's kernels may ask of the compiler: to compile OpenCL C that is all there.
+"""Security checks of a bundle's kernel source: it must be complete OpenCL C that makes the compiler read no other file.
 
-A bundle may be a stranger's, and its text is read by a compiler that runs as the user. `#include`, and inline assembly
-(`.incbin`), would have it read other files, and put them into an answer. So directives, pragmas and build options are those
-that flashmem's own kernels need. Whatever compilers could take for the beginning of something else is refused, too: quotes,
-trigraphs, digraphs, and names that are pasted together.
+A bundle can be from a stranger, and a compiler with the user's rights reads its source. `#include` and inline assembly
+(`.incbin`) would make it read other files and put them into an answer. So only the directives, pragmas and build options of
+flashmem's own kernels are allowed. Text that a compiler could take for the beginning of another construct is refused too:
+quotes, trigraphs, digraphs, and names joined by `##`.
 
-What kernels do when they run is another matter (docs/security.md).
+What a kernel does when it runs is checked elsewhere (docs/security.md).
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ _OPTION = re.compile(r"-cl-[a-z-]+(?:=CL[0-9.]+)?")
 
 
 def check_source(text: str) -> None:
-    """Raise BundleError if a kernel of `text` could have the compiler read anything else, or is not as flashmem writes them."""
-    for part in f"\n{text}".split(f"\n{KERNEL_MARK}"):  # as kernels are compiled: a comment that one begins ends in it
+    """Raise BundleError if a kernel in `text` could make the compiler read another file, or has constructs of no flashmem
+    kernel.
+    """
+    for part in f"\n{text}".split(f"\n{KERNEL_MARK}"):  # each kernel is compiled alone: a comment ends with its section
         _check_part(part)
 
 
@@ -55,7 +57,7 @@ def _check_part(text: str) -> None:
 
 
 def _check_line(line: str) -> None:
-    """A line that has a directive, or pastes names together."""
+    """Check a line with a directive or with names joined by `##`."""
     directive = _DIRECTIVE.match(line)
     if directive is not None:
         name, rest = directive[1], " ".join(directive[2].split())
@@ -66,13 +68,13 @@ def _check_line(line: str) -> None:
             raise _refused(f"#{name} {rest}")
     if "##" in line:
         for paste in _PASTE.finditer(line):
-            # What is pasted to a digit, or to such a beginning that is no parameter, is none of the names above.
+            # A name made with a digit, or with one of these beginnings that is no parameter, is none of the names above.
             if not paste[2].isdecimal() and not _OWN_BEGINNING.match(paste[1]):
                 raise _refused(paste[0])
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Raise BundleError unless `options` of the compiler are OpenCL's own."""
+    """Raise BundleError unless all compiler `options` are OpenCL's own."""
     wrong = next((option for option in options if not _OPTION.fullmatch(option)), None)
     if wrong is not None:
         raise BundleError(f"the bundle compiles its kernels with {wrong!r}, which flashmem never does; compile the model again")

@@ -1,8 +1,8 @@
-"""What stream lanes reach with the moves that a plan may give them, as each kernel's own text says (`kernel_bounds`).
+"""Bounds checking of stream lanes: the copies that a plan may ask of a kernel must stay inside staging and slices.
 
-A bundle holds no lane arguments: the runtime makes them of the plan and the slices (`runtime.streaming.interleaved`). So each
-lane is held against the widest move there is of every slice that it can be given, the whole slice, and against the order of
-its arguments.
+A bundle has no lane arguments; the runtime derives them from the plan and the slices (`runtime.streaming.interleaved`). So each
+lane is checked with the largest copy of every slice that it can have, the whole slice. The order of its arguments is checked
+too.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 
-_NUMBERS = ("base", "first", "count", "width", "pitch")
+_NUMBERS = ("first", "count", "width", "pitch")
 
 
 def check_lanes(program: Program, source: str) -> None:
-    """Raise BundleError unless every kernel in the lane source takes the arguments of a lane last, and each place of its lane
-    stays inside staging and home of every slice that it can move.
+    """Raise BundleError unless each kernel in the lane source has a lane's arguments last and stays inside the memory it
+    copies.
+
+    Checked is every slice that a lane can copy, in its staging and in its destination.
     """
     kind = lane_kind(program)
     shapes = {_shape(part): part for part in program.slices}
-    held: set[tuple[object, ...]] = set()  # what was found right: lanes of one kind are the same text
+    held: set[tuple[object, ...]] = set()  # checked already: lanes of one kind have the same text
     for kernel in parsed_kernels(source).values():
         copied = kernel.name.removeprefix("lane_copy_")
         own: LaneKind = kind if copied == kernel.name else next((each for each in LANE_UNIT if each == copied), "buffer")
@@ -42,7 +44,7 @@ def _shape(part: Slice) -> tuple[object, ...]:
 
 
 def _lane_of(kernel: Kernel, kind: LaneKind) -> tuple[object, ...]:
-    """The lane's parameters, which are the last, and what the kernel says of them."""
+    """The lane's parameters, the last of the kernel, and the kernel's statements about them."""
     names, kinds = [], []
     for place, written in enumerate(lane_places(kind)):
         names += [f"lane_{each}{place}" for each in ("src", "dst", *_NUMBERS)]
@@ -55,20 +57,17 @@ def _lane_of(kernel: Kernel, kind: LaneKind) -> tuple[object, ...]:
 
 
 def _check_place(kernel: Kernel, kind: LaneKind, part: Slice, place: int) -> None:
-    """The lane of `kernel`, moving all of `part` in this place, and nothing in the others.
-
-    Where staging holds a slice is the plan's (`bundle_check`), so that the base is 0 here.
-    """
+    """Check the lane of `kernel` for a copy of all of `part` with the argument set `place`, and no copy with the others."""
     room = -(-part.file_bytes // 16) * 16
     if part.is_image:
         unit = LANE_UNIT[kind]
-        numbers = (0, 0, part.width * part.height, part.width, part.row_pitch // unit)
+        numbers = (0, part.width * part.height, part.width, part.row_pitch // unit)
     else:
-        numbers = (0, 0, room // LANE_UNIT[kind], 1, 1)
+        numbers = (0, room // LANE_UNIT[kind], 1, 1)
     known: Mapping[str, int] = {
         f"lane_{name}{other}": number
         for other in range(len(lane_places(kind)))
-        for name, number in zip(_NUMBERS, numbers if other == place else (0, 0, 0, 1, 1), strict=True)
+        for name, number in zip(_NUMBERS, numbers if other == place else (0, 0, 1, 1), strict=True)
     }
     touched = kernel.touches(known, {f"lane_src{place}", f"lane_dst{place}"}, "lane_")
     source, target = touched.get(f"lane_src{place}"), touched.get(f"lane_dst{place}")

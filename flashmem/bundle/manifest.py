@@ -1,4 +1,4 @@
-"""The files of a bundle: their names, the manifest, and checks of what is read (see `bundle.bundle`)."""
+"""The manifest of a bundle and the names of its files; reading them with checks (the format: `bundle.bundle`)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 
 from flashmem.base.errors import BundleError, UserError
 from flashmem.base.files import open_regular, read_regular
-from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_generation
+from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_version_name
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 12
 WEIGHTS = "weights.bin"
 BINARIES = "binaries.bin"
 _SMALL_BYTES = 1 << 30
-"""The most that a file other than weights.bin may have: it is read as a whole."""
-_OF_A_VARIANT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "digests.bin")
+"""The largest size of a file other than weights.bin, since it is read into memory as a whole."""
+_VARIANT_FILES = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "checksums.bin")
 
 
 def variant_files(index: int) -> tuple[str, ...]:
-    """The files of shape variant `index`: program, plan, kernels, kernels with stream lanes, digests."""
+    """File names of shape variant `index`: program, plan, kernels, kernels with stream lanes, checksums."""
     if not index:
-        return _OF_A_VARIANT
-    return tuple(f"{name}.{index}.{ending}" for name, _, ending in (each.partition(".") for each in _OF_A_VARIANT))
+        return _VARIANT_FILES
+    return tuple(f"{name}.{index}.{ending}" for name, _, ending in (each.partition(".") for each in _VARIANT_FILES))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the bundle at `path`, its fields of the types that they must have. Raises BundleError."""
+    """Read the manifest of the bundle at `path` and check the types of its fields. Raises BundleError."""
     if path.suffix == ".onnx" and path.is_file():
         raise BundleError(f"{path} is an ONNX file, not a bundle; make one of it with flashmem compile")
     try:
@@ -49,7 +49,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest.get("digest") != _manifest_digest(manifest):
         raise BundleError(f"bundle {path} is damaged: {MANIFEST} is not what was written; compile the model again")
-    shape = {"generation": str, "device": dict, "files": dict, "weights": dict, "meta": dict, "variants": list}
+    shape = {"version_directory": str, "device": dict, "files": dict, "weights": dict, "meta": dict, "variants": list}
     for key, kind in shape.items():
         if not isinstance(manifest.get(key), kind):
             raise BundleError(f"bundle {path} is damaged: its manifest lacks {key!r}; compile the model again")
@@ -58,28 +58,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise BundleError(f"bundle {path} is damaged: its manifest does not describe {WEIGHTS}; compile the model again")
     if not manifest["variants"] or not all(isinstance(own, dict) for own in manifest["variants"]):
         raise BundleError(f"bundle {path} is damaged: its manifest does not describe its programs; compile the model again")
-    if not is_generation(manifest["generation"]):
+    if not is_version_name(manifest["version_directory"]):
         raise BundleError(f"bundle {path} is damaged: its manifest names no folder; compile the model again")
     checked: dict[str, Any] = manifest
     return checked
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest without its own digest, however it is laid out."""
+    """The SHA-256 of a manifest without its `digest` entry, independent of the layout of the JSON text."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> bytes:
     """The content of manifest.json."""
-    plain = json.loads(json.dumps(manifest))  # as it will be read, so that the digests agree
+    plain = json.loads(json.dumps(manifest))  # tuples become lists, as in the manifest that is read back
     return json.dumps({**plain, "digest": _manifest_digest(plain)}, indent=2).encode()
 
 
 def read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
-    """The content of a small file whose size and hash are as the manifest says."""
+    """Read a file other than weights.bin and compare its size and hash with the manifest. Raises BundleError."""
     try:
-        content = read_regular(path / manifest["generation"] / name, _SMALL_BYTES, links=False)
+        content = read_regular(path / manifest["version_directory"] / name, _SMALL_BYTES, links=False)
     except OSError as error:
         raise BundleError(f"bundle {path} has no readable {name} ({error.strerror}); compile the model again") from error
     if manifest["files"].get(name) != fingerprint(content):
@@ -88,7 +88,7 @@ def read_checked(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
 
 
 def read_binaries(path: Path, manifest: Mapping[str, Any]) -> bytes | None:
-    """The compiled kernels that the bundle carries; None if they are not what was written."""
+    """The compiled kernels in the bundle; empty if it has none, None if they are damaged."""
     if BINARIES not in manifest["files"]:
         return b""
     try:
@@ -98,8 +98,8 @@ def read_binaries(path: Path, manifest: Mapping[str, Any]) -> bytes | None:
 
 
 def check_weights_size(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise BundleError unless the bundle has its folder of files, and weights.bin there as long as the manifest says."""
-    files = path / manifest["generation"]
+    """Raise BundleError unless weights.bin exists in the version directory with the size in the manifest."""
+    files = path / manifest["version_directory"]
     if files.is_symlink():
         raise BundleError(f"bundle {path} is damaged: its folder {files.name} is a link; compile the model again")
     try:
@@ -114,13 +114,13 @@ def check_weights_size(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def fingerprint(content: bytes) -> dict[str, Any]:
-    """What the manifest says of a small file."""
+    """The manifest's entry for a file: its size and SHA-256."""
     return {"nbytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Errors of the disk become UserErrors about `path`."""
+    """Turn OSErrors of the body into UserErrors about `path`."""
     try:
         yield
     except OSError as error:
@@ -130,5 +130,5 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def compact(data: Mapping[str, Any]) -> bytes:
-    """JSON without blanks."""
+    """JSON text without spaces."""
     return json.dumps(data, separators=(",", ":")).encode()

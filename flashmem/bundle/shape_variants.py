@@ -1,6 +1,6 @@
-"""Shape variants: a model that is compiled for several shapes of its inputs, and which of them inputs fit.
+"""Shape variants: parsing the shapes that a model is compiled for, and selecting the variant that fits given inputs.
 
-A variant is a shape for each input that is named; the model says the rest.
+A variant has a shape for each input that the user named; other inputs keep the model's shapes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Shapes = Mapping[str, Shape]
 
 
 def read_variants(texts: Sequence[str]) -> tuple[dict[str, Shape], ...]:
-    """The variants that `--shape ids=1x32 --shape ids=1x128` asks for, in their order; at least one, which may be empty.
+    """Parse the variants in `--shape ids=1x32 --shape ids=1x128`, in order; at least one, which may be empty.
 
-    A name that comes again begins the next variant. What a later variant does not name is as in the first one.
+    A repeated name begins the next variant. Inputs that a later variant does not name have the shapes of the first one.
 
     Raises:
-        UserError: a text is no shape, or two variants are the same.
+        UserError: a text is not a shape, or two variants are the same.
     """
     variants: list[dict[str, Shape]] = [{}]
     for name, shape in map(parse_shape, texts):
@@ -34,10 +34,10 @@ def read_variants(texts: Sequence[str]) -> tuple[dict[str, Shape], ...]:
 
 
 def checked_variants(shapes: Shapes | Sequence[Shapes] | None) -> tuple[dict[str, Shape], ...]:
-    """The variants of the argument `shapes` of `flashmem.compile`: one mapping, or several.
+    """The variants of the argument `shapes` of `flashmem.compile`, one mapping or several.
 
     Raises:
-        UserError: there are none, or two are the same.
+        UserError: the sequence is empty, or two variants are the same.
     """
     variants = tuple(map(_plain, [shapes] if shapes is None or isinstance(shapes, Mapping) else shapes))
     if not variants:
@@ -53,17 +53,17 @@ def _plain(shapes: Shapes | None) -> dict[str, Shape]:
 
 
 def shapes_text(shapes: Shapes) -> str:
-    """As `--shape` reads them: `ids=1x32 mask=1x32`."""
+    """Shapes in the form of `--shape`: `ids=1x32 mask=1x32`."""
     return " ".join(f"{name}={'x'.join(map(str, shape))}" for name, shape in shapes.items()) or "as the model has them"
 
 
 def port_shapes(ports: Sequence[Port]) -> dict[str, Shape]:
-    """The shape of each input."""
+    """The shapes of ports by name."""
     return {port.name: port.shape for port in ports}
 
 
 def list_text(variants: Sequence[Sequence[Port]]) -> str:
-    """The variants whose inputs these are, for a sentence: `ids=1x32; ids=1x128`. Inputs of one shape in all are left out."""
+    """The shapes of variants for an error message: `ids=1x32; ids=1x128`. Inputs of one shape in all variants are left out."""
     all_shapes = [port_shapes(ports) for ports in variants]
     same = {name for name, shape in all_shapes[0].items() if all(each.get(name) == shape for each in all_shapes)}
     if len(all_shapes) == 1 or len(same) == len(all_shapes[0]):
@@ -72,8 +72,9 @@ def list_text(variants: Sequence[Sequence[Port]]) -> str:
 
 
 def stored_again(programs: Sequence[Program]) -> dict[str, int]:
-    """Weights of which the file of shape variants has more than any one of them needs, and how many bytes more: what lies there
-    in several forms for different kernels, and what shapes decide.
+    """Weights that a file of shape variants stores in several forms, with the bytes beyond the largest need of one variant.
+
+    Different kernels need different forms, and so do different shapes.
     """
     by_weight: dict[str, dict[str, int]] = {}
     most: dict[str, int] = {}
@@ -88,8 +89,9 @@ def stored_again(programs: Sequence[Program]) -> dict[str, int]:
 
 
 def fitting(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> int | None:
-    """The first of the variants, by its inputs, whose shapes are those of all arrays `given` that it takes; None if there is
-    none. `given` need not have all inputs. Names, types and what is no array are for others to check.
+    """The index of the first variant whose input shapes match all arrays in `given`; None if no variant fits.
+
+    Each variant is given by its input ports. `given` may lack inputs. Names, types and values without a shape are not checked.
     """
     for index, ports in enumerate(variants):
         if all(getattr(given.get(port.name), "shape", port.shape) == port.shape for port in ports):
@@ -98,10 +100,10 @@ def fitting(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> int
 
 
 def which_fits(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> int:
-    """`fitting`, where one must fit; of a single variant the rest is for others to check.
+    """The index of the variant that fits `given`; see `fitting`. A single variant is not checked.
 
     Raises:
-        ValueError: none fits; it has the list.
+        ValueError: no variant fits; the message lists them.
     """
     index = 0 if len(variants) == 1 else fitting(variants, given)
     if index is None:
@@ -111,7 +113,7 @@ def which_fits(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> 
 
 
 def asked_for(variants: Sequence[Sequence[Port]], shapes: Shapes) -> int | None:
-    """The first of the variants whose inputs have those `shapes`; None if there is none."""
+    """The index of the first variant whose inputs have these `shapes`; None if there is none."""
     for index, ports in enumerate(variants):
         own = port_shapes(ports)
         if all(own.get(name) == tuple(shape) for name, shape in shapes.items()):

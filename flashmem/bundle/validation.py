@@ -1,7 +1,7 @@
-"""Checks of a bundle before anything in it is used: types first, then every number against what it points into.
+"""Validation of a bundle before it is used: the types of all fields first, then every offset, size and name.
 
-The runtime reads where a bundle tells it to. After these checks nothing it is given lies outside the weight file, the arena, a
-pool or a texture.
+The runtime accesses the memory that a bundle names. After these checks all of it is inside the weight file, the arena, a pool
+or a texture.
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.target.descriptor import MOST_LOADER_THREADS
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-_LARGEST = 2**62  # offsets and sizes stay far from the end of 64 bits
+_LARGEST = 2**62  # keeps sums of offsets and sizes within 64 bits
 
 Checker = Callable[[Any], bool]
 
 
 def check_bundle(program: Program, plan: OverlapPlan) -> None:
-    """Raise BundleError unless `program` and `plan` hold together and point nowhere outside."""
+    """Raise BundleError unless `program` and `plan` are consistent and refer to no memory outside their own."""
     check_types(program, "program.json")
     check_types(plan, "plan.json")
     _check_weight_file(program)
     _check_arena(program)
     _check_launches(program)
     _check_steady(program)
-    _check_gathers(program)
+    _check_host_embeddings(program)
     _check_plan(program, plan)
-    preloaded = {w.name for w in plan.weights if w.preload}
     for mode, layout in plan.layouts.items():
-        _check_layout(program, mode, layout, preloaded)
+        _check_layout(program, mode, layout, {w.name for w in plan.weights if w.preload})
 
 
 def check_variants(programs: Sequence[Program]) -> None:
-    """Raise BundleError unless these, each checked by itself, are one model for different shapes, over one weight file."""
+    """Raise BundleError unless these validated programs are one model for different shapes with one weight file."""
     first, slices = programs[0], dict[str, Slice]()
     seen = set[tuple[tuple[int, ...], ...]]()
     for program in programs:
@@ -69,9 +68,9 @@ def check_variants(programs: Sequence[Program]) -> None:
 
 
 def check_types(data: Any, where: str) -> None:
-    """Raise BundleError unless every field of the dataclass `data`, however deep, has the type its class declares.
+    """Raise BundleError unless every field of the dataclass `data`, at any depth, has its declared type.
 
-    Integers must not be negative nor past 2**62, except the numbers that kernels take.
+    Integers must be between 0 and 2**62, except numbers for kernels.
     """
     kind: Any = type(data)
     if not _checker(kind)(data):
@@ -80,7 +79,7 @@ def check_types(data: Any, where: str) -> None:
 
 @functools.cache
 def _checker(declared: Any) -> Checker:
-    """A function that says whether a value is of type `declared`, made once for each type."""
+    """A function that checks whether a value has the type `declared`, created once for each type."""
     origin, arguments = get_origin(declared), get_args(declared)
     if declared is int:
         return lambda value: type(value) is int and 0 <= value < _LARGEST
@@ -121,7 +120,7 @@ _ARG_VALUES: dict[Any, tuple[type, ...]] = {
 
 
 def _is_arg(value: Any) -> bool:
-    """An `Arg` whose value suits its kind; numbers may be negative, and must fit the kernel's 32 bits."""
+    """Whether an `Arg` has a value for its kind. Numbers may be negative and must fit 32 bits."""
     if type(value) is not Arg or type(value.kind) is not str or type(value.value) not in _ARG_VALUES.get(value.kind, ()):
         return False
     if type(value.nbytes) is not int or not 0 <= value.nbytes < _LARGEST:
@@ -140,7 +139,7 @@ def _require_unique(names: Iterable[str], what: str) -> None:
 
 
 def _check_weight_file(program: Program) -> None:
-    """Slices and constants lie inside the weight file."""
+    """Require that slices and constants are inside the weight file."""
     _require(is_page_size(program.page_bytes), "its weights are laid out in no pages")
     _require_unique((part.name for part in program.slices), "slices")
     for part in program.slices:
@@ -161,7 +160,7 @@ def _check_weight_file(program: Program) -> None:
 
 
 def _check_arena(program: Program) -> None:
-    """Tensors lie inside the arena and hold what their shapes say; ports name tensors of their own size."""
+    """Require that tensors are inside the arena and large enough for their shapes, and that ports match their tensors."""
     _require_unique((tensor.name for tensor in program.tensors), "tensors")
     _require(program.live_bytes <= program.arena_bytes, "more activations are needed at once than its arena holds")
     tensors = {tensor.name: tensor for tensor in program.tensors}
@@ -196,7 +195,7 @@ def _check_arena(program: Program) -> None:
 
 
 def _check_handed_over(program: Program) -> None:
-    """No two outputs that become arrays where they lie share memory."""
+    """Require that outputs which are returned as views of the arena share no memory."""
     tensors = {tensor.name: tensor for tensor in program.tensors}
     handed = [port for port in program.outputs if port.tensor is not None and port not in copied_outputs(program)]
     places = sorted((tensors[str(port.tensor)].offset, array_bytes(port), port.name) for port in handed)
@@ -205,7 +204,7 @@ def _check_handed_over(program: Program) -> None:
 
 
 def _check_launches(program: Program) -> None:
-    """Launches have sizes a device takes, and refer to what is there."""
+    """Require that launches have valid sizes and name existing tensors, slices and constants."""
     tensors = {tensor.name for tensor in program.tensors}
     slices = {part.name for part in program.slices}
     readable = slices | {joined.name for joined in program.joined}
@@ -230,7 +229,7 @@ def _check_launches(program: Program) -> None:
 
 
 def _check_joined(program: Program) -> None:
-    """What is joined lies side by side in the weight file."""
+    """Require that joined slices are adjacent in the weight file."""
     slices = {part.name: part for part in program.slices}
     _require_unique((*slices, *(joined.name for joined in program.joined)), "slices")
     for joined in program.joined:
@@ -242,7 +241,7 @@ def _check_joined(program: Program) -> None:
 
 
 def _check_steady(program: Program) -> None:
-    """What later runs play instead reads the slices, and touches tensors, of the layers that it stands for."""
+    """Require that a steady launch reads the same slices and accesses the same tensors as the layers it replaces."""
     parts = {joined.name: joined.parts for joined in program.joined}
     done = 0
     for each in program.steady:
@@ -266,22 +265,22 @@ def _sizes_fit(launch: Launch) -> bool:
     )
 
 
-def _check_gathers(program: Program) -> None:
-    """Every row of every table lies inside the weight file, and the rows gathered fit their tensor."""
+def _check_host_embeddings(program: Program) -> None:
+    """Require that every row of a table is inside the weight file, and that the looked-up rows fit their tensor."""
     inputs = {port.name: port for port in program.inputs}
     tensors = {tensor.name: tensor for tensor in program.tensors}
-    for gather in program.row_gathers:
-        name = f"the table read by {gather.indices!r}"
-        _require(gather.indices in inputs and gather.tensor in tensors, f"{name} has no input or no tensor")
-        port, tensor = inputs[gather.indices], tensors[gather.tensor]
+    for lookup in program.host_embeddings:
+        name = f"the table read by {lookup.indices!r}"
+        _require(lookup.indices in inputs and lookup.tensor in tensors, f"{name} has no input or no tensor")
+        port, tensor = inputs[lookup.indices], tensors[lookup.tensor]
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
-        _require(min(gather.rows, gather.columns, gather.panel) > 0, f"{name} is empty")
-        _require(table_end(gather) <= program.weights_bytes, f"{name} lies outside the weight file")
-        made = gather.dtype.replace("int4", "int8")
+        _require(min(lookup.rows, lookup.columns, lookup.panel) > 0, f"{name} is empty")
+        _require(table_end(lookup) <= program.weights_bytes, f"{name} lies outside the weight file")
+        made = lookup.dtype.replace("int4", "int8")
         same = tensor.dtype == made or {tensor.dtype, made} == {"float16", "float32"}
-        size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * gather.columns
+        size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * lookup.columns
         _require(same and size <= tensor.nbytes, f"{name} does not fit its tensor")
-        _require(gather.panel == 1 or not gather.dtype.endswith("int4"), f"{name} has rows that no byte starts")
+        _require(lookup.panel == 1 or not lookup.dtype.endswith("int4"), f"{name} has rows that no byte starts")
 
 
 @dataclass(frozen=True)
@@ -299,7 +298,7 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _HeldInstance:
-    """As much of the planner's problem as a bundle holds, for `check_rules`: capacities are those the plan claims."""
+    """The part of the planner's problem that a bundle holds, for `check_rules`. The capacities are those in the plan."""
 
     layers: tuple[_Layer, ...]
     weights: tuple[_Weight, ...]
@@ -309,7 +308,7 @@ class _HeldInstance:
 
 
 def _check_plan(program: Program, plan: OverlapPlan) -> None:
-    """The plan is one of this program, and keeps C0-C3 and its own layouts."""
+    """Require that the plan belongs to this program and satisfies C0-C3 and its own layouts."""
     sizes = {part.name: part.nbytes for part in program.slices}
     _require(plan.chunk_bytes > 0, "its plan has no chunk size")
     _require(len(plan.capacities) == len(program.launches), "its plan has another number of layers")
@@ -322,7 +321,7 @@ def _check_plan(program: Program, plan: OverlapPlan) -> None:
 
 
 def plan_holds(program: Program, plan: OverlapPlan) -> bool:
-    """What the checker says of `plan` as a plan of `program`: C0-C3, its objective and its layouts."""
+    """Whether `plan` is a valid plan of `program`: C0-C3, its objective and its layouts."""
     try:
         _check_plan(program, plan)
     except BundleError:
@@ -331,14 +330,14 @@ def plan_holds(program: Program, plan: OverlapPlan) -> bool:
 
 
 def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Collection[str]) -> None:
-    """Every place that `layout` names lies inside its pool, slot or staging."""
+    """Require that every place in `layout` is inside its pool, texture slot or staging."""
     _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
     _require(1 <= layout.threads <= MOST_LOADER_THREADS, f"its layout for mode {mode} is for {layout.threads} loader threads")
     if mode == "map":
         return
     for part in program.slices:
         name = f"slice {part.name!r} in mode {mode}"
-        words = -(-part.file_bytes // 16) * 16  # stream lanes move whole words
+        words = -(-part.file_bytes // 16) * 16  # stream lanes copy whole words
         if part.name in layout.slot_of:
             _require(part.is_image and mode != "alias", f"{name} is no texture of its own")
             _require(layout.slot_of[part.name] < len(layout.slots), f"{name} has no texture slot")
@@ -348,13 +347,15 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
         else:
             _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
-        if mode == "interleave":
-            staged = layout.threads * layout.entrance_bytes if part.name in preloaded else words
-            _check_place(f"{name} (staging)", layout.staging.get(part.name), staged, layout.staging_bytes)
-    ring = layout.staging_bytes if mode == "dma" else layout.ring_bytes
-    if mode == "dma" or ring:
-        rows = max((part.row_pitch for part in program.slices), default=0)
-        _require(ring // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT >= rows, "no row of its textures fits staging")
+        if part.name in layout.staging_slot_of:
+            _require(layout.staging_slot_of[part.name] < len(layout.staging_slots), f"{name} has no staging slot")
+            fits = layout.staging_slots[layout.staging_slot_of[part.name]] >= words
+            _require(fits, f"{name} does not fit its staging slot")
+        elif part.name in layout.staging:
+            _check_place(f"{name} (staging)", layout.staging[part.name], words, layout.staging_bytes)
+        if mode == "dma" or (mode == "interleave" and (part.name in preloaded or layout.staging_slots)):
+            own = layout.ring_bytes // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
+            _require(own >= part.row_pitch, f"no row of {name} fits the ring")
 
 
 def _check_place(name: str, offset: int | None, nbytes: int, room: int) -> None:

@@ -1,16 +1,17 @@
-"""How the folder of a bundle changes: by one rename, so that there is always the old bundle or the new one.
+"""Atomic replacement of a bundle's files: a reader finds the old bundle or the new one, also after a crash.
 
     NAME.flashmem/
-        manifest.json       names the folder of the files that belong to it
-        3f2a90c1d5e7b846/   those files: a generation
-    .NAME.flashmem-6b1f.../ a draft: a folder of the same form that somebody is writing
+        manifest.json       names the version directory
+        3f2a90c1d5e7b846/   version directory: all other files of the bundle
+    .NAME.flashmem-6b1f.../ draft: a folder of the same form that a process is writing
 
-The first bundle of a name is a draft renamed. For every later one the draft's generation is moved into the bundle's folder,
-where nothing names it yet; the draft's manifest then takes the place of the old one, and what the old one named is removed.
+To write the first bundle of a name, the draft is renamed. To replace a bundle, the draft's version directory is moved into the
+bundle's folder, where the manifest does not name it yet. The draft's manifest then replaces the old manifest by one rename, and
+the old version directory is removed.
 
-Whoever writes a draft holds a lock on it (flock, which ends with its process), and whoever changes a bundle's folder one on
-that. What nobody holds was left by a process that was killed, and the next writer of that name removes it. Where the file
-system has no locks nothing counts as left over.
+A writer holds a lock on its draft (flock, which ends with the process), and one on the bundle's folder while it changes that.
+A draft without a lock was left by a killed process; the next writer of that name removes it. On file systems without locks
+nothing is removed.
 """
 
 from __future__ import annotations
@@ -30,65 +31,65 @@ from flashmem.base.files import read_regular
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
-"""The most that a manifest may have."""
-_GENERATION = re.compile(r"[0-9a-f]{16}")
+"""The largest size of a manifest."""
+_VERSION_NAME = re.compile(r"[0-9a-f]{16}")
 _DRAFT = re.compile(r"\..+-[0-9a-f]{16}")
 _FLAT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "weights.bin")
-"""Files that stood beside the manifest up to format 1."""
+"""Files beside the manifest in bundles of format 1."""
 
 
-def is_generation(name: object) -> bool:
-    """Whether a manifest may name this folder."""
-    return isinstance(name, str) and _GENERATION.fullmatch(name) is not None
+def is_version_name(name: object) -> bool:
+    """Whether `name` is a valid name of a version directory."""
+    return isinstance(name, str) and _VERSION_NAME.fullmatch(name) is not None
 
 
 class Draft:
-    """A bundle in the making, which nobody sees until `publish`. Errors of the disk are raised as they come (OSError)."""
+    """A bundle that is being written, invisible to readers until `publish`. Errors of the disk are raised as OSError."""
 
     def __init__(self, path: Path) -> None:
-        """Begin the next generation of the bundle at `path`, and remove what killed writers of that name left."""
+        """Begin the next version of the bundle at `path`, and remove the drafts that killed writers left."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, path.name)
-        self.generation = secrets.token_hex(8)
+        self.version = secrets.token_hex(8)
         self._lock: int | None
         self._root, self._lock = _locked_folder(path)
-        self.folder = self._root / self.generation
+        self.folder = self._root / self.version
         self.folder.mkdir()
 
     def write(self, name: str, content: bytes) -> None:
-        """A file of the generation, whole on the disk."""
+        """Write a file of the version directory and wait until it is on the disk."""
         _write(self.folder / name, content)
 
     def publish(self, manifest: bytes) -> None:
-        """The draft becomes the bundle. `manifest` names `generation`."""
+        """Make the draft the bundle. `manifest` must name the version directory `version`."""
         _write(self._root / MANIFEST, manifest)
         _sync(self.folder)
         if self._becomes_first():
             self._release()
             return
         with held(self.path, wait=True):
-            self.folder.rename(self.path / self.generation)
+            self.folder.rename(self.path / self.version)
             (self._root / MANIFEST).replace(self.path / MANIFEST)
             _sync(self.path)
-            _remove_unnamed(self.path, self.generation)
+            _remove_unnamed(self.path, self.version)
         self.discard()
 
     def _becomes_first(self) -> bool:
-        """Whether nothing had the name, so that the whole draft could take it."""
+        """Rename the draft to the bundle's name if nothing has that name yet; whether it did."""
         if self.path.exists():
             return False
         try:
             self._root.rename(self.path)
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # somebody else was faster
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another process was faster
                 return False
             raise
         _sync(self.path.parent)
         return True
 
     def discard(self) -> None:
-        """Nothing of the draft stays. Does nothing after `publish`."""
+        """Remove the draft. Does nothing after `publish`."""
         if self._lock is not None:
             shutil.rmtree(self._root, ignore_errors=True)
         self._release()
@@ -99,35 +100,35 @@ class Draft:
         self._lock = None
 
 
-def named_generation(path: Path) -> str | None:
-    """The generation that the bundle at `path` says it consists of; None if it does not say."""
+def current_version(path: Path) -> str | None:
+    """The version directory that the manifest of the bundle at `path` names; None without a readable manifest."""
     try:
-        name = json.loads(read_regular(path / MANIFEST, MANIFEST_BYTES))["generation"]
+        name = json.loads(read_regular(path / MANIFEST, MANIFEST_BYTES))["version_directory"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return name if is_generation(name) else None
+    return name if is_version_name(name) else None
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove drafts that nobody writes from `folder`, and generations that nothing names from the bundle `name`.
+    """Remove abandoned drafts of the bundle `name` from `folder`, and version directories that its manifest does not name.
 
-    Without a name: the drafts of every name.
+    Without `name`, remove the abandoned drafts of every bundle.
     """
     for entry in _entries(folder):
         if _DRAFT.fullmatch(entry.name) and (name is None or entry.name[1:-17] == name):
             with held(entry) as mine:
                 if mine:
                     shutil.rmtree(entry, ignore_errors=True)
-    if name is not None and (kept := named_generation(folder / name)) is not None:
+    if name is not None and (kept := current_version(folder / name)) is not None:
         with held(folder / name) as mine:
             if mine:
-                _remove_unnamed(folder / name, named_generation(folder / name) or kept)
+                _remove_unnamed(folder / name, current_version(folder / name) or kept)
 
 
 def _remove_unnamed(path: Path, kept: str) -> None:
-    """Remove the generations of a bundle that its manifest no longer names, and the files of format 1."""
+    """Remove the version directories of a bundle except `kept`, and the files of format 1."""
     for entry in _entries(path):
-        if is_generation(entry.name) and entry.name != kept:
+        if is_version_name(entry.name) and entry.name != kept:
             shutil.rmtree(entry, ignore_errors=True)
         elif entry.name in _FLAT:
             with suppress(OSError):
@@ -142,22 +143,22 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _locked_folder(path: Path) -> tuple[Path, int]:
-    """A new folder for a draft of `path`, and the descriptor that holds its lock."""
+    """Create a folder for a draft of `path`; the folder and the descriptor that holds its lock."""
     while True:
         root = path.parent / f".{path.name}-{secrets.token_hex(8)}"
         root.mkdir()
         lock = os.open(root, os.O_RDONLY)
         if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) is not False and _is(lock, root):
             return root, lock
-        os.close(lock)  # taken for left over, in the moment before it was locked
+        os.close(lock)  # another process took it for abandoned before it was locked
         shutil.rmtree(root, ignore_errors=True)
 
 
 @contextmanager
 def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether nobody else holds `path` (a file or a folder), which is held for as long as the context lasts.
+    """Hold an exclusive lock on a file or a folder in the body; yields whether the lock was taken.
 
-    With `wait` it is held as soon as the others let go. False where there is nothing, or no locks.
+    With `wait`, wait until other processes release it. False where `path` does not exist or the file system has no locks.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -171,12 +172,12 @@ def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def hold_shared(descriptor: int) -> None:
-    """Say that the open file `descriptor` is in use, for as long as it is open. Nothing happens where there are no locks."""
+    """Take a shared lock that marks an open file as in use until it is closed. No effect without locks."""
     _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _lock(descriptor: int, how: int) -> bool | None:
-    """Whether the lock was taken; None where the file system has none."""
+    """Whether the lock was taken; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, how)
     except BlockingIOError:
@@ -187,7 +188,7 @@ def _lock(descriptor: int, how: int) -> bool | None:
 
 
 def _is(descriptor: int, path: Path) -> bool:
-    """Whether `path` still is what was opened."""
+    """Whether `path` still names the file that was opened."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -202,7 +203,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """A folder's entries reach the disk; what cannot be asked for is left to the system."""
+    """Write the entries of a folder to the disk, where the system supports that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

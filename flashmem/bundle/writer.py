@@ -1,4 +1,4 @@
-"""Bundles written, and parts of them replaced: whole or not at all."""
+"""Writing bundles and replacing their files atomically."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem import __version__
 from flashmem.base.errors import BundleError, UserError
-from flashmem.bundle import checksums as digests
-from flashmem.bundle.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, common_part, digest_of_file, own_part
-from flashmem.bundle.checksums import Piece, digest, identity
-from flashmem.bundle.kernel_bounds import check_reach
+from flashmem.base.version import __version__
+from flashmem.bundle.bundle import READ_BYTES, Bundle, ShapeVariant, blocks_of_file, checksum_of_file, common_part, own_part
+from flashmem.bundle.checksums import ChecksummedRange, checksum, content_hash, pack_checksums
+from flashmem.bundle.kernel_bounds import check_bounds
 from flashmem.bundle.kernel_source import check_source
 from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.bundle.manifest import (
@@ -43,13 +42,13 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 
 class BundleWriter:
-    """Writes a bundle: append weights, then commit. Leaving the context without a commit leaves nothing behind."""
+    """Writes a bundle: append weights, then commit. Leaving the context without a commit removes what was written."""
 
     def __init__(self, path: str | Path) -> None:
-        """Begin a bundle that will be the folder `path`. An older bundle of that name stays until the new one is whole.
+        """Begin a bundle that becomes the folder `path`. An older bundle there stays until the new one is complete.
 
         Raises:
-            UserError: `path` is something else than a bundle, or cannot be written.
+            UserError: `path` exists and is not a bundle, or cannot be written.
         """
         self.path = Path(path)
         if self.path.exists() and not (self.path / MANIFEST).is_file():
@@ -58,17 +57,17 @@ class BundleWriter:
             self._draft = Draft(self.path)
         self._size = 0
         self._sha256 = hashlib.sha256()
-        self._appended: dict[tuple[int, int], tuple[int, bytes]] = {}  # digest and identity of what was, by offset and bytes
+        self._appended: dict[tuple[int, int], tuple[int, bytes]] = {}  # checksum, content hash; by (offset, bytes)
         with self._cleaned_up():
             self._weights = (self._draft.folder / WEIGHTS).open("w+b", buffering=0)
 
     @property
     def size(self) -> int:
-        """Bytes in weights.bin so far."""
+        """Bytes written to weights.bin so far."""
         return self._size
 
     def append(self, data: NDArray[Any] | bytes, alignment: int = 1) -> int:
-        """Write `data` at the next multiple of `alignment`, and return that offset.
+        """Write `data` to weights.bin at the next multiple of `alignment` and return that offset.
 
         Raises:
             UserError: the disk is full or fails; nothing of the bundle is kept.
@@ -87,10 +86,10 @@ class BundleWriter:
             return offset
 
     def _hash(self, padding: bytes, data: memoryview, offset: int) -> None:
-        """In a thread beside the writing: both take about as long, and none needs the interpreter."""
+        """Hash appended bytes, in a thread of its own: hashing takes about as long as writing, and neither holds the GIL."""
         self._sha256.update(padding)
         self._sha256.update(data)
-        self._appended[offset, len(data)] = digest(data), identity([data])
+        self._appended[offset, len(data)] = checksum(data), content_hash([data])
 
     def _write(self, data: memoryview) -> None:
         while len(data):
@@ -106,18 +105,18 @@ class BundleWriter:
         descriptor: DeviceDescriptor,
         meta: Mapping[str, Any],
     ) -> None:
-        """`commit_all` of one program."""
+        """Commit a bundle of one program; see `commit_all`."""
         self.commit_all([ShapeVariant(program, plan, source, own_part(meta))], descriptor, common_part(meta))
 
     def commit_all(self, variants: Sequence[ShapeVariant], descriptor: DeviceDescriptor, meta: Mapping[str, Any]) -> None:
-        """Write everything else, and put the bundle in place.
+        """Check and write the other files, and move the bundle into place.
 
-        `meta` is JSON-able: where the model came from; `budget_bytes` is the default budget of a session. `variants`: at least
-        one; the first is what a session has ready when it is opened.
+        `meta` is metadata as JSON: where the model came from; `budget_bytes` is the default budget of a session. `variants` has
+        at least one; a session opens the first.
 
         Raises:
             UserError: the disk is full or fails; nothing of the bundle is kept.
-            BundleError: programs and plans do not hold together (an error of the compiler).
+            BundleError: programs and plans contradict each other (an error of the compiler).
         """
         with self._cleaned_up():
             contents: dict[str, bytes] = {}
@@ -125,18 +124,18 @@ class BundleWriter:
                 program, source = variant.program, variant.source
                 if program.weights_bytes != self._size:
                     raise BundleError(f"the program is for {program.weights_bytes} bytes of weights, {self._size} were written")
-                # What Bundle.open will check, checked before anything is kept.
+                # The checks of Bundle.open, so that no bundle is written that cannot be opened.
                 check_bundle(program, variant.plan)
                 for text in (source.plain, source.lane):
                     check_source(text)
-                check_reach(program, source.plain)
+                check_bounds(program, source.plain)
                 check_lanes(program, source.lane)
                 texts = (
                     compact(program.to_json()),
                     compact(variant.plan.to_json()),
                     source.plain.encode(),
                     source.lane.encode(),
-                    digests.make(program, self._digest, self._identity),
+                    pack_checksums(program, self._checksum, self._content_hash),
                 )
                 contents |= zip(variant_files(index), texts, strict=True)
             check_variants([variant.program for variant in variants])
@@ -147,7 +146,7 @@ class BundleWriter:
             manifest = {
                 "format_version": FORMAT_VERSION,
                 "flashmem_version": __version__,
-                "generation": self._draft.generation,
+                "version_directory": self._draft.version,
                 "files": {name: fingerprint(content) for name, content in contents.items()},
                 "weights": {"nbytes": self._size, "sha256": self._sha256.hexdigest()},
                 "device": descriptor.to_dict(),
@@ -156,19 +155,19 @@ class BundleWriter:
             }
             self._draft.publish(manifest_text(manifest))
 
-    def _digest(self, part: Piece) -> int:
-        """The digest of a part as it was appended; of what is only a part of that, as it was written."""
+    def _checksum(self, part: ChecksummedRange) -> int:
+        """The checksum of a range: known if it was appended in one call, else read back from the file."""
         known = self._appended.get((part.offset, part.nbytes))
-        return digest_of_file(self._weights.fileno(), part) if known is None else known[0]
+        return checksum_of_file(self._weights.fileno(), part) if known is None else known[0]
 
-    def _identity(self, part: Piece) -> bytes:
-        """Its identity, likewise."""
+    def _content_hash(self, part: ChecksummedRange) -> bytes:
+        """The content hash of a range, found in the same way."""
         known = self._appended.get((part.offset, part.nbytes))
-        return identity(blocks_of_file(self._weights.fileno(), part)) if known is None else known[1]
+        return content_hash(blocks_of_file(self._weights.fileno(), part)) if known is None else known[1]
 
     @contextmanager
     def _cleaned_up(self) -> Iterator[None]:
-        """Whatever fails inside leaves nothing half-written; errors of the disk become UserErrors."""
+        """Remove the draft if the body fails, and turn errors of the disk into UserErrors."""
         try:
             with disk_errors(self.path):
                 yield
@@ -189,14 +188,14 @@ class BundleWriter:
 
 
 def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], path: Path | None = None) -> Bundle:
-    """The same bundle, opened anew, with another plan of its program and other `meta`; all other files stay as they are.
+    """Replace the plan and the metadata of the selected shape variant on disk, and return the bundle opened again.
 
-    It takes the bundle's place when it is whole; or that of `path`. The two share one file of weights if the file system can.
-    Of a bundle of several shape variants, `plan` is that of the one it stands for.
+    The result is written to `path`, by default over the bundle itself. The weight file is hard-linked where the file system
+    allows it, else copied.
 
     Raises:
         UserError: the disk is full or fails; the bundle stays as it was.
-        BundleError: the plan is not one of the bundle's program, or the bundle was replaced by another one meanwhile.
+        BundleError: the plan does not fit the program, or another process replaced the bundle meanwhile.
     """
     return replace_plans(bundle, {bundle.index: plan}, {bundle.index: meta}, path)
 
@@ -204,10 +203,10 @@ def replace_plan(bundle: Bundle, plan: OverlapPlan, meta: Mapping[str, Any], pat
 def replace_plans(
     bundle: Bundle, plans: Mapping[int, OverlapPlan], metas: Mapping[int, Mapping[str, Any]], path: Path | None = None
 ) -> Bundle:
-    """`replace_plan` of several shape variants, by index, at once. Of the `metas`, what all variants share is as in the last.
+    """Replace plans and metadata of several shape variants, by index. Entries of all variants are from the last of `metas`.
 
     Raises:
-        UserError, BundleError: as `replace_plan`.
+        UserError, BundleError: as for `replace_plan`.
     """
     common, owns = dict(bundle.common), [dict(variant.own) for variant in bundle.variants]
     contents: dict[str, bytes] = {}
@@ -219,19 +218,19 @@ def replace_plans(
 
 
 def replace_binaries(bundle: Bundle, binaries: bytes) -> Bundle:
-    """The same bundle, opened anew, carrying the compiled kernels `binaries` (`program_cache.packed_entries`).
+    """Store the compiled kernels `binaries` in the bundle (`cache_files.packed_entries`), and return it opened again.
 
     Raises:
         UserError: the disk is full or fails; the bundle stays as it was.
-        BundleError: the bundle was replaced by another one meanwhile.
+        BundleError: another process replaced the bundle meanwhile.
     """
     return bundle if bundle.binaries == binaries else _with_files(bundle, {BINARIES: binaries}, {}, bundle.path)
 
 
-def _with_files(bundle: Bundle, contents: Mapping[str, bytes], said: Mapping[str, Any], path: Path) -> Bundle:
-    """The bundle at `path`, opened: `bundle` with other `contents` of some files; the manifest says `said` instead."""
+def _with_files(bundle: Bundle, contents: Mapping[str, bytes], entries: Mapping[str, Any], path: Path) -> Bundle:
+    """Write a copy of `bundle` to `path` with new `contents` of some files and new `entries` in the manifest, and open it."""
     manifest = read_manifest(bundle.path)
-    if bundle.path / manifest["generation"] != bundle.files:
+    if bundle.path / manifest["version_directory"] != bundle.files:
         raise BundleError(f"bundle {bundle.path} was replaced since it was opened; open it again")
     with disk_errors(path):
         draft = Draft(path)
@@ -245,14 +244,14 @@ def _with_files(bundle: Bundle, contents: Mapping[str, bytes], said: Mapping[str
                 draft.write(name, content)
             files = {name: manifest["files"][name] for name in kept}
             files |= {name: fingerprint(content) for name, content in contents.items()}
-            draft.publish(manifest_text({**manifest, "generation": draft.generation, "files": files, **said}))
+            draft.publish(manifest_text({**manifest, "version_directory": draft.version, "files": files, **entries}))
         finally:
             draft.discard()
     return Bundle.open(path).variant(bundle.index)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Two names for one file where the file system has such a thing, else a copy."""
+    """Hard-link a file, or copy it where the file system has no hard links."""
     try:
         target.hardlink_to(source)
     except OSError:

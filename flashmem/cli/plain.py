@@ -1,6 +1,6 @@
-"""What a phone needs of the command line, where typer is not installed: `flashmem doctor | devices | run | check | replan ...`.
+"""The command line without typer, for phones: `flashmem doctor | devices | run | check | replan ...`.
 
-The same words as in `flashmem.cli.main`, read by argparse; what they do is in `flashmem.commands`.
+It parses the options of `flashmem.cli.main` with argparse; the work is done in `flashmem.cli.commands`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from flashmem import __version__
 from flashmem.base.interrupts import unwinding
 from flashmem.base.streams import exit_codes, prepare_streams
+from flashmem.base.version import __version__
 from flashmem.cli.commands.compiling import CompileOptions
 
 Command = Callable[[argparse.Namespace], int | None]
 
 
 def main() -> None:
-    """The command line, as `sys.argv` has it; always ends with SystemExit."""
+    """Run the command line in `sys.argv`; always raises SystemExit."""
     prepare_streams()
     arguments = _parser().parse_args()
     with exit_codes(), unwinding():
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--learn", action="store_true", help="plan again with the times of these runs, and keep the plan")
     run.add_argument("--seed", type=int, default=0, help="seed of the inputs not given")
     run.add_argument("--trace", type=Path, metavar="trace.json", help="where to write layers and loads over time")
-    run.add_argument("--check-weights", action="store_true", help="compare weights with their digests as they come in")
+    run.add_argument("--check-weights", action="store_true", help="compare weights with their checksums when read")
     bundle(add("check", _check, "Read all of a bundle, weights too, and say whether it is what was written."))
     replan = add("replan", _replan, "Plan a bundle again for another budget.", json=False)
     bundle(replan)

@@ -1,4 +1,4 @@
-"""Kernel launches of a program, as plain data."""
+"""Kernel launches of a program, as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmem.base.types import OperatorClass
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One kernel argument: a tensor, a slice, a constant (byte `offset` in the constants region), or a number."""
+    """One kernel argument: a tensor, a slice, a constant (its byte offset among the constants), or a number."""
 
     kind: Literal["tensor", "slice", "constant", "int", "float"]
     value: str | int | float
@@ -20,13 +20,13 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """What a kernel does, beyond its arithmetic and its bytes: what a measured predictor tells kernels apart by.
+    """The shape of a kernel's work: the features with which a trained predictor distinguishes kernels.
 
-    `rows` x `columns` elements are written, each from `depth` elements (1 where nothing is summed). Source elements lie in
-    runs of `run` neighbours; after a run, or between elements if it is 1, the address jumps by `stride` elements. A load
-    takes `vector` elements. Each written element passes `simple_ops` elementwise operators and `special_ops` transcendental
-    ones. Of a contraction's variant: `tile_rows` x `tile_columns` elements of a work-item (0: not said), `stage` steps of depth
-    in local memory at a time, `split` parts of the depth.
+    A kernel writes `rows` x `columns` elements, each from `depth` elements (1 where nothing is summed). Source elements are in
+    runs of `run` neighbours. After a run, or between elements if it is 1, the address advances by `stride` elements. A load has
+    `vector` elements. Each written element passes `simple_ops` elementwise operators and `special_ops` transcendental ones. Of
+    a contraction's config: `tile_rows` x `tile_columns` elements of a work-item (0: unknown), `stage` steps of depth in local
+    memory at a time, `split` parts of the depth.
     """
 
     family: str = ""  # the template: matmul, conv, elementwise ...
@@ -46,10 +46,11 @@ class KernelShape:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Layer ℓ: one kernel launch. `macs` and `bytes` (activations read and written) describe its cost to the planner.
+    """One kernel launch: a layer of the program. `macs` and `bytes` (activations read and written) are its cost for the
+    planner.
 
-    With transfer mode `interleave` the kernel named `kernel` in the *lane* source takes, after `args`, the stream lane's
-    arguments (see kernels/templates/lane.cl.j2).
+    In transfer mode `interleave` the kernel of the same name in the *lane* source has the stream lane's arguments after `args`
+    (see kernels/templates/lane.cl.j2).
     """
 
     name: str
@@ -58,7 +59,7 @@ class Launch:
     local_size: tuple[int, ...] | None
     args: tuple[Arg, ...]
     operator_class: OperatorClass
-    operators: tuple[str, ...]  # the ONNX nodes fused into it, for plans a person reads
+    operators: tuple[str, ...]  # the fused ONNX nodes, for readable plans
     macs: int
     bytes: int
     shape: KernelShape = KernelShape()
@@ -66,8 +67,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """How launches were ordered: the most bytes of activations alive at once in the order of the model and in the one taken,
-    and a bound that no order is below. Each fused group counts as one launch.
+    """The result of ordering the launches: peak bytes of live activations in the model's order and in the chosen one.
+
+    `bound_bytes` is a lower bound over all orders. Each fused group counts as one launch.
     """
 
     given_bytes: int
@@ -77,13 +79,15 @@ class LaunchOrder:
 
     @property
     def gap(self) -> float:
-        """By what part the peak may be above the best one."""
+        """The largest possible excess of the peak over the best order's, as a fraction."""
         return self.peak_bytes / self.bound_bytes - 1 if self.bound_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Slices of one weight, side by side in `weights.bin`, none of them an image: one buffer, for a launch that reads all."""
+    """Adjacent slices of one weight in `weights.bin`, none of them an image, joined to one buffer for a launch that reads
+    all.
+    """
 
     name: str
     parts: tuple[str, ...]
@@ -91,11 +95,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class SteadyLaunch:
-    """What later runs play instead of layers `first` to `last`: another kernel, one launch instead of several, or both.
+    """A launch that later runs use instead of layers `first` to `last`: another kernel, one launch for several, or both.
 
-    It reads what they read and writes what they write. One that stands for several layers takes the place of the last, and
-    needs all its slices to be there before the first: they must be resident. `launch` may name one of `Program.joined` where
-    others name a slice.
+    It reads and writes what those layers do. A launch for several layers runs in place of the last one. Before the first of
+    them, all its slices must be resident. `launch` may name an entry of `Program.joined` as a slice.
     """
 
     first: int
@@ -104,7 +107,7 @@ class SteadyLaunch:
 
 
 def first_and_last(launches: Iterable[Launch], kind: Literal["tensor", "slice"]) -> dict[str, tuple[int, int]]:
-    """The first and the last layer, from 1, that has each tensor, or slice, among its arguments."""
+    """The first and the last layer, counted from 1, with each tensor or slice among its arguments."""
     found: dict[str, tuple[int, int]] = {}
     for layer, launch in enumerate(launches, start=1):
         for arg in launch.args:

@@ -1,8 +1,8 @@
-"""The program: what the device executes, as plain data.
+"""The device program: everything that a device executes, as data.
 
-`codegen` writes it, the bundle stores it, the runtime plays it; numpy and OpenCL have no part in it. Offsets and sizes are
-bytes unless a name says otherwise. A *layer* is one kernel launch (a fused group of operators makes one,
-or one for each slice of its weight); layers are numbered 1..N in execution order, as in the plan (`flashmem.schedule.plan`).
+The compiler writes it, the bundle stores it, the runtime executes it. This package needs neither numpy nor OpenCL. Offsets and
+sizes are bytes unless a name says otherwise. A *layer* is one kernel launch: a fused group of operators is one layer, or one
+for each slice of its weight. Layers are numbered 1..N in execution order, as in the plan (`flashmem.schedule.plan`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath
 from flashmem.program.launches import Arg, Joined, KernelShape, Launch, LaunchOrder, SteadyLaunch, first_and_last
-from flashmem.program.tensors import Port, RowGather, Slice, Tensor, array_bytes, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, Tensor, array_bytes, panel_bytes
 
 
 @dataclass(frozen=True)
 class Program:
-    """Everything the runtime needs to execute, save the weights and the plan."""
+    """The device program, without the weights and the plan."""
 
     memory_path: MemoryPath
     precision: Literal["fp32", "fp16"]
@@ -27,18 +27,18 @@ class Program:
     tensors: tuple[Tensor, ...]
     slices: tuple[Slice, ...]
     launches: tuple[Launch, ...]
-    row_gathers: tuple[RowGather, ...]
+    host_embeddings: tuple[HostEmbeddingLookup, ...]
     arena_bytes: int
     constants_offset: int  # in weights.bin, page aligned
     constants_bytes: int
     weights_bytes: int  # size of weights.bin
-    hands_over: bool = False  # the arena is host memory, and outputs stored as the user gets them become arrays where they lie
-    status: str | None = None  # the int32 tensor in which a kernel leaves its layer's number when it read a bad index
+    hands_over: bool = False  # the arena is host memory, and outputs of the right dtype are returned as views of it
+    status: str | None = None  # the int32 tensor in which a kernel stores its layer's number after reading a bad index
     build_options: tuple[str, ...] = ()
     order: LaunchOrder | None = None
-    live_bytes: int = 0  # most bytes of activations that are needed at once; `arena_bytes` holds them
-    page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped on its own
-    steady: tuple[SteadyLaunch, ...] = ()  # ascending, no two of the same layer
+    live_bytes: int = 0  # the most bytes of activations alive at once, at most `arena_bytes`
+    page_bytes: int = DEFAULT_PAGE  # slices start at multiples of it, so that each can be mapped and dropped alone
+    steady: tuple[SteadyLaunch, ...] = ()  # ascending; each layer in at most one
     joined: tuple[Joined, ...] = ()
 
     def uses(self) -> dict[str, tuple[int, int]]:
@@ -46,7 +46,7 @@ class Program:
         return first_and_last(self.launches, "slice")
 
     def readable(self) -> dict[str, Slice]:
-        """What launches may name as a slice: `slices`, and what is joined of them."""
+        """The slices that launches may name: `slices`, and the entries of `joined`."""
         found = {part.name: part for part in self.slices}
         for joined in self.joined:
             parts = [found[name] for name in joined.parts]
@@ -55,7 +55,7 @@ class Program:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The program as plain data, for the bundle."""
+        """The program as JSON data, for the bundle."""
         return asdict(self)
 
     @classmethod
@@ -68,7 +68,7 @@ class Program:
         made: dict[int, Any] = {}
 
         def shared(kind: type, row: dict[str, Any]) -> Any:
-            """One object for one row: `parsed` gives equal ones once."""
+            """One object for equal rows, which `parsed` returns as one object."""
             if id(row) not in made:
                 made[id(row)] = kind(**row)
             return made[id(row)]
@@ -86,7 +86,7 @@ class Program:
                 "tensors": each(Tensor, data["tensors"]),
                 "slices": each(Slice, data["slices"]),
                 "launches": each(Launch, [launch(row) for row in data["launches"]]),
-                "row_gathers": each(RowGather, data["row_gathers"]),
+                "host_embeddings": each(HostEmbeddingLookup, data["host_embeddings"]),
                 "build_options": tuple(data["build_options"]),
                 "order": LaunchOrder(**data["order"]) if data.get("order") else None,
                 "steady": each(SteadyLaunch, steady),
@@ -96,22 +96,22 @@ class Program:
 
 
 def fixed_bytes(program: Program) -> int:
-    """What a session holds whatever the plan: activations, constants, arrays that outputs are copied to, and host scratch."""
+    """Bytes that a session needs under any plan: activations, constants, arrays of copied outputs, and host scratch."""
     return program.arena_bytes + program.constants_bytes + output_bytes(program) + scratch_bytes(program)
 
 
 def raw_bytes(program: Program) -> int:
-    """What of the weight file is elements of the model's weights; the rest pads rows of images, panels, and slices to pages.
+    """Bytes of the weight file that are elements of the model's weights. The rest is padding of image rows, panels and pages.
 
-    Resident constants count as they lie.
+    Resident constants count with their stored size.
     """
-    tables = [gather for gather in program.row_gathers if gather.panel == 1]  # the others lie in a weight's panels
+    tables = [lookup for lookup in program.host_embeddings if lookup.panel == 1]  # the others are part of a weight's panels
     rows = {(table.offset, table.rows * table.row_stride) for table in tables}
     return program.constants_bytes + sum(part.raw for part in program.slices) + sum(nbytes for _, nbytes in rows)
 
 
 def copied_outputs(program: Program) -> tuple[Port, ...]:
-    """The outputs that a run copies, each to an array of its own: all that do not become arrays where they lie."""
+    """The outputs that a run copies, each to a new array. The others are returned as views of the arena."""
     stored = {tensor.name: tensor.dtype for tensor in program.tensors}
     return tuple(
         port
@@ -121,15 +121,15 @@ def copied_outputs(program: Program) -> tuple[Port, ...]:
 
 
 def output_bytes(program: Program) -> int:
-    """The arrays that outputs are copied to."""
+    """Bytes of the arrays that outputs are copied to."""
     return sum(array_bytes(port) for port in copied_outputs(program))
 
 
 def scratch_bytes(program: Program) -> int:
-    """The largest host array a run needs beside the user's: an input or output in another dtype, or gathered table rows."""
+    """Bytes of the largest temporary host array of a run: an input or output in another dtype, or looked-up table rows."""
     tensors = {tensor.name: tensor for tensor in program.tensors}
     sizes = {tensor.name: ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) for tensor in program.tensors}
     ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != tensors[port.tensor].dtype]
     converted = [ITEMSIZE[tensors[str(port.tensor)].dtype] * math.prod(port.shape) for port in ports]
-    gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.row_gathers]
+    gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.host_embeddings]
     return max(converted + gathered, default=0)

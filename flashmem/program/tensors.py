@@ -1,4 +1,4 @@
-"""What a program's launches read and write: activations, weight slices, inputs and outputs, embedding tables.
+"""Tensors and weights of a device program: activations, weight slices, ports (inputs and outputs), embedding tables.
 
 Offsets and sizes are bytes unless a name says otherwise.
 """
@@ -14,8 +14,8 @@ from flashmem.base.types import ITEMSIZE, Channel, DType, StoredType, TableType
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An activation in the arena: `dtype` is what it is stored in. `nbytes` includes the slack that lets a vector load run past
-    the last element.
+    """An activation in the arena, stored as `dtype`. `nbytes` includes the slack that lets a vector load run past the last
+    element.
     """
 
     name: str
@@ -27,13 +27,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of one weight that is one texture (or one buffer): the unit the plan streams.
+    """A slice of one weight, stored as one texture or one buffer: the unit that a plan streams.
 
-    `offset`, `nbytes`: its place in `weights.bin`, `offset` a multiple of the program's
-    `page_bytes`. For the memory path `texture`
-    it is an image of `height` rows of `width` RGBA texels of `channel` type, each row padded in the file to `row_pitch`
-    bytes; `width == 0` marks a plain buffer on either path. `raw` of its bytes are the weight's own elements, the rest is
-    padding.
+    `offset` and `nbytes` are its range in `weights.bin`; `offset` is a multiple of the program's `page_bytes`. On the memory
+    path `texture` it is an image of `height` rows of `width` RGBA texels of `channel` type. In the file each row is padded to
+    `row_pitch` bytes. `width == 0` marks a plain buffer on either path. The first `raw` bytes are the weight's elements, the
+    rest is padding.
     """
 
     name: str
@@ -48,22 +47,22 @@ class Slice:
 
     @property
     def is_image(self) -> bool:
-        """Whether it is a texture on the memory path `texture`."""
+        """Whether it is a texture rather than a buffer."""
         return self.width > 0
 
     @property
     def file_bytes(self) -> int:
-        """Bytes in the weight file, the padding of an image's rows included."""
+        """Bytes in the weight file, including the padding of an image's rows."""
         return self.row_pitch * self.height if self.is_image else self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output of the model, as the user sees it: ONNX name, shape and dtype; `tensor` is its device twin.
+    """An input or output of the model with its ONNX name, shape and dtype; `tensor` is the device tensor that holds it.
 
-    `tensor` is None for an input that no kernel reads (it only selects table rows on the host, see `RowGather`), and for an
-    output without elements. `ready` is the layer after which an output is read, since its place in the arena may be another
-    tensor's from then on; None: after the last.
+    `tensor` is None for an input that only selects table rows on the host (see `HostEmbeddingLookup`), and for an output
+    without elements. `ready` is the layer after which an output must be read, because another tensor overwrites its memory
+    later; None: read it after the last layer.
     """
 
     name: str
@@ -74,14 +73,14 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class RowGather:
-    """Rows of a table picked on the host by the input `indices`: only the rows asked for are ever read.
+class HostEmbeddingLookup:
+    """An embedding lookup on the host: rows of a table, selected by the input `indices`. Only the selected rows are read.
 
-    The table lies in `weights.bin` at `offset`. `rows` x `columns` elements of `dtype`. Element (r, c) is at
-    r * row_stride + c * column_stride bytes if `panel` is 1; a table shared with a matmul is packed in panels of `panel`
-    rows, where it is at (r // panel) * row_stride + (r % panel) * itemsize + c * column_stride. Of 4 bits two elements share a
-    byte, low nibble first, each row starts on a byte, and `column_stride` is 0. The tensor's elements are float32 or
-    float16 or, of integers, int8 or uint8.
+    The table has `rows` x `columns` elements of `dtype`, from `offset` in `weights.bin` on. If `panel` is 1, element (r, c) is
+    at r * row_stride + c * column_stride bytes. A table that a matmul reads too is packed in panels of `panel` rows: the
+    element is at (r // panel) * row_stride + (r % panel) * itemsize + c * column_stride. Two 4-bit elements share a byte, low
+    nibble first; each row then starts on a byte, and `column_stride` is 0. The device tensor is float32 or float16, or int8 or
+    uint8 for a table of integers.
     """
 
     indices: str
@@ -96,10 +95,10 @@ class RowGather:
 
 
 def port_dtype(port: Port) -> DType:
-    """The element type that a port is computed in on the device. Its tensor says what it is stored in.
+    """The element type in which the device computes with a port. The type in memory is the `dtype` of its tensor.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the port has an unknown dtype.
     """
     if port.dtype in _FLOATS:
         return "float32"
@@ -110,18 +109,18 @@ def port_dtype(port: Port) -> DType:
     raise ValueError(f"port {port.name!r} has the unknown dtype {port.dtype!r}")
 
 
-def panel_bytes(gather: RowGather) -> int:
-    """Bytes from the first element of a panel of rows to the end of its last one: what is read at once."""
-    if gather.dtype.endswith("int4"):
-        return -(-gather.columns // 2)
-    itemsize = {"float32": 4, "float16": 2}.get(gather.dtype, 1)
-    return (gather.columns - 1) * gather.column_stride + gather.panel * itemsize
+def panel_bytes(lookup: HostEmbeddingLookup) -> int:
+    """Bytes from the first element of a panel of rows to the end of its last one, the unit of a read."""
+    if lookup.dtype.endswith("int4"):
+        return -(-lookup.columns // 2)
+    itemsize = {"float32": 4, "float16": 2}.get(lookup.dtype, 1)
+    return (lookup.columns - 1) * lookup.column_stride + lookup.panel * itemsize
 
 
 def array_bytes(port: Port) -> int:
-    """The array of a port, in its own type."""
+    """Bytes of a port's array on the host, in the port's own dtype."""
     return math.prod(port.shape) * _FLOATS.get(port.dtype, ITEMSIZE[port_dtype(port)])
 
 
 _FLOATS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of one element of a model's floating point types."""
+"""Bytes of one element of a floating point port on the host."""

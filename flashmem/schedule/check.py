@@ -228,12 +228,15 @@ def _check_layout(
     for w in weights:
         if (w.name in layout.offsets) == (w.name in layout.slot_of):
             raise PlanViolation("layout", f"{mode}: slice {w.name} must be in the pool or in a texture slot")
-        if mode == "interleave" and w.name not in layout.staging:
-            raise PlanViolation("layout", f"{mode}: slice {w.name} has no place in staging")
+    _check_staging(mode, layout, [w for w in weights if mode == "interleave" and not w.preload])
     piece = layout.piece_bytes
-    passing = {w.name: passing_bytes(dims[w.name], piece) if w.name in dims else min(w.nbytes, piece) for w in weights}
-    if mode == "dma" and layout.staging_bytes < max(passing.values(), default=0):
-        raise PlanViolation("layout", "dma: a piece of the largest slice does not fit the staging ring")
+    passing = [
+        passing_bytes(dims[w.name], piece) if w.name in dims else min(w.nbytes, piece)
+        for w in weights
+        if mode == "dma" or (mode == "interleave" and (w.preload or layout.staging_slots))
+    ]
+    if layout.ring_bytes < layout.threads * max(passing, default=0):
+        raise PlanViolation("layout", f"{mode}: pieces of the largest slice do not fit the ring")
 
     pool = [_Placed(w.name, layout.offsets[w.name], layout.offsets[w.name] + w.nbytes, *lives(w))
             for w in weights if w.name in layout.offsets]  # fmt: skip
@@ -241,21 +244,27 @@ def _check_layout(
 
     _check_slots(mode, layout, [(w, *lives(w)) for w in weights if w.name in layout.slot_of], dims)
 
-    if layout.staging:
-        # W passes through one place, its entrance, which is taken all the time.
-        staged = [_Placed(w.name, layout.staging[w.name], layout.staging[w.name] + w.nbytes, w.read_layer, w.moves[-1][0])
-                  for w in weights if not w.preload]  # fmt: skip
-        preloaded = [w for w in weights if w.preload]
-        if layout.ring_bytes:
-            if layout.ring_bytes < layout.threads * max(passing.values(), default=0):
-                raise PlanViolation("layout", f"{mode}: pieces of the largest slice do not fit the ring")
-        elif preloaded:
-            start = min(layout.staging[w.name] for w in preloaded)
-            end = max(layout.staging[w.name] for w in preloaded) + layout.threads * layout.entrance_bytes
-            if layout.entrance_bytes < max(passing[w.name] for w in preloaded):
-                raise PlanViolation("layout", f"{mode}: a piece of a slice of W does not fit its entrance")
-            staged.append(_Placed("of W", start, end, 0, layers))
+
+def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight]) -> None:
+    """Each streamed slice has a place in the one buffer, or a slot, for itself from its read gate to its last move."""
+    for w in streamed:
+        places, other = layout.staging, layout.staging_slot_of
+        if layout.staging_slots:
+            places, other = other, places
+        if w.name not in places or w.name in other:
+            raise PlanViolation("layout", f"{mode}: slice {w.name} has no place in staging")
+    if not layout.staging_slots:
+        places = layout.staging
+        staged = [_Placed(w.name, places[w.name], places[w.name] + w.nbytes, w.read_layer, w.moves[-1][0]) for w in streamed]
         _check_disjoint(f"{mode} staging", staged, layout.staging_bytes)
+        return
+    turns: dict[int, list[tuple[int, int, str]]] = {}
+    for w in streamed:
+        number = layout.staging_slot_of[w.name]
+        if not 0 <= number < len(layout.staging_slots) or layout.staging_slots[number] < w.nbytes:
+            raise PlanViolation("layout", f"{mode}: slice {w.name} does not fit its staging slot")
+        turns.setdefault(number, []).append((w.read_layer, w.moves[-1][0], w.name))
+    _check_turns(mode, turns, "staging")
 
 
 def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, int, int]], dims: dict[str, Slice]) -> None:
@@ -269,11 +278,16 @@ def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, 
         slot, part = layout.slots[number], dims.get(w.name)
         if part and (part.width > slot.width or part.height > slot.height or part.channel != slot.channel):
             raise PlanViolation("layout", f"{mode}: slice {w.name} does not fit its texture slot")
+    _check_turns(mode, turns, "texture")
+
+
+def _check_turns(mode: str, turns: dict[int, list[tuple[int, int, str]]], what: str) -> None:
+    """No two slices, each with its first and last layer, are in one slot at once."""
     for taken in turns.values():
         taken.sort()
         for (_, last, name), (first, _, other) in pairwise(taken):
             if first <= last:
-                raise PlanViolation("layout", f"{mode}: slices {name} and {other} share a texture slot at layer {first}")
+                raise PlanViolation("layout", f"{mode}: slices {name} and {other} share a {what} slot at layer {first}")
 
 
 def _check_disjoint(where: str, places: Iterable[_Placed], size: int) -> None:

@@ -1,7 +1,6 @@
-"""What a run does when: its loads and their gates, what is let go after which layer, and what is held meanwhile.
+"""The schedule of a run: its loads and what each waits for, which slices are freed after which layer, and the bytes held.
 
-Pure functions of a plan and the slices of a program: no OpenCL. Sessions, the runtime of several models and the simulator take
-the same ones.
+Pure functions of a plan and the slices of a program, without OpenCL. Sessions, runtimes and the simulator share them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from flashmem.schedule.residency import free_from
 from flashmem.target.descriptor import Rates
 
 WORD = 16
-"""Bytes of one unit of a stream lane that moves plain buffers; device places of slices are whole words."""
+"""Bytes of the unit that a stream lane copies between buffers. Slices start at multiples of it in device memory."""
 
 
 def whole_words(nbytes: int) -> int:
@@ -29,55 +28,56 @@ def whole_words(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Band:
-    """A part of a slice that one thread brings in: `nbytes` bytes from its byte `first` on."""
+class Segment:
+    """A part of a slice that one thread loads: `nbytes` bytes from byte `first` of the slice on."""
 
     first: int
     nbytes: int
 
 
-def bands(part: Slice, mode: TransferMode) -> tuple[Band, ...]:
-    """The slice as threads share it, each what passes through staging at once: an image in whole rows; where pages are mapped,
-    whole pages. The disk then has a little of a large slice announced, not all, and a band is one copy: copies cost a driver
-    more than their bytes do.
+def segments(part: Slice, mode: TransferMode) -> tuple[Segment, ...]:
+    """The segments of a slice, each small enough to pass through staging at once.
+
+    They are whole rows of an image, or whole pages in mode `map`. Small segments keep the readahead of the disk short. One
+    segment is one copy, because copies cost a driver more than their bytes do.
     """
     unit = part.row_pitch if part.is_image and mode != "map" else page_size()
     units = -(-part.file_bytes // unit)
     passing = passing_bytes(part)
     count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
     ends = [min(units * i // count * unit, part.file_bytes) for i in range(count + 1)]
-    return tuple(Band(first, end - first) for first, end in pairwise(ends))
+    return tuple(Segment(first, end - first) for first, end in pairwise(ends))
 
 
-def whole(part: Slice) -> Band:
-    """All of a slice."""
-    return Band(0, part.file_bytes)
+def whole(part: Slice) -> Segment:
+    """One segment with all of a slice."""
+    return Segment(0, part.file_bytes)
 
 
 @dataclass(frozen=True)
 class Load:
-    """A band of a slice to bring in: `gate` is the layer that must be done first (0: none), `preload` whether it is of W."""
+    """A segment to load. `gate` is the layer that must be done first (0: none), `preload` whether the slice is in W."""
 
     part: Slice
-    band: Band
+    segment: Segment
     gate: int = 0
     preload: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
-        """Offset and bytes in the weight file."""
-        return self.part.offset + self.band.first, self.band.nbytes
+        """Offset and size of the segment in the weight file, in bytes."""
+        return self.part.offset + self.segment.first, self.segment.nbytes
 
 
 Step = Literal["read", "gate", "copy"]
-"""What a load spends its time on: reading, waiting for its gate, copying to the device."""
+"""The steps of a load: read from disk, wait for the gate, copy to the device."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Something that took from `start` to `end`, in seconds of `time.perf_counter()`.
+class TimedInterval:
+    """The time interval of a load or a layer, in seconds of `time.perf_counter()`.
 
-    Of a load: `thread` made it, in `steps`, one after the other, each with when it ended.
+    For a load, `thread` is the loader thread, and `steps` are its consecutive steps, each with its end time.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Span:
 
 
 LOOKED_AT = 64
-"""Loads among which loader threads look for one with an open gate."""
+"""Loads at the head of the queue among which a loader thread searches for one with an open gate."""
 
 
 def planned_loads(
@@ -98,11 +98,11 @@ def planned_loads(
     mode: TransferMode,
     *,
     preload: bool,
-    banded: bool = True,
+    segmented: bool = True,
 ) -> tuple[Load, ...]:
-    """The loads of a run in the order of what waits for them, W among them (as from layer 1 on) if `preload`.
+    """The loads of a run, sorted by the first layer that needs each; with `preload` also those of W, as if for layer 1.
 
-    In bands, as slices are loaded in `mode`, or each as a whole.
+    With `segmented`, each slice is divided into the segments of `mode`.
     """
     free = free_from(plan, slices, layout, mode)
 
@@ -113,26 +113,26 @@ def planned_loads(
     loads: list[Load] = []
     for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
         part, gate = slices[w.name], free.get(w.name, 0)
-        loads += [Load(part, band, gate, w.preload) for band in (bands(part, mode) if banded else (whole(part),))]
+        loads += [Load(part, segment, gate, w.preload) for segment in (segments(part, mode) if segmented else (whole(part),))]
     return tuple(loads)
 
 
 def read_while_opening(loads: Sequence[Load], program: Program, rates: Rates) -> tuple[Load, ...]:
-    """The first loads behind no gate, as many as the disk brings in while a session opens.
+    """The first loads without a gate, as many as the disk reads while a session opens.
 
-    A longer queue before the disk would only hold up what nobody could announce: table rows, and whatever opening reads.
+    A longer queue would delay reads that cannot be announced: table rows, and those of the opening itself.
     """
     first = tuple(takewhile(lambda load: load.gate == 0, loads))
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
-    read = accumulate(load.band.nbytes for load in first)
+    read = accumulate(load.segment.nbytes for load in first)
     return tuple(load for load, nbytes in zip(first, read, strict=True) if nbytes <= opening * rates.disk_bandwidth)
 
 
 def planned_frees(
     plan: OverlapPlan, slices: Mapping[str, Slice], kept: Collection[str] | None = None
 ) -> dict[int, tuple[Slice, ...]]:
-    """The slices that are let go when a layer is done: all but those `kept`, by default W and what is to keep."""
+    """By layer, the slices that are freed when it is done: all but those `kept`, by default `staying(plan)`."""
     kept = staying(plan) if kept is None else kept
     frees: dict[int, tuple[Slice, ...]] = {}
     for w in plan.weights:
@@ -142,15 +142,16 @@ def planned_frees(
 
 
 def staying(plan: OverlapPlan) -> frozenset[str]:
-    """What the plan has stay for later runs."""
+    """The names of the slices that stay resident for later runs under the plan: those in W, and those with `keep`."""
     return frozenset(w.name for w in plan.weights if w.preload or w.keep)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one run loads, in this order, and lets go; which slices are resident when it is over.
+    """The schedule of one run: its loads in order, its frees by layer, and the slices that are resident at its end.
 
-    `held`: bytes of slices from when layer l is done until the next one is, l = 0 to N, where pages are what is held (`map`).
+    `held[l]` is the bytes of resident slices after layer l and before the next one is done, l = 0 to N, in pages as in mode
+    `map`.
     """
 
     loads: tuple[Load, ...]
@@ -159,11 +160,11 @@ class Schedule:
     held: tuple[int, ...]
 
     def peak(self, done: int = 0) -> int:
-        """The most that is held from when layer `done` is done."""
+        """The largest `held` from the end of layer `done` on, in bytes."""
         return max(self.held[done:], default=0)
 
     def peaks(self) -> tuple[int, ...]:
-        """`peak` of every layer."""
+        """`peak` for every layer."""
         return tuple(accumulate(reversed(self.held), max))[::-1]
 
 
@@ -176,16 +177,16 @@ def scheduled(
     resident: Collection[str] = (),
     kept: Collection[str] | None = None,
     done: int = 0,
-    banded: bool = True,
+    segmented: bool = True,
 ) -> Schedule:
-    """A run of `plan` that finds the slices `resident`, goes on behind layer `done`, and leaves `kept`.
+    """The schedule of a run that starts with the slices `resident`, continues after layer `done`, and leaves `kept` resident.
 
-    By default W and what is to keep stay. `layout`, `mode` and `banded` as for `planned_loads`.
+    `kept` is `staying(plan)` by default. `layout`, `mode` and `segmented` are those of `planned_loads`.
     """
     kept = staying(plan) if kept is None else kept
     played = plan.later() if all(w.name in resident for w in plan.weights if w.keep) else plan
     wanted = {w.name for w in plan.weights if w.name not in resident and w.last_use > done}
-    planned = planned_loads(played, slices, layout, mode, preload=True, banded=banded)
+    planned = planned_loads(played, slices, layout, mode, preload=True, segmented=segmented)
     loads = tuple(load for load in planned if load.part.name in wanted)
     there = frozenset(w.name for w in plan.weights if w.name in wanted or w.name in resident)
     frees = {
@@ -203,14 +204,14 @@ def scheduled(
 
 
 def pages(part: Slice) -> int:
-    """Bytes of the pages that a slice is mapped in."""
+    """Bytes of the pages that hold a slice in mode `map`."""
     return whole_pages(part.file_bytes)
 
 
 def kept_within(plan: OverlapPlan, slices: Mapping[str, Slice], resident: Collection[str], nbytes: float) -> frozenset[str]:
-    """The slices that stay behind when a run is over, in `nbytes`: what is resident already, then in the order of their use.
+    """The slices to keep resident after a run within `nbytes` bytes: those resident now first, then in the order of first use.
 
-    The first ones are what the next run would wait for; what comes later can be read meanwhile.
+    The next run would wait for the first slices it uses; later ones can be read while it computes.
     """
     kept, left = set[str](), nbytes
     for w in sorted(plan.weights, key=lambda w: (w.name not in resident, w.first_use)):

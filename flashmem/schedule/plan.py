@@ -107,15 +107,16 @@ class TextureSlot:
 
 
 PASSING_BYTES = 4 << 20
-"""Bytes of a slice that wait in staging at once on their way to where kernels read them: large reads keep a disk busy."""
+"""Bytes of a slice that pass through the host's memory at once on their way to where kernels read them: large reads keep a disk
+busy."""
 
 
 LOADER_THREADS = 2
-"""Threads that load weights, unless a device wants more; layouts give each a part of staging."""
+"""Threads that load weights, unless a device wants more; layouts give each a part of the ring."""
 
 
 def passing_bytes(part: Slice, piece: int = PASSING_BYTES) -> int:
-    """Bytes of staging that `part` passes through: all of it, or pieces of `piece` bytes, of an image a row at least."""
+    """Bytes of the ring that `part` passes through: all of it, or pieces of `piece` bytes, of an image a row at least."""
     return min(part.file_bytes, max(piece, part.row_pitch))
 
 
@@ -125,13 +126,14 @@ class PoolLayout:
 
     `offsets`: slices placed in the one pool buffer of `pool_bytes` (buffer path; texture views in mode `alias`).
     `slots` and `slot_of`: textures, for modes that move into them (`dma`, `interleave` on the texture path).
-    `staging`: place of each slice in the staging buffer of `staging_bytes` (`interleave`); in mode `dma` staging is a ring
-    of equal parts, one for each loader thread, and `staging` is empty. What is larger than `piece_bytes` passes through a
-    part in pieces, as W does through its place in `interleave`. In mode `map` nothing is allocated: `mapped_peak_bytes` is the
-    most that is resident at once. `resident_bytes` of all this are the places of W; M_peak limits the rest.
-    `entrance_bytes`: what each thread has of the place in staging that W passes through (`interleave`). Where host and device
-    do not share memory, staging is the device's, there is no entrance, and all loads pass through `ring_bytes` of the host's,
-    equal parts for the loader threads. `threads`: their number.
+    Staging is where streamed slices wait to be moved home (`interleave`). Where host and device share memory it is one buffer
+    of `staging_bytes`, in which `staging` has the offset of each slice, and loads are read to there. Elsewhere it is a buffer
+    of so many bytes for each of `staging_slots`, and `staging_slot_of` names the one in which each slice takes a turn.
+    `ring_bytes`: memory of the host, in equal parts for the loader threads, through which loads pass in pieces of `piece_bytes`
+    at the most, or rows of an image: all of `dma`; in `interleave` those of W, and all where there are staging slots.
+    `threads`: the number of loader threads.
+    In mode `map` nothing is allocated: `mapped_peak_bytes` is the most that is resident at once. `resident_bytes` of all this
+    are the places of W; M_peak limits the rest.
     """
 
     pool_bytes: int = 0
@@ -140,18 +142,28 @@ class PoolLayout:
     slot_of: dict[str, int] = field(default_factory=dict)
     staging_bytes: int = 0
     staging: dict[str, int] = field(default_factory=dict)
+    staging_slots: tuple[int, ...] = ()
+    staging_slot_of: dict[str, int] = field(default_factory=dict)
     mapped_peak_bytes: int = 0
     piece_bytes: int = PASSING_BYTES
     resident_bytes: int = 0
-    entrance_bytes: int = 0
     ring_bytes: int = 0
     threads: int = LOADER_THREADS
 
     @property
+    def home_bytes(self) -> int:
+        """Bytes of the pool and of textures."""
+        return self.pool_bytes + sum(slot.nbytes for slot in self.slots)
+
+    @property
+    def all_staging_bytes(self) -> int:
+        """Bytes of staging, whichever kind it is."""
+        return self.staging_bytes + sum(self.staging_slots)
+
+    @property
     def total_bytes(self) -> int:
         """Everything the layout takes, in bytes."""
-        staging = self.staging_bytes + self.ring_bytes
-        return self.pool_bytes + sum(slot.nbytes for slot in self.slots) + staging + self.mapped_peak_bytes
+        return self.home_bytes + self.all_staging_bytes + self.ring_bytes + self.mapped_peak_bytes
 
     @property
     def in_flight_bytes(self) -> int:
@@ -260,7 +272,13 @@ class OverlapPlan:
             for row in data["weights"]
         )
         layouts = {
-            mode: PoolLayout(**{**row, "slots": tuple(TextureSlot(**slot) for slot in row["slots"])})
+            mode: PoolLayout(
+                **{
+                    **row,
+                    "slots": tuple(TextureSlot(**slot) for slot in row["slots"]),
+                    "staging_slots": tuple(row["staging_slots"]),
+                }
+            )
             for mode, row in data["layouts"].items()
         }
         return cls(

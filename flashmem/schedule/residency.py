@@ -1,4 +1,4 @@
-"""Where slices live in a session: the plan's layout for streaming, or everything resident for `--strategy preload`."""
+"""The memory layout of slices in a session: the plan's layout for streaming, or all resident for `--strategy preload`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 from flashmem.schedule.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.schedule.plan import Strategy as PlannedStrategy
+from flashmem.schedule.staging_slots import staging_slots
 
 Strategy = PlannedStrategy | Literal["preload"]
 
 
 def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, shares_memory: bool) -> PoolLayout:
-    """The layout that the plan has for `mode`, on a device that shares the host's memory or does not.
+    """The plan's layout for `mode`, adapted to a device that does not share the host's memory.
+
+    Such a device gets staging slots instead of places in one buffer, which it cannot use. Any device can use slots.
 
     Raises:
         UserError: the bundle was not compiled for that mode.
@@ -28,33 +31,37 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
     layout = plan.layouts[mode]
-    if mode == "interleave" and not shares_memory and not layout.ring_bytes:  # planned for another kind of device
-        layout = replace(layout, ring_bytes=layout.threads * _largest_piece(program))
-    return layout
+    if shares_memory or not layout.staging:
+        return layout
+    slices = {part.name: part for part in program.slices}
+    slots, slot_of = staging_slots([(slices[w.name], w) for w in plan.weights])
+    ring = layout.threads * _largest_piece(program)
+    return replace(layout, staging_bytes=0, staging={}, staging_slots=slots, staging_slot_of=slot_of, ring_bytes=ring)
 
 
 def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout, mode: TransferMode) -> dict[str, int]:
-    """By streamed weight, the layer that must be done before it may come in to its place in `layout`; 0: none.
+    """By streamed weight, the layer that must be done before the weight can be loaded into its place in `layout`; 0: none.
 
-    Its read gate g_w says from when the plan wants that place, which may be free before: memory is taken when a session
-    opens, so that a read which begins earlier holds no more of it. Not so in mode `map`, where memory is taken by reading, nor
-    for the strategies that ours is compared with, which are made of their gates.
+    The plan's read gate can be later than the place is free. Memory is allocated when a session opens, so an earlier read needs
+    no more of it. Exceptions are mode `map`, where reading allocates memory, and the baseline strategies, which keep their own
+    gates.
     """
     streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
     if mode == "map" or plan.strategy != "stream":
         return {w.name: w.read_layer - 1 for w in streamed}
     staging = mode == "interleave"
-    total = layout.staging_bytes if staging else layout.pool_bytes
-    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # the last layer that needs what is there
-    slots = [0] * len(layout.slots)
+    offsets, total = (layout.staging, layout.staging_bytes) if staging else (layout.offsets, layout.pool_bytes)
+    slot_of = layout.staging_slot_of if staging else layout.slot_of
+    pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # by page, the last layer that uses its content
+    slots = dict.fromkeys(slot_of.values(), 0)
     free: dict[str, int] = {}
     for w in streamed:
         last = w.last_mover if staging else w.last_use
-        if not staging and w.name in layout.slot_of:
-            slot = layout.slot_of[w.name]
+        if w.name in slot_of:
+            slot = slot_of[w.name]
             free[w.name], slots[slot] = slots[slot], last
             continue
-        start = (layout.staging if staging else layout.offsets)[w.name] // POOL_ALIGNMENT
+        start = offsets[w.name] // POOL_ALIGNMENT
         place = pages[start : start - (-slices[w.name].file_bytes // POOL_ALIGNMENT)]
         free[w.name] = int(place.max(initial=0))
         place[:] = last
@@ -64,8 +71,10 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
 def share_places(
     before: PoolLayout, after: PoolLayout, mode: TransferMode, *, slices: tuple[Collection[str], Collection[str]]
 ) -> bool:
-    """Whether the places of weights in `before` are those in `after`, each with the names of its program's `slices`: what is
-    resident in them may stay when a session goes on to another shape variant. In mode `map` places are pages of the file.
+    """Whether two layouts put weights in the same places, each layout with the names of its program's slices.
+
+    If so, resident slices stay valid when a session changes to another shape variant. In mode `map` the places are pages of the
+    file, which are always the same.
     """
     if mode == "map":
         return True
@@ -76,13 +85,13 @@ def share_places(
 
 
 def preloaded(plan: OverlapPlan) -> OverlapPlan:
-    """The same plan with every weight in W."""
+    """The same plan with all weights in W."""
     weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) for w in plan.weights)
     return replace(plan, weights=weights)
 
 
-def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
-    """A place of its own for every slice, and what loads pass through."""
+def preloaded_layout(program: Program, mode: TransferMode, threads: int) -> PoolLayout:
+    """A layout in which every slice has memory of its own, with the staging that loads of `mode` need."""
     unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
     if mode == "map":
@@ -103,17 +112,10 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shar
     layout = PoolLayout(
         pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident, threads=threads
     )
-    piece = _largest_piece(program)
-    if mode == "dma":
-        return replace(layout, staging_bytes=threads * piece)
-    if mode == "interleave" and not shares_memory:
-        return replace(layout, ring_bytes=threads * piece, staging=dict.fromkeys(sizes, 0))
-    if mode == "interleave":  # one entrance that slices pass through
-        return replace(layout, staging_bytes=threads * piece, staging=dict.fromkeys(sizes, 0), entrance_bytes=piece)
-    return layout
+    return layout if mode == "alias" else replace(layout, ring_bytes=threads * _largest_piece(program))
 
 
 def _largest_piece(program: Program) -> int:
-    """Bytes that pass through staging at a time of the largest slice: whole pages."""
+    """Bytes of the largest segment in the ring, in whole pages."""
     largest = max((passing_bytes(part) for part in program.slices), default=0)
     return -(-largest // POOL_ALIGNMENT) * POOL_ALIGNMENT

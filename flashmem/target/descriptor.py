@@ -1,8 +1,7 @@
-"""Device descriptor: what the compiler and the planner must know of a device, as data (devices/*.toml).
+"""Device descriptor: what the compiler and the planner know about a device, as data (devices/*.toml).
 
-A descriptor says which memory path and transfer modes a device can do, the tiles its kernels want, its limits, and its
-rates. `measured` says whether the rates were measured or taken from published figures, `measured_on` on which processor;
-`sources` says from where.
+It lists a device's memory paths and transfer modes, the configs of its kernels, its limits and its rates. `measured` says
+whether the rates were measured or are published figures, `measured_on` names the processor, and `sources` the source of each.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from flashmem.base.resources import names, read_text
 from flashmem.base.types import DEFAULT_PAGE, MemoryPath, TransferMode
 
 MOST_LOADER_THREADS = 64
-"""Loader threads that a descriptor or a bundle may ask for."""
+"""The most loader threads that a descriptor or a bundle may have."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class Tile:
 
 
 SHUFFLES = ("cl_khr_subgroup_shuffle", "cl_qcom_subgroup_shuffle")
-"""Extensions for OpenCL C by which the work-items of a subgroup read each other's registers."""
+"""OpenCL C extensions with which the work-items of a subgroup exchange registers."""
 
 JOINED = 16
-"""Channels of attention that the work-items which share its keys join at a time."""
+"""Channels of an attention output that work-items sharing its keys combine at a time."""
 
 
 @dataclass(frozen=True)
@@ -136,34 +135,33 @@ def _word(value: object) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device does in a second; the planner's clock. Bytes per second, FLOP per second, seconds.
+    """Measured rates of a device, from which the planner computes times. Bytes per second, FLOP per second, seconds.
 
-    `contention`, by transfer mode, is the share of a transfer's time by which it delays what computes meanwhile: 0 with a copy
-    engine to spare, 1 where compute stands still until the bytes are there. The defaults are a plain CPU's; a table that is
-    given
-    has to name every mode that is used.
+    `contention`, by transfer mode, is the share of a transfer's time by which it delays simultaneous kernels: 0 with a free
+    copy engine, 1 where kernels stop until the transfer is done. The defaults are those of a plain CPU. A table that is given
+    must name every mode in use.
     """
 
     gemm_flops: float = 100e9
     memory_bandwidth: float = 10e9
     copy_bandwidth: float = 5e9  # host memory -> texture, or populating mapped pages
-    disk_bandwidth: float = 1e9  # a file that is not in the page cache
-    cached_bandwidth: float = 4e9  # a file that is
+    disk_bandwidth: float = 1e9  # a file outside the page cache
+    cached_bandwidth: float = 4e9  # a file in the page cache
     launch_seconds: float = 20e-6
-    load_seconds: float = 50e-6  # each slice, beside its bytes
-    session_seconds: float = 50e-3  # opening a session, beside kernels and weights; the driver is loaded
-    kernel_seconds: float = 1e-3  # one kernel from the program cache
-    layer_seconds: float = 1e-4  # one layer: read from the bundle, its arguments set
+    load_seconds: float = 50e-6  # fixed cost of one slice
+    session_seconds: float = 50e-3  # fixed cost of opening a session, without kernels and weights; the driver is loaded
+    kernel_seconds: float = 1e-3  # loading one kernel from the program cache
+    layer_seconds: float = 1e-4  # opening one layer: reading it from the bundle, setting its arguments
     contention: dict[TransferMode, float] = field(
         default_factory=lambda: {"map": 0.7, "alias": 0.9, "dma": 0.8, "interleave": 1.6}
     )
-    conv_flops: float = 0.0  # of convolutions with more than one tap, and depthwise ones; 0: as gemm_flops
+    conv_flops: float = 0.0  # of depthwise convolutions and those with more than one tap; 0: as gemm_flops
 
     def contention_of(self, mode: TransferMode) -> float:
         """The contention of `mode`.
 
         Raises:
-            UserError: it is not known; 0 would be a claim.
+            UserError: it is unknown. A default of 0 would be wrong.
         """
         if mode not in self.contention:
             raise UserError(
@@ -173,7 +171,7 @@ class Rates:
         return self.contention[mode]
 
     def flops_of(self, family: str) -> float:
-        """FLOP per second of launches of a kernel family (`program.LaunchShape`)."""
+        """FLOP per second of a kernel family (`KernelShape.family`)."""
         return self.conv_flops or self.gemm_flops if family in ("conv", "depthwise") else self.gemm_flops
 
     def transfer_bandwidth(self, mode: TransferMode) -> float:
@@ -183,7 +181,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class DeviceDescriptor:
-    """One device. The defaults are a plain CPU's, so that an unknown device still runs."""
+    """One device. The defaults are those of a plain CPU, so that an unknown device still runs."""
 
     name: str
     kind: Literal["cpu", "gpu"] = "cpu"
@@ -195,42 +193,42 @@ class DeviceDescriptor:
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
     max_alloc_bytes: int = 1 << 30
-    cores: int = 0  # that `parallelism` and `gemm_flops` are of, where devices of that name differ in it; 0: they do not
-    page_bytes: int = DEFAULT_PAGE  # of its system's memory, or a multiple: what weight files for it are laid out in
-    parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
-    loader_threads: int = 2  # that read weights and copy them, where no limit is too small for their staging
+    cores: int = 0  # to which `parallelism` and `gemm_flops` refer, if devices of this name differ in cores; 0: they do not
+    page_bytes: int = DEFAULT_PAGE  # page size of the system, or a multiple: weight files for the device are laid out for it
+    parallelism: int = 8  # work-items that keep it busy; few on a CPU, where a work-item is a thread's vector loop
+    loader_threads: int = 2  # threads that read and copy weights; fewer where a limit is too small for their staging
     tile: Tile = field(default_factory=Tile)
     variants: tuple[Variant, ...] = ()  # worth trying for contractions, beside `tile`
     only: str = ""  # the one variant to use where it can be, by its name: for measurements
     tuned: str = ""  # the table of measured variants beside the descriptor, without .tuned.csv; "": none
-    command_buffers: bool = False  # whether recording launches was measured to pay, where the driver can (flashmem profile)
+    command_buffers: bool = False  # whether recorded launches were measured to be faster (flashmem profile)
     rates: Rates = field(default_factory=Rates)
     capacity_model: str = ""  # the trained predictor beside the descriptor, without .seconds.ubj; "": the roofline
     measured: bool = False
-    measured_on: str = ""  # the processor of measured rates, as `runtime.opencl.processor.processor_of` names it
+    measured_on: str = ""  # the processor of measured rates, as named by `runtime.opencl.processor.processor_of`
     sources: dict[str, str] = field(default_factory=dict)
 
     @property
     def uses_host_memory(self) -> bool:
-        """Whether kernels read and write the host's own memory where it is: what mode `map` needs."""
+        """Whether kernels access the host's own memory in place, which mode `map` requires."""
         return any("map" in modes for modes in self.modes.values())
 
     @property
     def shares_memory(self) -> bool:
-        """Whether host and device have one memory: if not, a load into memory of the device is a copy out of pinned memory."""
+        """Whether host and device share one memory. If not, a load into device memory is a copy from pinned memory."""
         return any("alias" in modes for modes in self.modes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The descriptor as plain data."""
+        """The descriptor as JSON data."""
         return asdict(self)
 
     @property
     def portable(self) -> DeviceDescriptor:
-        """The same without folders of this machine: what lies beside a descriptor in a file is called by its name alone."""
+        """The same descriptor without folders of this machine: files beside a descriptor file are named without a path."""
         return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
 
     def with_cores(self, cores: int) -> DeviceDescriptor:
-        """The same device with another number of cores, which share its arithmetic evenly; unchanged where it states none."""
+        """The same device with another number of cores, its arithmetic rates in proportion; unchanged if it states no cores."""
         if not self.cores or cores < 1 or cores == self.cores or self.measured:
             return self
         share = cores / self.cores
@@ -239,10 +237,10 @@ class DeviceDescriptor:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], *, where: str = "device descriptor") -> DeviceDescriptor:
-        """The descriptor in `data` (as `to_dict` or a TOML file has it).
+        """The descriptor in `data`, in the form of `to_dict` or of a TOML file.
 
         Raises:
-            UserError: an unknown key, so that a misspelt one is not silently ignored; a transfer mode without its contention.
+            UserError: an unknown key, so that a misspelt one is not ignored; a transfer mode without its contention.
         """
 
         def build(kind: type, values: dict[str, Any]) -> Any:
@@ -256,7 +254,7 @@ class DeviceDescriptor:
             raise UserError(f"{where}: the key 'name' is missing; add it")
         values["tile"] = build(Tile, values.get("tile", {}))
         rates = dict(values.get("rates", {}))
-        rates.setdefault("contention", {})  # a rate that nobody stated is not taken for a plain CPU's
+        rates.setdefault("contention", {})  # no default: a plain CPU's contention would be wrong for another device
         values["rates"] = build(Rates, rates)
         values["variants"] = tuple(build(Variant, each) for each in values.get("variants", ()))
         if "modes" in values:
@@ -271,7 +269,7 @@ class DeviceDescriptor:
         return descriptor
 
     def check_contention(self, where: str) -> None:
-        """Raise UserError unless the contention of every transfer mode that the device has is known."""
+        """Raise UserError unless the contention of each of the device's transfer modes is known."""
         for mode in sorted({mode for modes in self.modes.values() for mode in modes}):
             if mode not in self.rates.contention:
                 raise UserError(
@@ -304,7 +302,7 @@ class DeviceDescriptor:
         """The same device with `path` as its default memory path.
 
         Raises:
-            UserError: the device has no such path.
+            UserError: the device lacks that path.
         """
         if path not in self.memory_paths:
             raise UserError(f"device {self.name} has no memory path {path!r}; it has {', '.join(self.memory_paths)}")
@@ -312,16 +310,16 @@ class DeviceDescriptor:
 
 
 def descriptor_names() -> tuple[str, ...]:
-    """Names of the descriptors that ship with flashmem."""
+    """Names of the descriptors in the package."""
     return names("devices", ".toml")
 
 
 def load_descriptor(name_or_path: str) -> DeviceDescriptor:
-    """A descriptor by the name it ships under, or from a TOML file.
+    """Load a descriptor of the package by its name, or one from a TOML file.
 
     Raises:
         MissingFileError: neither a known name nor a file.
-        UserError: not a descriptor.
+        UserError: the file is not a descriptor.
     """
     folder: Path | None = None
     if name_or_path in descriptor_names():

@@ -1,8 +1,9 @@
-"""Profile-guided plans: what runs measured takes the place of what was predicted (FlashMem section 3.2; `run --learn`); and
-plans for another budget (`flashmem replan`). Neither needs a solver, nor anything but numpy.
+"""Profile-guided planning: plans made with measured times (FlashMem section 3.2; `run --learn`), and plans for another budget
+(`flashmem replan`). Both need only numpy, and no solver.
 
-Per layer, the seconds that the device took, and C_l in proportion: the slowdown that a class of operators may take is a share
-of its latency. For loads, the rate at which they came in. What was learned stays in the bundle, so that later runs add to it.
+A layer's measured seconds replace the predicted ones. Its capacity C_l changes in proportion, because the allowed slowdown of a
+class of operators is a share of its latency. Measured load rates replace predicted ones too. The bundle keeps what was learned,
+and later runs add to it.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.runtime.engine.report import RunReport
 from flashmem.schedule.instance import Instance
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
 KEY = "learned"
-"""Where a bundle's `meta` holds what was learned."""
+"""The key of the learned measurements in a bundle's `meta`."""
 
 _MEMORY = 8
-"""Runs after which a new one weighs no less than an eighth: devices warm up, drivers change."""
+"""A new run weighs at least one part in this many, because devices warm up and drivers change."""
 
 _MOST_SCALED = 4.0
-"""C_l follows measured latency up to this factor: a layer that was interrupted once must not be given everything."""
+"""The largest factor by which C_l follows measured latency: one interrupted run must not give a layer all capacity."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """From `runs` runs in transfer `mode`: seconds of each layer with nothing moved beside it, and bytes loaded in a second."""
+    """Means over `runs` runs in transfer `mode`: each layer's seconds without simultaneous copies, and bytes loaded per
+    second.
+    """
 
     mode: str
     runs: int
@@ -47,7 +50,7 @@ class Learned:
     load_bandwidth: float
 
     def applied_to(self, instance: Instance) -> Instance:
-        """`instance` with measured latencies, the load capacities that go with them, and the measured rate of loads."""
+        """`instance` with measured latencies, the capacities that follow from them, and the measured load rate."""
         layers = []
         for spec, seconds in zip(instance.layers, self.seconds, strict=True):
             scale = min(_MOST_SCALED, seconds / spec.seconds) if spec.seconds > 0 else 1.0
@@ -55,7 +58,7 @@ class Learned:
         return replace(instance, layers=tuple(layers), load_bandwidth=self.load_bandwidth)
 
     def joined_to(self, earlier: Learned | None) -> Learned:
-        """Both together, each in proportion to its runs; what another mode or another program taught is forgotten."""
+        """The weighted mean of both by their runs. Measurements of another mode or another program are dropped."""
         if earlier is None or earlier.mode != self.mode or len(earlier.seconds) != len(self.seconds):
             return self
         old, new = min(earlier.runs, _MEMORY - 1), self.runs
@@ -66,10 +69,12 @@ class Learned:
 
 
 def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Bundle:
-    """Plan `bundle`'s program again with what `reports` (of runs that traced, in `mode`) measured, and put the plan in place.
+    """Plan the program of `bundle` again with the measurements in `reports`, and replace its plan on disk.
+
+    `reports` are those of traced runs in `mode`.
 
     Raises:
-        UserError: the bundle was compiled before it kept the limits it was planned for, or cannot be written.
+        UserError: the bundle has no record of its limits, because an older version compiled it, or it cannot be written.
     """
     limits = limits_of(bundle)
     earlier = _learned_from(bundle)
@@ -85,13 +90,14 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
 
 
 def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
-    """Plan `bundle`'s programs, one for each shape variant, again for a budget of `budget` bytes, with what runs taught, and
-    put the plans in place, or into another bundle at `path`. Slices stay as they are, so a model that is compiled for the
-    budget may run in less.
+    """Plan all shape variants of `bundle` again for `budget` bytes, with learned measurements, and write the plans.
+
+    They replace the bundle's plans, or those of a new bundle at `path`. Slices do not change, so a model that is compiled for
+    the budget may need less memory.
 
     Raises:
-        BudgetError: nothing fits.
-        UserError: the bundle does not say what it was planned for, or cannot be written.
+        BudgetError: no plan fits.
+        UserError: the bundle has no record of its limits, or cannot be written.
     """
     variants = [bundle.variant(index) for index in range(len(bundle.variants))]
     made = [_replanned(variant, budget) for variant in variants]
@@ -100,7 +106,7 @@ def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
 
 
 def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
-    """A plan of the variant that `bundle` stands for, and what `meta` says then. Raises as `replan`."""
+    """A plan for the selected variant, and the new metadata. Raises as `replan`."""
     program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
     limits = replace(limits_of(bundle), budget=budget, m_peak=None)
     mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
@@ -113,14 +119,16 @@ def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]
 
 
 def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
-    """What the runs measured. Layers: medians over runs, less what moving weights is known to cost them in this mode."""
+    """The measurements of runs: medians over the runs for layers, without the known cost of simultaneous copies in this
+    mode.
+    """
     moved = _moved_bytes(bundle.plan) if mode == "interleave" else [0] * len(bundle.program.launches)
     seconds = []
-    for layer, spans in enumerate(zip(*(report.layers for report in reports), strict=True)):
-        whole = median(span.end - span.start for span in spans)
+    for layer, intervals in enumerate(zip(*(report.layers for report in reports), strict=True)):
+        whole = median(interval.end - interval.start for interval in intervals)
         seconds.append(max(whole - _moving_seconds(bundle.descriptor, mode, moved[layer]), whole / 2, 1e-9))
     rates = [rate for report in reports if (rate := _load_rate(bundle, report.loads)) is not None]
-    if not rates:  # everything was resident
+    if not rates:  # all weights were resident
         rates = [min(bundle.descriptor.rates.disk_bandwidth, bundle.descriptor.rates.copy_bandwidth)]
     return Learned(mode, len(reports), tuple(seconds), rates[0])
 
@@ -138,18 +146,18 @@ def _moving_seconds(descriptor: DeviceDescriptor, mode: TransferMode, nbytes: in
     return rates.contention_of(mode) * nbytes / rates.copy_bandwidth
 
 
-def _load_rate(bundle: Bundle, loads: Sequence[Span]) -> float | None:
-    """Bytes per second while anything was being loaded (several threads at once count once); None without loads."""
+def _load_rate(bundle: Bundle, loads: Sequence[TimedInterval]) -> float | None:
+    """Bytes per second of the time with at least one load in progress; None without loads."""
     sizes = {part.name: part.nbytes for part in bundle.program.slices}
     busy, until = 0.0, float("-inf")
-    for span in sorted(loads, key=lambda span: span.start):
-        busy += max(0.0, span.end - max(until, span.start))
-        until = max(until, span.end)
-    return sum(sizes[name] for name in {span.name for span in loads}) / busy if busy > 0 else None
+    for interval in sorted(loads, key=lambda interval: interval.start):
+        busy += max(0.0, interval.end - max(until, interval.start))
+        until = max(until, interval.end)
+    return sum(sizes[name] for name in {interval.name for interval in loads}) / busy if busy > 0 else None
 
 
 def limits_of(bundle: Bundle) -> Limits:
-    """What `bundle` was planned for. Raises UserError for one that was compiled before bundles kept that."""
+    """The limits that `bundle` was planned for. Raises UserError if an older version compiled it without a record of them."""
     written = bundle.meta.get("limits")
     known = {field.name for field in fields(Limits)}
     if not isinstance(written, dict) or not written.keys() <= known:
@@ -159,7 +167,7 @@ def limits_of(bundle: Bundle) -> Limits:
 
 
 def _learned_from(bundle: Bundle) -> Learned | None:
-    """What earlier runs taught; None if nothing that can be used."""
+    """The measurements of earlier runs; None if there are none that can be used."""
     written: Any = bundle.meta.get(KEY)
     try:
         learned = Learned(

@@ -1,15 +1,14 @@
-"""flashmem behind ONNX's backend interface (`onnx.backend.base`): prepare a model, run it on arrays.
+"""flashmem behind ONNX's backend interface (`onnx.backend.base`): prepare a model, then run it on arrays.
 
     import flashmem.tools.onnx_backend as backend
     outputs = backend.prepare(model, device="CPU").run([x])
 
-The interface gives data when a model runs; flashmem wants shapes when it compiles, and some inputs as constants (the shape of
-Reshape, the pads of Pad, the weights of Conv), as exporters write them. So the first `run` compiles, for the shapes of the
-arrays it is given. It compiles the model as it stands if that works; if flashmem refuses it, inputs become constants in this
-order until it does not: integers and booleans of rank 0 and 1, then floats of rank 0 and 1 too, then everything but the first
-input. At least one input always stays what it is, so that no answer is folded away. A later run with other shapes, or with
-other data in an input that became a constant, compiles again. This suits tests and comparisons; for speed there are
-`flashmem.compile` and `flashmem.Session`.
+The interface has data only when a model runs. flashmem needs shapes when it compiles, and some inputs as constants: the shape
+of Reshape, the pads of Pad, the weights of Conv. So the first `run` compiles for the shapes of its arrays. It compiles the
+model unchanged if possible. If flashmem refuses it, inputs become constants step by step: integers and booleans of rank 0 and
+1, then also floats of rank 0 and 1, then everything but the first input. At least one input is never a constant, so that no
+answer is folded away. A later run compiles again if it has other shapes, or other data in an input that became a constant. This
+is made for tests and comparisons; for speed, use `flashmem.compile` and `flashmem.Session`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Array = NDArray[Any]
 
 
 class Representation(onnx.backend.base.BackendRep):
-    """A model that is ready to be run, on one device. Holds one compiled form of it, the last that was run."""
+    """A prepared model on one device. It keeps one compiled form of the model, that of the last run."""
 
     def __init__(
         self,
@@ -58,18 +57,18 @@ class Representation(onnx.backend.base.BackendRep):
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The inputs that became constants when the model was compiled last."""
+        """The inputs that were constants in the last compilation."""
         return tuple(self._fixed)
 
     def run(self, inputs: Sequence[Any] | Mapping[str, Any], **kwargs: Any) -> tuple[Array, ...]:
-        """The outputs, in the model's order and types.
+        """Run the model; its outputs, in the model's order and types.
 
         Args:
             inputs: an array or TensorProto for each input that is not an initializer, in the model's order or by name.
             kwargs: none is known; ONNX's interface passes them.
 
         Raises:
-            UserError: the model or an input is not something flashmem runs (UnsupportedModelError: its operators).
+            UserError: flashmem cannot run the model or an input (UnsupportedModelError: its operators).
             RunError: the run failed.
         """
         if kwargs:
@@ -82,7 +81,7 @@ class Representation(onnx.backend.base.BackendRep):
         return tuple(self._session.run(None, feeds))
 
     def close(self) -> None:
-        """Give the device's memory back. The next run compiles again."""
+        """Release the device's memory. The next run compiles again."""
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -120,7 +119,7 @@ class Representation(onnx.backend.base.BackendRep):
         raise refused
 
     def _open(self, model: onnx.ModelProto) -> Session:
-        # The session keeps what it needs of the bundle open, so the folder can go at once.
+        # The session keeps the bundle's files open, so the folder can be removed at once.
         with tempfile.TemporaryDirectory(prefix="flashmem-") as folder:
             path = Path(folder) / "model.onnx"
             path.write_bytes(model.SerializeToString())
@@ -131,7 +130,7 @@ class Representation(onnx.backend.base.BackendRep):
                     device=self._device.descriptor_name,
                     memory_path=self._memory_path,
                     mode=self._mode,
-                    build=False,  # this process runs it at once
+                    build=False,  # this process builds the kernels in the run that follows
                 )
             except UserError as error:
                 error.args = (str(error).replace(str(path), "the model"), *error.args[1:])  # the caller named no file
@@ -152,13 +151,13 @@ class Backend(onnx.backend.base.Backend):
         mode: TransferMode | Literal["auto"] = "auto",
         **kwargs: Any,
     ) -> Representation:
-        """`model`, to be run on `device`. It is checked now and compiled by its first run (see the module).
+        """Check `model` and prepare it for `device`. Its first run compiles it (see the module).
 
         Args:
-            model: any ONNX model whose weights are inside it.
-            device: "CPU" or "GPU" for the first device of that kind, or any name that `flashmem run --device` takes.
-            memory_path: where weights are read from, as in `flashmem.compile`.
-            mode: how weights travel, as in `flashmem.compile`.
+            model: an ONNX model with its weights inside.
+            device: "CPU" or "GPU" for the first device of that kind, or a name as for `flashmem run --device`.
+            memory_path: where kernels read weights from, as in `flashmem.compile`.
+            mode: the transfer mode, as in `flashmem.compile`.
             kwargs: none is known; ONNX's interface passes them.
 
         Raises:
@@ -175,7 +174,7 @@ class Backend(onnx.backend.base.Backend):
 
     @classmethod
     def run_model(cls, model: onnx.ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple[Array, ...]:
-        """Prepare `model`, run it once and give everything back. Arguments and errors as of `prepare` and `run`."""
+        """Prepare `model`, run it once and release everything. Arguments and errors are those of `prepare` and `run`."""
         with cls.prepare(model, device, **kwargs) as representation:
             return representation.run(inputs)
 
@@ -188,10 +187,10 @@ class Backend(onnx.backend.base.Backend):
         outputs_info: Sequence[tuple[np.dtype[Any], tuple[int, ...]]] | None = None,
         **kwargs: Any,
     ) -> tuple[Array, ...]:
-        """Run one node. Errors as of `prepare` and `run`.
+        """Run one node. Errors are those of `prepare` and `run`.
 
         Args:
-            node: the node; `inputs` are for those of its inputs that have a name.
+            node: the node; `inputs` has a value for each of its inputs with a name.
             inputs: arrays or TensorProtos.
             device: as in `prepare`.
             outputs_info: element type and shape of every output; inferred when None.
@@ -275,7 +274,7 @@ def _ways(names: Sequence[str], arrays: Mapping[str, Array]) -> Iterator[list[st
 
 
 def _bound(model: onnx.ModelProto, arrays: Mapping[str, Array], fixed: Sequence[str]) -> onnx.ModelProto:
-    """A copy of `model` whose inputs have the shapes of `arrays`, and those in `fixed` their data."""
+    """A copy of `model` with inputs of the shapes of `arrays`, and with the inputs in `fixed` as constants."""
     bound = onnx.ModelProto()
     bound.CopyFrom(model)
     inputs = [value for value in bound.graph.input if value.name not in fixed]
@@ -283,7 +282,7 @@ def _bound(model: onnx.ModelProto, arrays: Mapping[str, Array], fixed: Sequence[
     bound.graph.input.extend(inputs)
     bound.graph.initializer.extend(numpy_helper.from_array(arrays[name], name) for name in fixed)
     for value in bound.graph.input:
-        if value.type.HasField("optional_type"):  # it is given
+        if value.type.HasField("optional_type"):  # an optional input with a value
             value.type.CopyFrom(onnx.TypeProto.FromString(value.type.optional_type.elem_type.SerializeToString()))
         if value.name in arrays and value.type.HasField("tensor_type"):
             shape = value.type.tensor_type.shape
@@ -294,10 +293,10 @@ def _bound(model: onnx.ModelProto, arrays: Mapping[str, Array], fixed: Sequence[
 
 
 def _in_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`model` declared for the nearest operator set that flashmem reads, where its own is another and no operator differs.
+    """Declare `model` for the nearest operator set that flashmem reads, if none of its operators differs between the two.
 
-    An operator of a newer set may take more element types, but no other inputs, outputs or attributes. A model that uses an
-    operator which changed otherwise stays as it is, and is refused when it is compiled.
+    An operator of a newer set may have more element types, but no other inputs, outputs or attributes. A model with an operator
+    that changed otherwise is not changed, and its compilation is refused.
     """
     if model.functions or any(attribute.HasField("g") for node in model.graph.node for attribute in node.attribute):
         return model
@@ -314,7 +313,7 @@ def _in_known_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _signature(node: onnx.NodeProto, opset: int) -> object:
-    """What the node's operator takes and gives in an operator set, but for element types."""
+    """The operator's inputs, outputs and attributes in an operator set, without element types."""
     if _version(node, opset) is None:
         return None
     schema = onnx.defs.get_schema(node.op_type, opset, node.domain)

@@ -1,4 +1,4 @@
-"""The smallest budget of a model: what `compile` names where a budget is too small, and what it would be without its means."""
+"""The smallest budget of a model, with and without the techniques that reduce activations."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from flashmem.compiler.options import Options
 
 @dataclass(frozen=True)
 class SmallestBudget:
-    """Budgets in bytes. `nbytes` works, with all that makes activations smaller; `without_bands` is the smallest without chains
-    of operators in bands, `in_model_order` without these and with launches in the order of the model's file.
+    """Smallest budgets in bytes, with and without techniques that reduce activations.
+
+    `nbytes` is the smallest with all of them, `without_patches` without patch-based tiling (chains of operators in patches).
+    `in_model_order` is also without reordering: launches are in the order of the model's file.
     """
 
     nbytes: int
-    without_bands: int
+    without_patches: int
     in_model_order: int
 
 
 def smallest_budget(graph: Graph, options: Options) -> SmallestBudget:
-    """What planning `graph` (as `compile.read_graph` gives it) names when it is asked for nothing.
+    """Plan `graph` (from `compile.read_graph`) for a budget that is too small, and return the budgets in the refusal.
 
-    Limits on memory among `options` do not count.
+    Memory limits in `options` are ignored.
     """
     asked = replace(options, limits=replace(options.limits, budget=1, m_peak=None))
     refused = _refused(graph, asked, lowest_order=True)
     before = _refused(graph, asked, lowest_order=False)
-    return SmallestBudget(refused.smallest_bytes, refused.without_bands, before.without_bands)
+    return SmallestBudget(refused.smallest_bytes, refused.without_patches, before.without_patches)
 
 
 def _refused(graph: Graph, options: Options, *, lowest_order: bool) -> BudgetError:
     try:
-        plan_graph(graph, options, lowest_order=lowest_order, bands=lowest_order)
+        plan_graph(graph, options, lowest_order=lowest_order, patches=lowest_order)
     except BudgetError as refused:
         return refused
     raise AssertionError("a session holds more than a byte")

@@ -1,6 +1,6 @@
-"""How several models get on beside each other: the three metrics of CARIn, section 4.1.2 (after Eyerman and Eeckhout, 2008).
+"""Metrics of models that share a device (CARIn, section 4.1.2, after Eyerman and Eeckhout, 2008).
 
-T_i is the average latency of model i, from its request to its answer: alone (single) or among the others (multi), in seconds.
+T_i is the average latency of model i in seconds, from request to answer: alone (single) or beside the others (multi).
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 
 
 def normalised_turnaround(single: float, multi: float) -> float:
-    """NTT_i = T_i,multi / T_i,single: how much slower it seems beside the others.
+    """Normalised turnaround time, NTT_i = T_i,multi / T_i,single: the slowdown beside other models.
 
-    It is 1 where they cost nothing, and less where loading ahead gains more than waiting costs.
+    It is 1 where other models cost nothing, and less where loading ahead saves more time than waiting costs.
     """
     return multi / single
 
 
 def normalised_progress(single: float, multi: float) -> float:
-    """NP_i = T_i,single / T_i,multi = 1 / NTT_i."""
+    """Normalised progress, NP_i = T_i,single / T_i,multi = 1 / NTT_i."""
     return single / multi
 
 
 def system_throughput(progress: Sequence[float]) -> float:
-    """STP = sum of NP_i: how many models' worth of work is done at once; the number of models where others cost nothing."""
+    """System throughput, STP = sum of NP_i; the number of models if none slows another."""
     return sum(progress)
 
 
 def fairness(progress: Sequence[float]) -> float:
-    """min over i, j of NP_i / NP_j: from 0, where one gets nowhere, to 1, where all are equally slow."""
+    """Fairness, the minimum over i, j of NP_i / NP_j: 0 if one model makes no progress, 1 if all are equally slow."""
     return min(progress) / max(progress)

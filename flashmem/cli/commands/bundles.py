@@ -1,4 +1,4 @@
-"""`flashmem check` and `flashmem cache`: whether a bundle is what was written, and what the caches hold."""
+"""`flashmem check`, `replan` and `cache`: verify a bundle, plan it again, list and clear the caches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.cache import Entry
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.cli.console import emit_json, print_table
+from flashmem.cli.output.console import emit_json, print_table
 from flashmem.runtime.kernels.cache_files import ProgramCache
 
 
 def check_bundle(path: Path, *, as_json: bool) -> None:
-    """Reads all of a bundle and compares every digest.
+    """Read all of a bundle and compare every checksum.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is no bundle, or it is damaged.
     """
     begun = time.perf_counter()
     bundle = Bundle.open(path)
@@ -45,10 +45,10 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
 
 
 def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
-    """Plans a bundle again for another budget; returns the path of the bundle that has the plan.
+    """Plan a bundle again for another budget; the path of the bundle with the new plan.
 
     Raises:
-        UserError: no bundle, or nothing fits the budget; it names the smallest that does.
+        UserError: no bundle, or no plan fits the budget; the message names the smallest budget that works.
     """
     from flashmem.tools.learn import replan
 
@@ -56,7 +56,7 @@ def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
 
 
 def list_cache(*, as_json: bool) -> None:
-    """Prints the bundles of the cache, used last first, and what compiled kernels take."""
+    """Print the bundles in the cache, most recently used first, and the size of the compiled kernels."""
     known = bundle_cache.entries()
     total, limit = sum(entry.nbytes for entry in known), bundle_cache.limit()
     programs = ProgramCache()
@@ -75,7 +75,7 @@ def list_cache(*, as_json: bool) -> None:
 
 
 def clear_cache() -> None:
-    """Removes every bundle of the cache that no session has open, and all compiled kernels."""
+    """Remove every bundle in the cache that no session has open, and all compiled kernels."""
     removed, kept = bundle_cache.clear()
     count, nbytes = ProgramCache().clear()
     say(f"removed {len(removed)} bundles, {format_size(sum(entry.nbytes for entry in removed))}")

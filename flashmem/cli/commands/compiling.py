@@ -1,7 +1,7 @@
-"""The options that shape a bundle, and compiling one: in this process for `compile`, in a child process for `run`.
+"""Compilation for commands: in this process for `compile`, in a child process for `run`, and the options for it.
 
-`run` compiles apart so that the process that answers never holds the offline half: what it reports as its memory is then
-the memory of running.
+With a child process, the process that runs the model never loads the offline half. The memory that it reports is then that of
+the run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
-from flashmem.cli.commands.stand_in_cache import have_cache
-from flashmem.cli.console import progress
+from flashmem.cli.commands.temporary_cache import have_cache
+from flashmem.cli.output.console import progress
 
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """As typed on the command line; None or empty is left to `flashmem.compile`, which has the defaults."""
+    """The options of a compilation, as text from the command line. None or empty leaves the default of `flashmem.compile`."""
 
     device: str | None = None
     budget: str | None = None
@@ -54,22 +54,22 @@ class CompileOptions:
     optimize: str | None = None
 
     def check(self) -> None:
-        """Raises UserError for a size or a shape that is not one, before a child process is started for it."""
+        """Raise UserError for an invalid size or shape, before a child process is started."""
         self.limits()
         read_variants(self.shape)
 
     def limits(self) -> Limits:
-        """The limits among them. Raises UserError for what they refuse."""
+        """The planning limits in the options. Raises UserError for invalid ones."""
         from flashmem.planning.limits import read_limits
 
         return read_limits(**self._given(_LIMITS))
 
     def target(self) -> dict[str, Any]:
-        """What to compile for, as `flashmem.options.resolve` takes it."""
+        """The target in the options, as arguments of `flashmem.options.resolve`."""
         return self._given(_TARGET)
 
     def keywords(self) -> dict[str, Any]:
-        """All of them but shapes, as `flashmem.compile` takes them."""
+        """All options except shapes, as arguments of `flashmem.compile`."""
         return self._given((*_TARGET, *_LIMITS))
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
@@ -93,12 +93,20 @@ class CompileOptions:
 
 
 def compile_here(
-    model: Path, output: Path | None, options: CompileOptions, *, build: bool = True, with_binaries: bool = False
+    model: Path,
+    output: Path | None,
+    options: CompileOptions,
+    *,
+    build: bool = True,
+    with_binaries: bool = False,
+    dump_passes: Path | None = None,
 ) -> Bundle:
-    """Compiles in this process, with a progress bar; without `output`, into the user's cache. `build`: kernels, too.
+    """Compile in this process, with a progress bar; without `output`, into the user's cache. `build`: kernels too.
+
+    `dump_passes`: a folder for the graph as text, before and after each pass.
 
     Raises:
-        UserError: there is no output and no cache, among what `flashmem.compile` raises.
+        UserError: there is no output and no cache; and the errors of `flashmem.compile`.
     """
     options.check()
     if output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
@@ -112,18 +120,19 @@ def compile_here(
             shapes=read_variants(options.shape),
             build=build,
             with_binaries=with_binaries,
+            dump_passes=dump_passes,
             progress=report,
             **options.keywords(),
         )
 
 
 def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -> Path:
-    """Compiles into the user's cache, or finds it there, in a child process; returns the bundle's path. `build`: kernels, too.
+    """Compile in a child process into the user's cache, or find the bundle there; its path. `build`: kernels too.
 
-    The child shows its progress and its errors on the same stderr.
+    The child prints its progress and its errors to the same stderr.
 
     Raises:
-        SystemExit: the child failed, and has said so; with its exit code.
+        SystemExit: the child failed and has printed why; with its exit code.
         KeyboardInterrupt: this process or the child was interrupted.
     """
     options.check()
@@ -147,7 +156,7 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True) -
 
 
 def _interrupt(child: subprocess.Popen[bytes]) -> None:
-    """Ends a child process of ours. Ctrl-C in a terminal has reached it already; it ignores a second one."""
+    """Interrupt a child process. A terminal's Ctrl-C has reached it already; it ignores a second one."""
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
     try:
@@ -158,12 +167,12 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
 
 
 def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Path:
-    """The bundle of `model`: itself if it is one (a folder), or else what it compiles to, its kernels too if `build`.
+    """The bundle for `model`: `model` itself if it is a folder, else the compiled one, with its kernels if `build`.
 
-    `still_open`: flags that the command takes for a bundle too, for instance `RUN_TIME`.
+    `still_open` has the flags that the command accepts for a bundle too, for instance `RUN_TIME`.
 
     Raises:
-        UserError: an option that was fixed when the bundle was compiled.
+        UserError: an option was given that was fixed when the bundle was compiled.
     """
     if not model.is_dir():
         if (
@@ -180,10 +189,10 @@ def bundle_of(model: Path, options: CompileOptions, *, still_open: Collection[st
 
 
 def open_bundle(model: Path, options: CompileOptions, *, still_open: Collection[str] = (), build: bool = False) -> Bundle:
-    """The bundle of `model`, as `bundle_of` has it, opened. It stands for the shape variant that `--shape` names, or the first.
+    """Open the bundle from `bundle_of`, with the shape variant in `--shape` selected, or the first.
 
     Raises:
-        UserError: a bundle has no such variant.
+        UserError: the bundle has no such variant.
     """
     from flashmem.bundle.bundle import Bundle
 
@@ -204,7 +213,7 @@ _TARGET = ("device", "memory_path", "mode", "precision", "optimize")
 _LIMITS = ("budget", "m_peak", "chunk", "lambda_", "objective", "preload", "strategy", "unfusion", "mu", "alpha", "units")
 _LAST_SECONDS = 10
 RUN_TIME = ("--device", "--budget", "--mode")
-"""Flags that also say how a bundle is played, which a session or a simulation chooses again."""
+"""Flags that a session or a simulation of a bundle can choose again."""
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`flashmem design`: which models an application runs where, within how much memory, and what it switches to when."""
+"""`flashmem design`: select models, devices and budgets for an application, and the policy to switch between designs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from flashmem.base.streams import say
 from flashmem.base.units import format_size
-from flashmem.cli.console import emit_json, print_facts, print_table
+from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.application.designs import Designs, SwitchingRule
 from flashmem.tools.design.application import Application, Objective, read_application
 from flashmem.tools.design.profiles import Profiling, candidates
-from flashmem.tools.design.written import Solved, described, solved, write
+from flashmem.tools.design.writer import Solved, described, solved, write
 
 
 @dataclass(frozen=True)
 class DesignOptions:
-    """See the command line's help."""
+    """The options of `flashmem design`."""
 
     application: Path
     output: Path | None = None
@@ -32,7 +32,7 @@ def design_application(options: DesignOptions) -> None:
     """Profile the candidates of an application, solve it, and write its designs.
 
     Raises:
-        UserError: the application, a model or a device has to be changed, or nothing keeps all constraints.
+        UserError: the application, a model or a device is wrong, or no decision satisfies all constraints.
         RunError: a run failed.
     """
     application = read_application(options.application)

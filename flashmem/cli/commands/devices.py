@@ -1,21 +1,21 @@
-"""`flashmem devices`: what is here, how each device would be used, and why not otherwise."""
+"""`flashmem devices`: the devices of this machine, how flashmem would use each, and why not otherwise."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from flashmem.base.units import format_size
-from flashmem.cli.console import emit_json, out
+from flashmem.cli.output.console import emit_json, out
 from flashmem.runtime.opencl.context import list_devices
 from flashmem.runtime.opencl.devices import Device, choose, descriptor_for, no_device, why_not
 from flashmem.runtime.opencl.processor import processor_of, rates_are_of, rates_said
 
 
 def show_devices(*, as_json: bool) -> None:
-    """Prints the devices; the one that `auto` takes is marked.
+    """Print the devices, with a mark at the choice of `auto`.
 
     Raises:
-        NoDeviceError: there is none.
+        NoDeviceError: there is no device.
     """
     found = list_devices()
     if not found:

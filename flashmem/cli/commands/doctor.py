@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flashmem import __version__
 from flashmem.base.errors import UserError
 from flashmem.base.pages import page_size
 from flashmem.base.paths import cache_folder
 from flashmem.base.units import format_size
-from flashmem.cli.console import emit_json
+from flashmem.base.version import __version__
+from flashmem.cli.output.console import emit_json
 from flashmem.tools.doctor.advice import Step, next_lines, steps
 from flashmem.tools.doctor.selftest import Result, disk, run_apart
 from flashmem.tools.doctor.surroundings import Surroundings, look

@@ -152,13 +152,13 @@ BUNDLE_OPTIONS: dict[str, Any] = {
         Optimize | None, typer.Option(help="Kernels for the first answer, or for later ones.", show_default="cold")
     ],
 }
-"""What shapes a bundle, by field of `CompileOptions`, in the order of --help."""
+"""The options that shape a bundle, by field of `CompileOptions`, in the order of --help."""
 
 
 def with_bundle_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with one option for each field of `CompileOptions` after its own; it gets them together, as `options`.
+    """Add an option for each field of `CompileOptions` to `command`, which receives them together as `options`.
 
-    An option that the command declares itself (`run` has a `strategy` of its own) is the command's, and not in `options`.
+    An option that the command declares itself (`run` has its own `strategy`) is not added.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]
@@ -180,7 +180,7 @@ def with_bundle_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plain(value: Any) -> Any:
-    """An option's value as `CompileOptions` has it: nobody but the command line knows its enumerations."""
+    """The value of an option for `CompileOptions`, with enumerations replaced by their values."""
     if isinstance(value, Enum):
         return value.value
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""`flashmem plan`: what each layer computes, loads and holds, and why each weight of W is there."""
+"""`flashmem plan`: the work, loads and memory of each layer, and the reason for each weight in W."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmem.cli.commands.compiling import CompileOptions, open_bundle
 from flashmem.cli.commands.plan_steady import steady_rows, steady_text
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import plan_architecture
-from flashmem.cli.console import emit_json, print_facts, print_table
+from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
 from flashmem.schedule.plan import OverlapPlan
@@ -29,57 +29,57 @@ if TYPE_CHECKING:
 
 _NAMES_SHOWN = 2
 _ROWS_SHOWN = 60
-"""Rows of a table, unless --all is given."""
+"""Rows of a table without --all."""
 
 _LAYERS_IN_JSON = 5000
-"""A plan of more layers has its layers and slices in the JSON only with --all: they take a hundred megabytes."""
+"""The most layers for which the JSON lists layers and slices without --all; more have a hundred megabytes."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A checked plan, and where it comes from."""
+    """A checked plan and its origin."""
 
     title: str
     device: str
     program: Program
     plan: OverlapPlan
     seconds: dict[str, float] = field(default_factory=dict)
-    smallest: SmallestBudget | None = None  # of a model, whose graph is here
+    smallest: SmallestBudget | None = None  # only for a model, not for a bundle
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What happens while layer ℓ computes. `in_flight_bytes` is what C2 limits: streamed weights, staged or resident.
+    """The row of layer ℓ. `in_flight_bytes` is the amount that C2 limits: streamed weights, staged or resident.
 
-    `capacity_chunks` is C_ℓ as the problem has it, `allowed_chunks` what the plan keeps to (more where a tier relaxed it).
+    `capacity_chunks` is C_ℓ of the problem, `allowed_chunks` the plan's limit (higher where a tier relaxed it).
     """
 
     layer: int
     name: str
-    operators: tuple[str, ...]  # the ONNX nodes fused into it
+    operators: tuple[str, ...]  # the fused ONNX nodes
     operator_class: str
     capacity_chunks: int
     allowed_chunks: int
     moved_chunks: int
     in_flight_bytes: int
-    loads: tuple[str, ...]  # weights whose read gate is here (g_w)
-    frees: tuple[str, ...]  # weights let go after it
+    loads: tuple[str, ...]  # weights with their read gate g_w here
+    frees: tuple[str, ...]  # weights freed after it
 
 
 @dataclass(frozen=True)
 class Because:
-    """Why slices of one weight are in W: those for the same kind of reason together; `text` is the first one's."""
+    """The reason for slices of one weight in W, grouped by kind of reason; `text` is that of the first slice."""
 
     weight: str
     kind: str
     slices: int
-    of: int  # slices of the weight in all
+    of: int  # all slices of the weight
     nbytes: int
     text: str
 
 
 def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: bool = False) -> None:
-    """Prints the plan of a bundle, of a model, or of a known architecture (`zoo:NAME`); it has been checked against C0-C3."""
+    """Print the plan of a bundle, of a model, or of a known architecture (`zoo:NAME`); it is checked against C0-C3."""
     name = architecture(model)
     if name is not None:
         zoo = plan_architecture(name, options)
@@ -103,7 +103,7 @@ def _shown(bundle: Bundle, smallest: SmallestBudget | None) -> Shown:
 
 
 def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget], as_json: bool, show_all: bool) -> None:
-    """The plans of shape variants of one bundle, and what their weights take together."""
+    """Print the plans of the shape variants of one bundle, and the size of their weights together."""
     programs = [each.program for each in variants[0].variants]
     again = stored_again(programs)
     shown = [_shown(each, smallest[each.index] if smallest else None) for each in variants]
@@ -124,7 +124,7 @@ def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget
 
 
 def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
-    """Of each shape variant by itself."""
+    """The smallest budget of each shape variant alone."""
     with offline_half("planning"):
         from flashmem.compile import read_graph
         from flashmem.options import resolve
@@ -137,7 +137,7 @@ def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
 
 
 def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
-    """One row for each layer. A slice is in flight from its read gate until its last use, or to the end if it is kept."""
+    """One row for each layer. A slice is in flight from its read gate to its last use, or to the end if it is kept."""
     loads: dict[int, list[str]] = {}
     frees: dict[int, list[str]] = {}
     for w in plan.weights:
@@ -158,7 +158,7 @@ def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
 
 
 def why(plan: OverlapPlan, program: Program) -> list[Because]:
-    """Why W is what it is, by weight and kind of reason, in order of first use."""
+    """The reasons for the weights in W, by weight and kind of reason, in order of first use."""
     weight_of = {part.name: part.weight for part in program.slices}
     sizes = {w.name: w.nbytes for w in plan.weights}
     slices_of: dict[str, int] = {}
@@ -174,7 +174,7 @@ def why(plan: OverlapPlan, program: Program) -> list[Because]:
 
 
 def several_launches(program: Program) -> dict[str, int]:
-    """The weights whose slices have a launch each, and how many: those that are too large for one, or for the limits."""
+    """The weights whose slices have a launch each, with the number of slices: too large for one launch, or for the limits."""
     weight_of = {part.name: part.weight for part in program.slices}
     launches = Counter[tuple[str, tuple[str, ...]]]()
     for launch in program.launches:
@@ -211,15 +211,15 @@ def _order(program: Program) -> dict[str, str]:
 
 
 def _activations(program: Program) -> str:
-    """The arena, and how much of it is needed at the layer that needs most: no layout of these tensors is smaller."""
+    """The size of the arena, and the most bytes that any layer needs, a lower bound for every layout."""
     return f"{format_size(program.arena_bytes)}, of which {format_size(program.live_bytes)} are needed at once"
 
 
 def _smallest_text(smallest: SmallestBudget | None) -> dict[str, str]:
     if smallest is None:
         return {}
-    works, bands, order = map(format_size, (smallest.nbytes, smallest.without_bands, smallest.in_model_order))
-    return {"smallest budget": f"{works}; without bands {bands}, with launches in the model's order too {order}"}
+    works, patches, order = map(format_size, (smallest.nbytes, smallest.without_patches, smallest.in_model_order))
+    return {"smallest budget": f"{works}; without patches {patches}, with launches in the model's order too {order}"}
 
 
 def _as_json(shown: Shown, show_all: bool) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _as_json(shown: Shown, show_all: bool) -> dict[str, Any]:
 
 
 def _kernels(program: Program) -> dict[str, int]:
-    """How many different kernels each template gave."""
+    """The number of different kernels from each template."""
     names = sorted({launch.kernel for launch in program.launches})
     return dict(Counter(name.rsplit("_", 1)[0] for name in names))
 
@@ -323,7 +323,7 @@ def _print(shown: Shown, show_all: bool) -> None:
 
 
 def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, ...]]:
-    """Table cells; `grouped`, the launches of one operator (one for each slice of its weight) share a row."""
+    """Table cells. With `grouped`, the launches of one operator (one for each slice of its weight) share a row."""
     cells: list[tuple[object, ...]] = []
     for _, run in groupby(rows, key=lambda row: (row.operators, row.operator_class) if grouped else row.layer):
         group = list(run)
@@ -350,7 +350,7 @@ def _for_many(because: Because) -> str:
 
 
 def _print_shortened(headers: Sequence[str], cells: Sequence[Sequence[object]], show_all: bool) -> None:
-    """The table, or its beginning and its end."""
+    """Print the table, or only its first and last rows."""
     if show_all or len(cells) <= _ROWS_SHOWN:
         print_table(headers, cells)
         return
@@ -362,6 +362,6 @@ def _print_shortened(headers: Sequence[str], cells: Sequence[Sequence[object]], 
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """The first few of `names`; `--json` has them all."""
+    """The first few of `names`; `--json` has all."""
     left = len(names) - _NAMES_SHOWN
     return " ".join(names[:_NAMES_SHOWN]) + (f" and {left} more" if left > 0 else "")

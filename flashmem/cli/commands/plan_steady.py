@@ -1,4 +1,4 @@
-"""What `flashmem plan` says of later runs: which launches they play instead of those of the first one, and why."""
+"""The part of `flashmem plan` about later runs: which launches they replace, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from flashmem.schedule.plan import OverlapPlan
 
 @dataclass(frozen=True)
 class SteadyRow:
-    """What later runs play instead of layers `first` to `last`. `resident`: whether the plan keeps what it waits for."""
+    """A launch of later runs in place of layers `first` to `last`. `resident`: whether the plan keeps the slices that it
+    needs.
+    """
 
     first: int
     last: int
@@ -23,7 +25,7 @@ class SteadyRow:
 
 
 def steady_rows(program: Program, plan: OverlapPlan) -> list[SteadyRow]:
-    """One row for each decision of the bundle."""
+    """One row for each steady launch of the bundle."""
     staying = {w.name for w in plan.weights if w.preload or w.keep}
     rows = []
     for each in program.steady:
@@ -44,7 +46,7 @@ def steady_rows(program: Program, plan: OverlapPlan) -> list[SteadyRow]:
 
 
 def steady_text(rows: list[SteadyRow]) -> dict[str, str]:
-    """The fact that sums them up, if there is any."""
+    """A summary of the rows; empty if there are none."""
     if not rows:
         return {}
     played = [row for row in rows if row.resident]
@@ -57,7 +59,7 @@ def steady_text(rows: list[SteadyRow]) -> dict[str, str]:
 
 
 def _tile(launch: Launch) -> str:
-    """A variant in the words of its descriptor: outputs of a work-item, work-items of a group, parts of the depth."""
+    """A kernel config in the descriptor's terms: outputs of a work-item, work-items of a group, parts of the depth."""
     shape, group = launch.shape, launch.local_size or ()
     parts = f" in {shape.split} parts" if shape.split > 1 else ""
     return f"{shape.tile_rows} x {shape.tile_columns} by {'x'.join(map(str, group))}{parts}"

@@ -1,4 +1,4 @@
-"""What `plan`, `run` and `simulate` say of a plan in one object. Apart from `plan`, because a phone runs and does not plan."""
+"""The summary of a plan for `plan`, `run` and `simulate`, in its own module because a phone does not plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashmem.schedule.plan import OverlapPlan
 
 
 def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
-    """The object under the key `plan`: how good the plan is known to be, and what the checker says of it now."""
+    """The JSON object `plan`: the proven quality of the plan, and the checker's result."""
     return {
         "status": plan.status,
         "objective": plan.objective,

@@ -1,4 +1,4 @@
-"""`zoo:NAME` for `flashmem plan` and `simulate`: a known architecture from its graph to a checked plan, without a file."""
+"""`zoo:NAME` for `flashmem plan` and `simulate`: a checked plan for the graph of a known architecture, without files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashmem.target.descriptor import DeviceDescriptor
 class ZooPlan:
     """The plan of a known architecture for transfer `mode`, without layouts.
 
-    `seconds` says how long each step took, and "total" from the graph to the checked plan.
+    `seconds` has the time of each step, and in "total" the time from the graph to the checked plan.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ZooPlan:
 
 
 def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
-    """Plans the architecture `name`. The planner checks the plan before it returns it.
+    """Plan the architecture `name`. The planner checks the plan before it returns it.
 
     Raises:
         UserError: no such architecture, or options that do not fit it.
@@ -59,7 +59,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
     def timed(step: str) -> Iterator[None]:
         begun = time.monotonic()
         yield
-        seconds[step] = seconds.get(step, 0.0) + time.monotonic() - begun  # "bands" only where a budget asks for them
+        seconds[step] = seconds.get(step, 0.0) + time.monotonic() - begun  # "patches" only for a budget that needs them
 
     with _no_collection(), timed("total"):
         with timed("fuse"):
@@ -71,7 +71,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Leaves the collector of reference cycles out: it would walk 10^6 objects, all of them in use, again and again."""
+    """Disable the collection of reference cycles, which would visit 10^6 live objects repeatedly."""
     before = gc.isenabled()
     gc.disable()
     try:

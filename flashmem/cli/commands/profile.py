@@ -1,4 +1,4 @@
-"""`flashmem profile`: measures a device, trains its capacity model, and writes its descriptor."""
+"""`flashmem profile`: measure a device, train its capacity model, and write its descriptor."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import need
 from flashmem.base.streams import say
-from flashmem.cli.console import progress
+from flashmem.cli.output.console import progress
 
 
 def profile_device(
     device: str, output: Path, *, minutes: float, name: str, models: tuple[Path, ...], resume: bool, seed: int
 ) -> Path:
-    """Profiles a device with a progress bar; returns the descriptor's path.
+    """Profile a device with a progress bar; the descriptor's path.
 
     Raises:
         UserError: see `profiler.run.profile`.
@@ -40,10 +40,10 @@ def _check_output(output: Path, name: str) -> None:
 
 
 def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name: str, resume: bool) -> Path:
-    """Measures a device with the launches of a kit, which needs no compiler; returns the dataset's path.
+    """Measure a device with the launches of a kit, without a compiler; the dataset's path.
 
     Raises:
-        UserError: not a kit for this device, too short a time, or an interrupted profile of something else is in the way.
+        UserError: not a kit for this device, too little time, or an interrupted profile of something else is in the way.
         RunError: the device fails.
     """
     from flashmem.profiler.kit import Kit
@@ -71,7 +71,7 @@ def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name
 
 
 def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> Path:
-    """Writes what a device that need not be here is measured with; returns the kit's path.
+    """Write a kit for measuring a device on another machine; the kit's path.
 
     Raises:
         UserError: no such device or descriptor, or a model cannot be run.
@@ -89,9 +89,7 @@ def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> P
 
 
 def retrain_model(dataset: Path, without: tuple[str, ...]) -> Path:
-    """Trains anew on a dataset, without a device and `without` the launches of some models; returns the path of what was
-    trained, without its suffixes.
-    """
+    """Train on a dataset again, `without` the launches of some models; the path of the model, without its suffixes."""
     _need_extra()
     from flashmem.profiler.run import retrain
 
@@ -100,12 +98,12 @@ def retrain_model(dataset: Path, without: tuple[str, ...]) -> Path:
 
 
 def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
-    """Prints how good predictions are on what was held out; with `figures`, draws them into that folder.
+    """Print the prediction errors on held-out launches; with `figures`, draw them into that folder.
 
-    `again` is another profile of the same device: how far the two lie apart is printed first.
+    `again` is another profile of the same device; the difference between the two is printed first.
 
     Raises:
-        UserError: not datasets of this version, too few launches, or matplotlib is missing for `figures`.
+        UserError: not datasets of this version, too few launches, or matplotlib is not installed for `figures`.
     """
     _need_extra()
     if figures is not None:
@@ -114,7 +112,7 @@ def report_on(dataset: Path, figures: Path | None, again: Path | None) -> None:
         if figures.exists() and not figures.is_dir():
             raise UserError(f"--figures {figures} is not a folder; name one")
         require_matplotlib()
-    from flashmem.cli.profile_report import print_repeats, print_report
+    from flashmem.cli.output.profile_report import print_repeats, print_report
     from flashmem.profiler.report import held_out
 
     if again is not None:

@@ -16,7 +16,7 @@ from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.console import emit_json, print_facts, print_table
+from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.serving.requests import Answer
 from flashmem.runtime.serving.runtime import Runtime
@@ -24,12 +24,12 @@ from flashmem.runtime.session import Session
 from flashmem.tools.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 
 _ALONE = 3
-"""Runs of each model alone, at most."""
+"""The most runs of each model alone."""
 
 
 @dataclass(frozen=True)
 class QueueOptions:
-    """See the command line's help."""
+    """The options of `flashmem queue`."""
 
     bundles: tuple[Path, ...]
     budget: str | None = None
@@ -43,7 +43,7 @@ class QueueOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """`model` (by its place among the bundles) is asked `at` seconds after the beginning, with inputs drawn from `seed`."""
+    """A request for `model` (its index among the bundles) `at` seconds after the start, with inputs drawn from `seed`."""
 
     model: int
     at: float
@@ -51,10 +51,10 @@ class Request:
 
 
 def play_queue(options: QueueOptions) -> None:
-    """Play the requests and print what they took.
+    """Run the requests and print their latencies and memory.
 
     Raises:
-        UserError: a bundle, the budget or the trace has to be changed.
+        UserError: a bundle, the budget or the trace is wrong.
         RunError: a run failed.
     """
     if options.plot is not None:
@@ -70,7 +70,7 @@ def play_queue(options: QueueOptions) -> None:
         requests = [Request(number, 0.0, options.seed) for number in order]
     else:
         requests = read_trace(options.trace, names, options.seed)
-    _alone(bundles[0], options, 1)  # the first answer of a process pays for what the driver sets up
+    _alone(bundles[0], options, 1)  # the first answer of a process includes the driver's setup
     alone = [
         _alone(bundle, options, min(_ALONE, sum(request.model == number for request in requests)))
         for number, bundle in enumerate(bundles)
@@ -101,11 +101,11 @@ def play_queue(options: QueueOptions) -> None:
 
 
 def read_trace(path: Path, names: Sequence[str], seed: int) -> list[Request]:
-    """The requests in a JSON file, in the order of their times. A model is named by its bundle, or by its place from 0 on.
+    """Read the requests in a JSON file, sorted by time. A model is named by its bundle or by its index from 0.
 
     Raises:
-        MissingFileError: no such file.
-        UserError: not a list of requests, or a model that is not there.
+        MissingFileError: there is no such file.
+        UserError: not a list of requests, or an unknown model.
     """
     if not path.is_file():
         raise MissingFileError(f"{path}: no such trace")
@@ -135,7 +135,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
-    """Average latency of a model that has the budget for itself, in seconds."""
+    """The average latency in seconds of a model that has the budget to itself."""
     with Runtime(options.budget, device=options.device) as runtime:
         model, seconds = runtime.open(bundle), []
         for number in range(runs):
@@ -205,7 +205,7 @@ def _report(
 
 
 def _preloaded(bundles: Sequence[Bundle], requests: Sequence[Request], device: str) -> list[tuple[float, int]]:
-    """Memory over time where each model is loaded whole when its turn comes, and let go for the next one."""
+    """Memory over time if each model is loaded whole for its request, and freed for the next one."""
     begun, over_time = time.perf_counter(), list[tuple[float, int]]()
     session: Session | None = None
     last = -1

@@ -1,4 +1,4 @@
-"""`flashmem run`: an answer, and what it took."""
+"""`flashmem run`: run a model, and report latency and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
-from flashmem.cli.console import emit_json, print_facts, waiting
+from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import RunReport, process_rss
 from flashmem.runtime.session import Session, Strategy
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `run` does with a bundle; see the command line's help."""
+    """The options of `flashmem run` for a bundle."""
 
     input: Path | None = None
     output: Path | None = None
@@ -50,10 +50,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of one session left: the answers of the last one, and a report of each.
+    """The result of the runs of one session: the outputs of the last one, and a report of each.
 
-    `bare_bytes`: resident memory of the process as it would be without a session: interpreter, numpy, pyopencl, the driver and
-    the device's context, but neither the bundle nor the inputs. None where the system does not say.
+    `bare_bytes` is the resident memory of the process without a session: interpreter, numpy, pyopencl, the driver and the
+    device's context, but neither the bundle nor the inputs. None if the system does not report it.
     """
 
     bundle: Bundle
@@ -66,10 +66,10 @@ class Outcome:
 
 
 def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> None:
-    """Runs `model`, a bundle or an ONNX file, and prints the report.
+    """Run `model`, a bundle or an ONNX file, and print the report.
 
     Raises:
-        UserError: something in the files or options has to be changed.
+        UserError: a file or an option is wrong.
         RunError: the run failed, or `--verify` found a difference (after the report is printed).
     """
     for path, flag in ((options.output, "--output"), (options.trace, "--trace")):
@@ -86,7 +86,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
     if not model.is_dir() and options.strategy != "preload":
-        compiling = replace(compiling, strategy=options.strategy)  # of a bundle, it is the session that checks it
+        compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
     before = process_rss() or 0
     bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build)
     if options.input is not None and not (model.is_dir() and compiling.shape):
@@ -98,7 +98,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
 
     inputs = HandedOver(make_inputs)
     opened = (process_rss() or 0) - before
-    # A model compiled just now has its budget in the bundle; a bundle may be held to another one.
+    # A model compiled now has its budget in the bundle; for an existing bundle the session gets the budget.
     outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if model.is_dir() else None, opened=opened)
     names = [port.name for port in bundle.program.outputs]
     if options.output is not None:
@@ -124,7 +124,7 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
 
 
 def _fitting(bundle: Bundle, path: Path) -> Bundle:
-    """The bundle, standing for the shape variant that the arrays in the file fit. Raises UserError where there is none."""
+    """The bundle with the shape variant selected that fits the arrays in the file. Raises UserError if none fits."""
     if len(bundle.variants) == 1:
         return bundle
     try:
@@ -134,9 +134,7 @@ def _fitting(bundle: Bundle, path: Path) -> Bundle:
 
 
 class HandedOver(Mapping[str, NDArray[Any]]):
-    """Inputs of each run, which whoever asks for them gets for good: they are not held while layers run. Made again for the
-    next run, where there is one.
-    """
+    """Inputs that a run can take over, so that they are not held while layers run. They are created again for the next run."""
 
     def __init__(self, make: Callable[[], dict[str, NDArray[Any]]]) -> None:
         self._make, self._arrays = make, make()
@@ -169,7 +167,7 @@ def _run(
         Session(
             bundle,
             device=compiling.device or "auto",
-            mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses what it does not know
+            mode=cast(TransferMode, compiling.mode or "auto"),  # the session refuses unknown modes
             strategy=cast(Strategy, options.strategy or "auto"),
             budget=budget,
             trace=options.trace is not None or options.learn,
@@ -178,10 +176,10 @@ def _run(
         ) as session,
     ):
         for _ in range(options.repeat):
-            outputs: list[NDArray[Any]] = []  # what the run before gave is not held beside what this one gives
+            outputs: list[NDArray[Any]] = []  # drops the previous outputs before the next run
             try:
                 outputs = session.run(None, inputs)
-            except ValueError as error:  # an input of the wrong shape, type or range, as the Python API says it
+            except ValueError as error:  # an input of the wrong shape, type or range
                 raise UserError(str(error)) from error
             assert session.last_run is not None
             reports.append(session.last_run)
@@ -192,7 +190,7 @@ def _run(
 
 
 def _learn(outcome: Outcome) -> None:
-    """Plans again with what the runs measured. After the session, whose memory was reported: this loads the offline half.
+    """Plan again with the measurements of the runs. It loads the offline half, so it follows the session and its report.
 
     Raises:
         UserError: the offline half is not installed, or the bundle cannot be planned again.
@@ -206,7 +204,7 @@ def _learn(outcome: Outcome) -> None:
 
 
 def report_json(outcome: Outcome, options: RunOptions, verification: Verification | None) -> dict[str, Any]:
-    """The object that `--json` prints. `latency_ms` is of the first run, `warm` the median over the others."""
+    """The JSON object of the report. `latency_ms` is that of the first run, `warm` the median over the others."""
     first, *later = outcome.reports
     memory = first.memory
     latency = {"integrated": first.latency.integrated, "init": first.latency.init, "exec": first.latency.exec}

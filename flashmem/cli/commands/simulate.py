@@ -1,4 +1,4 @@
-"""`flashmem simulate`: what a session would take, predicted from the plan and the device's descriptor."""
+"""`flashmem simulate`: predict a session's latency and memory from the plan and the device's descriptor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashmem.bundle.shape_variants import port_shapes
 from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
-from flashmem.cli.console import emit_json, print_facts
+from flashmem.cli.output.console import emit_json, print_facts
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.opencl.processor import rates_said
 from flashmem.runtime.options import choose_budget, choose_mode, choose_strategy, find_descriptor
@@ -29,7 +29,7 @@ from flashmem.tools.zoo.names import architecture
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What `simulate` does with a bundle; see the command line's help."""
+    """The options of `flashmem simulate` for a bundle."""
 
     disk: Disk = "cached"
     strategy: Strategy | Literal["auto"] = "auto"
@@ -39,7 +39,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A program and its plan, whether or not there are weights. `mode`: what the plan was made for, if that is known."""
+    """A program and its plan, with or without weights. `mode` is the transfer mode of the plan, if known."""
 
     title: str
     program: Program
@@ -50,19 +50,19 @@ class _Subject:
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, device: str | None = None) -> Self:
-        """A bundle, on its own device or the one that `device` names."""
+        """The subject for a bundle, on its own device or on `device`."""
         title = model_name(Path(str(bundle.meta.get("model_path") or bundle.path)))
         descriptor = find_descriptor(device or "auto", own=bundle.descriptor)
         return cls(title, bundle.program, bundle.plan, descriptor, bundle.meta.get("mode"), bundle.budget_bytes)
 
     @classmethod
     def of_zoo(cls, zoo: ZooPlan) -> Self:
-        """A known architecture."""
+        """The subject for a known architecture."""
         return cls(zoo.name, zoo.program, zoo.plan, zoo.descriptor, zoo.mode, zoo.budget_bytes)
 
 
 @dataclass(frozen=True)
-class _Played:
+class _Simulated:
     subject: _Subject
     mode: TransferMode
     strategy: Strategy
@@ -70,31 +70,31 @@ class _Played:
 
 
 def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOptions) -> None:
-    """Plays `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and prints the prediction.
+    """Simulate `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and print the prediction.
 
     Raises:
-        UserError: something in the files or options has to be changed.
+        UserError: a file or an option is wrong.
     """
     if options.timeline is not None:
         check_target(options.timeline, "--timeline")
         require_matplotlib()
     subject = _subject(model, compiling, options)
     strategy = choose_strategy(subject.plan, options.strategy)
-    # A model planned just now was planned for the budget; a bundle may be held to another.
+    # A model planned now has its budget in the plan; an existing bundle is simulated with the budget.
     budget = compiling.budget if model.is_dir() else None
-    played = _play(subject, compiling.mode or "auto", budget, strategy, options.disk)
+    simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options.disk)
     if options.timeline is not None:
         from flashmem.tools.plots.timeline import draw_timeline
 
-        draw_timeline(options.timeline, played.prediction, title=_title(played, options))
+        draw_timeline(options.timeline, simulated.prediction, title=_title(simulated, options))
     if options.json:
-        emit_json(prediction_json(played, options))
+        emit_json(prediction_json(simulated, options))
     else:
-        _print(played, options)
+        _print(simulated, options)
 
 
 def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
-    """What is played: a bundle on any device; anything else planned now, for the device and the strategy asked for."""
+    """The subject of the simulation: a bundle on any device, or a plan made now for the requested device and strategy."""
     if model.is_dir():
         return _Subject.of_bundle(open_bundle(model, compiling, still_open=RUN_TIME), compiling.device)
     if options.strategy not in ("auto", "preload"):
@@ -105,7 +105,7 @@ def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -
     return _Subject.of_bundle(open_bundle(model, compiling))
 
 
-def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Played:
+def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, disk: Disk) -> _Simulated:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy)
@@ -114,22 +114,22 @@ def _play(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, 
     if strategy != "preload":
         plan = replace(plan, layouts={chosen: layout})
     scenario = describe(program, plan, descriptor, chosen, disk=disk, strategy=strategy)
-    return _Played(subject, chosen, strategy, simulate(scenario, limit))
+    return _Simulated(subject, chosen, strategy, simulate(scenario, limit))
 
 
-def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]:
-    """The object that `--json` prints: the keys of `flashmem run`, as far as a prediction has them."""
-    prediction, program = played.prediction, played.subject.program
+def prediction_json(simulated: _Simulated, options: SimulateOptions) -> dict[str, Any]:
+    """The JSON object of the prediction, with the keys of `flashmem run` that a prediction has."""
+    prediction, program = simulated.prediction, simulated.subject.program
     latency, memory = prediction.report.latency, prediction.report.memory
     seconds = {"integrated": latency.integrated, "init": latency.init, "exec": latency.exec, "warm": prediction.later}
     return {
         "simulated": True,
-        "device": played.subject.descriptor.name,
-        "device_measured": played.subject.descriptor.measured,
-        "device_measured_on": played.subject.descriptor.measured_on,
+        "device": simulated.subject.descriptor.name,
+        "device_measured": simulated.subject.descriptor.measured,
+        "device_measured_on": simulated.subject.descriptor.measured_on,
         "memory_path": program.memory_path,
-        "transfer_mode": played.mode,
-        "strategy": played.strategy,
+        "transfer_mode": simulated.mode,
+        "strategy": simulated.strategy,
         "precision": program.precision,
         "shapes": port_shapes(program.inputs),
         "disk": options.disk,
@@ -141,25 +141,25 @@ def prediction_json(played: _Played, options: SimulateOptions) -> dict[str, Any]
             "budget_bytes": memory.budget_bytes,
             "by_category": dict(memory.by_category),
         },
-        "plan": summary(played.subject.plan, played.subject.program),
+        "plan": summary(simulated.subject.plan, simulated.subject.program),
     }
 
 
-def _title(played: _Played, options: SimulateOptions) -> str:
-    subject = played.subject
-    return f"{subject.title} on {subject.descriptor.name}, {played.strategy}, mode {played.mode}, file {options.disk}"
+def _title(simulated: _Simulated, options: SimulateOptions) -> str:
+    subject = simulated.subject
+    return f"{subject.title} on {subject.descriptor.name}, {simulated.strategy}, mode {simulated.mode}, file {options.disk}"
 
 
-def _print(played: _Played, options: SimulateOptions) -> None:
-    prediction, descriptor = played.prediction, played.subject.descriptor
+def _print(simulated: _Simulated, options: SimulateOptions) -> None:
+    prediction, descriptor = simulated.prediction, simulated.subject.descriptor
     latency, memory = prediction.report.latency, prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     answer = f"{1e3 * latency.integrated:.1f} ms ({1e3 * latency.init:.1f} to prepare, {1e3 * latency.exec:.1f} to run)"
     busy = {"disk": "disk", "read": "reading the page cache", "copy": "copying", "compute": "compute"}
     print_facts(
         {
-            "device": f"{descriptor.name} ({rates_said(descriptor)}), {played.subject.program.memory_path} path, "
-            f"mode {played.mode}, {played.strategy}, file {options.disk}",
+            "device": f"{descriptor.name} ({rates_said(descriptor)}), {simulated.subject.program.memory_path} path, "
+            f"mode {simulated.mode}, {simulated.strategy}, file {options.disk}",
             "first answer": f"{answer}, later ones {1e3 * prediction.later:.1f} ms: predicted",
             "memory": f"{format_size(memory.peak_bytes)} at most, {format_size(memory.average_bytes)} on average, {budget}",
             "busy": ", ".join(
@@ -170,5 +170,5 @@ def _print(played: _Played, options: SimulateOptions) -> None:
 
 
 def options_of(disk: str, strategy: str | None, json: bool, timeline: Path | None) -> SimulateOptions:
-    """The command line's words as options; its enumerations have already refused others."""
+    """The options from the command line's text, whose enumerations were checked there."""
     return SimulateOptions(cast(Disk, disk), cast(Strategy | Literal["auto"], strategy or "auto"), json, timeline)

@@ -1,4 +1,4 @@
-"""`flashmem sweep`: a grid of limits and parameters over models and devices, into a file that grows row by row."""
+"""`flashmem sweep`: measure or simulate a grid of limits and parameters over models and devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flashmem.base.extras import offline_half
 from flashmem.base.files import check_target
 from flashmem.base.streams import say
 from flashmem.base.units import parse_shape, parse_size
-from flashmem.cli.commands.stand_in_cache import have_cache
-from flashmem.cli.console import ProgressCallback, progress
+from flashmem.cli.commands.temporary_cache import have_cache
+from flashmem.cli.output.console import ProgressCallback, progress
 from flashmem.tools.sweep.executors import EXECUTORS, default_jobs, executor
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.tools.sweep.results import ResultFile, read_rows
@@ -23,7 +23,7 @@ from flashmem.tools.zoo.names import architecture
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """As typed on the command line; lists are separated by commas."""
+    """The options of `flashmem sweep` as text; lists are separated by commas."""
 
     models: tuple[Path, ...]
     output: Path
@@ -46,7 +46,7 @@ class SweepOptions:
     jobs: int | None = None
 
     def grid(self) -> Grid:
-        """The axes. Raises UserError for anything that is not understood."""
+        """The axes of the grid. Raises UserError for invalid text."""
         if self.m_peak is None and self.budget is None:
             raise UserError("a sweep needs limits; give --m-peak 64MB,128MB,... or --budget 64MB,128MB,...")
         if self.executor not in EXECUTORS:
@@ -80,10 +80,10 @@ class SweepOptions:
 
 
 def sweep(options: SweepOptions) -> None:
-    """Does the points that the file lacks, adds a row for each as it is finished, and draws the plots.
+    """Compute the points that the file lacks, append a row for each, and draw the plots.
 
     Raises:
-        UserError: something in the files or options has to be changed.
+        UserError: a file or an option is wrong.
         RunError: some points could not be measured; all others are in the file.
     """
     points = options.grid().points()
@@ -106,7 +106,7 @@ def sweep(options: SweepOptions) -> None:
 
 
 def _do(pending: list[Point], file: ResultFile, options: SweepOptions) -> list[str]:
-    """Does the points, and says why some could not be measured."""
+    """Compute the points; why some could not be measured."""
     with progress("sweeping") as report:
         work = _Work(pending, file, report)
         _refuse_early(work)
@@ -117,7 +117,7 @@ def _do(pending: list[Point], file: ResultFile, options: SweepOptions) -> list[s
 
 
 class _Work:
-    """The points to be done, those of one subject side by side, and how far it is."""
+    """The points to compute, grouped by subject, and the progress."""
 
     def __init__(self, points: list[Point], file: ResultFile, report: ProgressCallback) -> None:
         self._points = points
@@ -126,7 +126,7 @@ class _Work:
         self._finished = 0
 
     def groups(self) -> list[tuple[str, list[Point]]]:
-        """The points of each subject, and what to call it."""
+        """The points of each subject, with its title."""
 
         def subject(point: Point) -> tuple[str, str, str]:
             return point.model, point.device, point.precision
@@ -134,11 +134,11 @@ class _Work:
         return [(", ".join(key), list(points)) for key, points in groupby(self._points, subject)]
 
     def begin(self, stage: str) -> None:
-        """Say what is being done."""
+        """Show the current stage."""
         self._report(stage, self._finished / len(self._points))
 
     def finish(self, stage: str, row: Row | None) -> None:
-        """A point is done; None: it failed."""
+        """Count a finished point; `row` is None if it failed."""
         if row is not None:
             self._file.add(row)
         self._finished += 1
@@ -146,7 +146,7 @@ class _Work:
 
 
 def _refuse_early(work: _Work) -> None:
-    """Raises UserError for a subject that cannot be, before hours are spent on those named before it."""
+    """Raise UserError for an invalid subject before hours are spent on others."""
     with offline_half("planning"):
         from flashmem.tools.sweep.subjects import target_of
     for _, points in work.groups():
@@ -176,7 +176,7 @@ def _simulate(work: _Work, options: SweepOptions) -> None:
 
 
 def _measure(work: _Work, runs: int) -> list[str]:
-    """One point at a time, so that none disturbs another; why points failed."""
+    """Measure one point at a time, so that none disturbs another; why points failed."""
     from flashmem.tools.sweep.points import measured
     from flashmem.tools.sweep.subjects import subject_of
 

@@ -1,4 +1,4 @@
-"""`flashmem tune`: measures which variants of its kernels a device computes contractions with, and writes their table."""
+"""`flashmem tune`: measure the kernel configs of a device for contractions, and write their tuning database."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.streams import say
-from flashmem.cli.console import progress
+from flashmem.cli.output.console import progress
 
 FAMILIES = ("matmul", "conv", "matmul_dynamic", "attention", "reduce_rows")
 
 
 def tune_device(device: str, output: Path | None, *, minutes: float, families: tuple[str, ...], resume: bool) -> Path:
-    """Tunes a device with a progress bar; returns the path of the descriptor that names the table.
+    """Tune a device with a progress bar; the path of the descriptor that names the tuning database.
 
     Raises:
-        UserError: see `profiler.tuning.tune`; a family that is unknown.
+        UserError: see `profiler.tuning.tune`; an unknown family.
     """
     with offline_half("tuning"):
         from flashmem.profiler.tuning import Request, summary, tune

@@ -1,4 +1,4 @@
-"""`--verify`: the same inputs through ONNX Runtime on the original model, and how far the answers lie apart."""
+"""`--verify`: compare the outputs with ONNX Runtime's for the same inputs on the original model."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from numpy.typing import NDArray
 from flashmem.base.errors import MissingFileError, UserError
 
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2}
-"""Largest error that passes, as a fraction of the range of the reference output."""
+"""The largest accepted error, as a fraction of the range of the reference output."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """`relative_error` is the largest over the outputs of max abs error / range of the reference output."""
+    """The result of a comparison. `relative_error` is the largest over the outputs of max abs error / range of the
+    reference.
+    """
 
     ok: bool
     max_abs_error: float
     relative_error: float
 
     def to_json(self) -> dict[str, Any]:
-        """The object under the key `verify`; an error that is not a number is null, which JSON can say."""
+        """The JSON object `verify`; an error that is not a number is null."""
         return {key: value if isinstance(value, bool) or np.isfinite(value) else None for key, value in asdict(self).items()}
 
 
 def check_installed() -> None:
-    """Before a model is compiled and run only to be compared.
+    """Check that ONNX Runtime is installed, before a model is compiled and run for the comparison.
 
     Raises:
         UserError: onnxruntime is not installed.
@@ -41,7 +43,7 @@ def check_installed() -> None:
 
 
 def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[NDArray[Any]]:
-    """What ONNX Runtime computes on the CPU.
+    """The outputs of ONNX Runtime on the CPU.
 
     Raises:
         MissingFileError: the model is not where it was when the bundle was written.
@@ -51,11 +53,11 @@ def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence
         raise MissingFileError(f"{model}: the original model is needed to verify, and is not there; name it with --model")
     import onnxruntime
 
-    onnxruntime.set_default_logger_severity(4)  # what it logs, it raises as well
+    onnxruntime.set_default_logger_severity(4)  # the errors that it logs are raised too
     try:
         session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
         answers: list[NDArray[Any]] = session.run(list(outputs), dict(inputs))
-    except Exception as error:  # it has a class for each kind of failure
+    except Exception as error:  # it has an exception class for each kind of failure
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"ONNX Runtime cannot answer with {model} ({reason}); name the bundle's original with --model"
@@ -66,7 +68,7 @@ def reference(model: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence
 def compare(
     answers: Sequence[NDArray[Any]], references: Sequence[NDArray[Any]], precision: Literal["fp32", "fp16"]
 ) -> Verification:
-    """Compares output by output. NaN or infinity in one is infinitely wrong unless the other has the same."""
+    """Compare output by output. NaN or infinity is infinitely wrong unless the other output has the same."""
     errors = [_errors(answer, expected) for answer, expected in zip(answers, references, strict=True)]
     absolute = max((error for error, _ in errors), default=0.0)
     relative = max((error for _, error in errors), default=0.0)
@@ -74,7 +76,7 @@ def compare(
 
 
 def complaint(verification: Verification, precision: Literal["fp32", "fp16"]) -> str:
-    """What to say of a verification that did not hold."""
+    """The message for a failed verification."""
     if precision == "fp16" and not np.isfinite(verification.relative_error):
         return (
             "the answer holds infinities or NaN where ONNX Runtime's holds numbers: fp16 stores what passes 65504 as infinity; "
@@ -88,7 +90,7 @@ def complaint(verification: Verification, precision: Literal["fp32", "fp16"]) ->
 
 
 def _errors(answer: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
-    """Max abs error, and the same over the range of `expected` (over its magnitude where it is constant)."""
+    """The max abs error, and the same relative to the range of `expected` (to its magnitude where it is constant)."""
     if answer.shape != expected.shape:
         return np.inf, np.inf
     got, want = answer.astype(np.float64), expected.astype(np.float64)

@@ -1,4 +1,4 @@
-"""`flashmem zoo`: the models and their export."""
+"""`flashmem zoo`: list the known models and export them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import cast
 
 from flashmem.base.streams import say
-from flashmem.cli.console import print_table
+from flashmem.cli.output.console import print_table
 from flashmem.tools.zoo.export import Exporter, export
 from flashmem.tools.zoo.models import find, names
 
 
 def list_models() -> None:
-    """Prints the full-size models."""
+    """Print the full-size models."""
     rows = []
     for model in map(find, names()):
         paper = "" if model.paper_size is None else f"{model.paper_size}"
@@ -21,7 +21,7 @@ def list_models() -> None:
 
 
 def export_model(name: str, directory: Path, *, size: int | None, seed: int, exporter: str) -> Path:
-    """Writes `directory/model.onnx`, example inputs and notes; see `flashmem.tools.zoo.export.export` for what it raises."""
+    """Write `directory/model.onnx`, example inputs and notes. Raises as `flashmem.tools.zoo.export.export`."""
     model = find(name)
     say(f"exporting {name} with PyTorch, {size or model.default_size} {model.size_means}")
     return export(name, directory, size=size, seed=seed, exporter=cast(Exporter, exporter), notes=True)

@@ -1,9 +1,9 @@
-"""Optical character recognition around two networks: what happens before, between and after them.
+"""Optical character recognition with two networks: the steps before, between and after them.
 
-The networks are PP-OCR's (PaddleOCR, Apache-2.0), as the `rapidocr` package ships them: a detector that marks text in an
-image (differentiable binarisation, Liao et al., AAAI 2020) and a recogniser that reads one line (a CTC head). How a network
-is run is not this module's business: it takes a function from input array to output array, so the demo gives it flashmem's
-sessions and the tests compare with another engine. Needs the `demo` extra.
+The networks are PP-OCR's (PaddleOCR, Apache-2.0), as shipped in the `rapidocr` package: a detector that marks text in an image
+(differentiable binarisation, Liao et al., AAAI 2020) and a recogniser that reads one line (a CTC head). A network is passed as
+a function from input array to output array: the demo passes flashmem's sessions, the tests another engine. Needs the `demo`
+extra.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Image = NDArray[np.uint8]  # height x width x 3, RGB
 DETECTOR_SHAPE = (1, 3, 640, 640)
 LINE_SHAPE = (1, 3, 48, 640)
 
-_THRESHOLD = 0.3  # a pixel is text above it; this and the next two are the values PP-OCR was tuned with
-_BOX_THRESHOLD = 0.5  # mean over a box, below which it is dropped
+_THRESHOLD = 0.3  # minimum probability of a text pixel; this and the next two are PP-OCR's values
+_BOX_THRESHOLD = 0.5  # minimum mean over a box
 _UNCLIP = 1.6  # the network marks the core of a line: a box grows by area * _UNCLIP / perimeter
 _SMALLEST_SIDE = 3
 
@@ -43,7 +43,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of text found in an image: its four corners (x, y) clockwise from the top left, and what it says."""
+    """A line of text in an image: its four corners (x, y) clockwise from the top left, and its text."""
 
     corners: NDArray[np.float32]
     text: str
@@ -54,7 +54,7 @@ def find_models() -> Models:
     """The models inside the installed `rapidocr` package, which is not imported.
 
     Raises:
-        UserError: the package is missing, or holds no such models.
+        UserError: the package is not installed, or lacks the models.
     """
     spec = importlib.util.find_spec("rapidocr")
     if spec is None or spec.origin is None:
@@ -71,7 +71,7 @@ def find_models() -> Models:
 
 
 def read_alphabet(recogniser: Path) -> tuple[str, ...]:
-    """What each class of the recogniser stands for: the CTC blank (as an empty string), the characters, the space."""
+    """The text of each class of the recogniser: the CTC blank (an empty string), the characters, the space."""
     import onnx
 
     model = onnx.load(str(recogniser), load_external_data=False)
@@ -91,7 +91,7 @@ def find_lines(image: Image, detector: Network) -> list[NDArray[np.float32]]:
 def read_lines(
     image: Image, found: Sequence[NDArray[np.float32]], recogniser: Network, alphabet: tuple[str, ...]
 ) -> list[Line]:
-    """What the lines between the corners in `found` say; those in which nothing is read are left out.
+    """Read the lines between the corners in `found`; lines without readable text are left out.
 
     `recogniser` maps `LINE_SHAPE` to class probabilities (1, steps, classes) for steps along the line.
     """
@@ -116,7 +116,7 @@ def detector_input(image: Image) -> tuple[NDArray[np.float32], float]:
 
 
 def boxes(probability: NDArray[np.float32], scale: float) -> list[NDArray[np.float32]]:
-    """Boxes around the connected regions of a text probability map, undoing `scale`, in reading order."""
+    """Boxes around the connected regions of a text probability map, scaled back by `scale`, in reading order."""
     import cv2
 
     mask = cv2.dilate((probability > _THRESHOLD).astype(np.uint8), np.ones((2, 2), np.uint8))
@@ -133,7 +133,7 @@ def boxes(probability: NDArray[np.float32], scale: float) -> list[NDArray[np.flo
 
 
 def line_input(image: Image, corners: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The line between `corners` turned upright, scaled to `LINE_SHAPE`'s height, and padded to its width."""
+    """The line between `corners`, rotated upright, scaled to `LINE_SHAPE`'s height, and padded to its width."""
     import cv2
 
     height, limit = LINE_SHAPE[2:]
@@ -143,13 +143,15 @@ def line_input(image: Image, corners: NDArray[np.float32]) -> NDArray[np.float32
     target = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
     turn = cv2.getPerspectiveTransform(corners, target)
     line = cv2.warpPerspective(image, turn, (width, height), flags=cv2.INTER_CUBIC, borderMode=cv2.BORDER_REPLICATE)
-    padded = np.zeros(LINE_SHAPE, np.float32)  # 0 is mid-grey, which the recogniser was trained to see as nothing
+    padded = np.zeros(LINE_SHAPE, np.float32)  # 0 is mid-grey, which the recogniser reads as no text
     padded[..., :width] = _planes(np.asarray(line, np.uint8))
     return padded
 
 
 def decode(probabilities: NDArray[np.float32], alphabet: tuple[str, ...]) -> tuple[str, float]:
-    """Greedy CTC: the best class at each step, repeats merged, blanks dropped; and the mean probability of what is left."""
+    """Greedy CTC decoding: the best class at each step, repeats merged, blanks dropped; and the mean probability of the
+    rest.
+    """
     best = probabilities[0].argmax(axis=1)
     kept = (best != 0) & np.diff(best, prepend=-1).astype(bool)
     if not kept.any():
@@ -158,7 +160,7 @@ def decode(probabilities: NDArray[np.float32], alphabet: tuple[str, ...]) -> tup
 
 
 def _planes(image: Image) -> NDArray[np.float32]:
-    """`image` as PP-OCR wants it: blue, green and red planes, -1 to 1, in a batch of one."""
+    """`image` in PP-OCR's form: blue, green and red planes, -1 to 1, in a batch of one."""
     return np.ascontiguousarray(image[None, :, :, ::-1].transpose(0, 3, 1, 2), np.float32) / 127.5 - 1
 
 
@@ -178,7 +180,7 @@ def _clockwise(corners: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _reading_order(found: list[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-    """Rows from top to bottom, a row from left to right; a box is in a row when its middle lies beside the row's first box."""
+    """Sort boxes into rows from top to bottom, and each row from left to right, by comparing vertical centres."""
     rows: list[list[NDArray[np.float32]]] = []
     for box in sorted(found, key=lambda box: float(box[:, 1].mean())):
         if rows and box[:, 1].mean() < rows[-1][0][:, 1].max() - np.ptp(rows[-1][0][:, 1]) / 4:

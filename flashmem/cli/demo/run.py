@@ -1,6 +1,6 @@
-"""The demo: text in an image, found and read by two trained networks whose weights are streamed inside a memory budget.
+"""The demo: two trained networks find and read the text in an image, with weights streamed inside a memory budget.
 
-Without an image it draws a page first, so that anyone can see whether what was read is what is written there.
+Without an image it draws a page first, so that the text that was read can be compared with the text that was drawn.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flashmem.base.paths import cache_folder, make_private
 from flashmem.base.streams import say
 from flashmem.base.units import format_size, parse_size
 from flashmem.cli.commands.compiling import CompileOptions, compile_apart
-from flashmem.cli.commands.stand_in_cache import have_cache
-from flashmem.cli.console import out, print_table, waiting
+from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.demo import ocr
+from flashmem.cli.output.console import out, print_table, waiting
 from flashmem.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ PAGE = (
     (18, "Ada Lovelace, Notes by the Translator, 1843"),
     (15, "Taylor's Scientific Memoirs, volume 3, page 696"),
 )
-"""What the page says, line by line, each with its size in pixels."""
+"""The text of the page, line by line, each with its size in pixels."""
 
 _INPUT = "x"  # of both networks
 _PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
@@ -48,13 +48,13 @@ _PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
 
 @dataclass
 class Counted:
-    """A session with the report of each of its runs; as a function it is what `flashmem.cli.demo.ocr` calls a network."""
+    """A session that keeps the report of each run. Called as a function it is a network for `flashmem.cli.demo.ocr`."""
 
     session: Session
     reports: list[RunReport] = field(default_factory=list)
 
     def __call__(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Runs the network once."""
+        """Run the network once."""
         (answer,) = self.session.run(None, {_INPUT: pixels})
         assert self.session.last_run is not None
         self.reports.append(self.session.last_run)
@@ -62,7 +62,7 @@ class Counted:
 
 
 def draw_page(lines: Sequence[tuple[int, str]] = PAGE) -> Image:
-    """An RGB image of `lines`, in the typeface that Pillow carries, as wide as the detector sees sharply."""
+    """Draw an RGB image of `lines` in Pillow's built-in typeface, of a width that the detector can resolve."""
     from PIL import Image, ImageDraw, ImageFont
 
     height = 2 * _MARGIN + sum(round(size * 1.6) for size, _ in lines)
@@ -75,10 +75,10 @@ def draw_page(lines: Sequence[tuple[int, str]] = PAGE) -> Image:
 
 
 def open_image(path: Path) -> Image:
-    """The image in a file, upright and in RGB.
+    """Open an image file, upright and in RGB.
 
     Raises:
-        MissingFileError: no such file.
+        MissingFileError: there is no such file.
         UserError: not an image.
     """
     from PIL import Image, ImageOps
@@ -93,11 +93,11 @@ def open_image(path: Path) -> Image:
 
 
 def run_demo(image: Path | None, *, budget: str, device: str) -> None:
-    """Reads `image`, or a page drawn for it, and prints the words, the time and the memory that took.
+    """Read `image`, or a page drawn for it, and print the text, the time and the memory.
 
     Raises:
         UserError: the `demo` extra is missing, `image` cannot be read, or `budget` is too small.
-        RunError: the page that was drawn was not read as it was written.
+        RunError: the drawn page was not read correctly.
     """
     need("the demo", "rapidocr", "PIL", "cv2")
     models = ocr.find_models()

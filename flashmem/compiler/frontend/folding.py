@@ -22,12 +22,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx.checker import ValidationError
 from onnx.shape_inference import InferenceError, infer_node_outputs
-from onnxscript.optimizer._constant_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 
 from flashmem.base.errors import UserError
 from flashmem.compiler.frontend import contrib
 from flashmem.compiler.frontend.definitions import write_out
 from flashmem.compiler.frontend.editing import fit, graph_of
+from flashmem.compiler.frontend.onnxscript_folding import FoldConstantsPass, FoldConstantsResult, Replacement
 from flashmem.compiler.frontend.sequences import SEQUENCES
 from flashmem.compiler.frontend.sizes import set_size
 from flashmem.compiler.frontend.validation import printable

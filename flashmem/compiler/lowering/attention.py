@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import affine, place
-from flashmem.compiler.ir.views import Dimension
+from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.lowering.context import Emitter
 from flashmem.compiler.lowering.pointwise import Expression
 from flashmem.compiler.operators.attention import Access, Scores

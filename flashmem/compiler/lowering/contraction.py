@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.strided import broadcast_strides
 from flashmem.compiler.lowering.context import Emitter
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.lowering.quantisation import Kept, read_both, read_weights
@@ -60,7 +60,7 @@ def _tile(
 
 
 def choice(emitter: Emitter, layer: Layer, product: Product, *, packed: bool = True, winograd: bool = False) -> Variant:
-    """The variant for `product`, asked for once: a weight is packed once, however many rows a band of a layer has."""
+    """The variant for `product`, asked for once: a weight is packed once, however many rows a patch has."""
     key = (layer.main.input(1), replace(product, rows=0), winograd)
     if not packed or key not in emitter.variants:
         widest = emitter.slicing.widest(product.depth * (2 if product.storage == "float16" else 4)) if packed else None

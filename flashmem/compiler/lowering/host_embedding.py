@@ -16,7 +16,7 @@ from flashmem.base.types import TableType
 from flashmem.compiler.ir.graph import Graph, NibbleConstant, Node, Value, pack_nibbles
 from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES, Emitter, nbytes_of
 from flashmem.compiler.memory.aliases import unreshaped
-from flashmem.program.tensors import RowGather
+from flashmem.program.tensors import HostEmbeddingLookup
 
 ROWS_AT_ONCE = 4096
 """Rows copied at a time while the table is written, to bound the compiler's memory; whole pages, so that no gap is left."""
@@ -35,7 +35,7 @@ def host_indices(node: Node, graph: Graph) -> str | None:
     return next((port.name for port in graph.inputs if port.value is source), None)
 
 
-def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGather:
+def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> HostEmbeddingLookup:
     """The table's place in the weight file: inside a matmul's panels if they hold it whole, else written row by row."""
     table = node.input(0)
     rows, columns = table.shape
@@ -52,7 +52,7 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
         ends = [place.offset + place.nbytes for place in places]
         if all(end == place.offset for end, place in zip(ends, places[1:], strict=False)):
             pitch = packing.row_bytes
-            return RowGather(
+            return HostEmbeddingLookup(
                 indices, tensor, places[0].offset, rows, columns, pitch * columns, pitch,
                 "float16" if packing.storage == "float16" else "float32", packing.panel,
             )  # fmt: skip
@@ -75,7 +75,7 @@ def place_rows(emitter: Emitter, node: Node, indices: str, tensor: str) -> RowGa
         offset = emitter.weights.place(table.name, [min(step, rows - first) * row_bytes for first in starts], pieces)[0]
     emitter.placements.tables.append((table, kind, offset))
     stride = 0 if kind.endswith("int4") else dtype.itemsize
-    return RowGather(indices, tensor, offset, rows, columns, row_bytes, stride, kind)
+    return HostEmbeddingLookup(indices, tensor, offset, rows, columns, row_bytes, stride, kind)
 
 
 def _kind(emitter: Emitter, table: Value) -> TableType:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from flashmem.base.types import ITEMSIZE
-from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Value
+from flashmem.compiler.ir.strided import broadcast_strides
 from flashmem.compiler.lowering.context import Emitter
 from flashmem.compiler.memory.buffers import parts_in_place
 from flashmem.compiler.operators.vector import STORED, scalar_literal

@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flashmem.compiler.lowering.context import Held
-from flashmem.program.tensors import Port, RowGather
+from flashmem.program.tensors import HostEmbeddingLookup, Port
 
 
 def read_early(
-    tensors: Mapping[str, Held], touched: Mapping[str, tuple[int, int]], outputs: Sequence[Port], gathers: Sequence[RowGather]
+    tensors: Mapping[str, Held],
+    touched: Mapping[str, tuple[int, int]],
+    outputs: Sequence[Port],
+    gathers: Sequence[HostEmbeddingLookup],
 ) -> list[Port]:
     """`outputs`, each with the layer after which it is read, where it can be before the end.
 

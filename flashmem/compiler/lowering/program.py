@@ -29,7 +29,7 @@ from flashmem.program.kernel_text import Source
 from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program
-from flashmem.program.tensors import Port, RowGather, Tensor
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -147,7 +147,7 @@ def generate(
         tensors=tensors,
         slices=tuple(emitter.slices),
         launches=tuple(emitter.launches),
-        row_gathers=tuple(gathers),
+        host_embeddings=tuple(gathers),
         arena_bytes=arena_bytes,
         live_bytes=live_bytes,
         page_bytes=descriptor.page_bytes,
@@ -185,7 +185,7 @@ def _arena(
     touched: Mapping[str, tuple[int, int]],
     inputs: Sequence[Port],
     outputs: Sequence[Port],
-    gathers: Sequence[RowGather],
+    gathers: Sequence[HostEmbeddingLookup],
 ) -> tuple[tuple[Tensor, ...], int, int]:
     """The activations in the arena, its bytes, and how many of them are needed at once.
 

@@ -137,7 +137,7 @@ def read_weights(emitter: Emitter, node: Node, *, blocks: bool = True) -> Kept:
 
 
 def read_activation(emitter: Emitter, node: Node) -> tuple[Scaling | None, Scaling | None, list[Arg]]:
-    """Zero point and scale of a left operand of integers that is dequantised as it is read (`compiler.passes.dequantised`)."""
+    """Zero point and scale of a left operand of integers that is dequantised as it is read (`compiler.passes.qdq_fusion`)."""
     return _single(emitter, node, 2, 4)
 
 

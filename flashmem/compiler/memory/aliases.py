@@ -7,11 +7,11 @@ where a buffer may start, at a multiple of TENSOR_ALIGNMENT bytes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from flashmem.base.types import ITEMSIZE, TENSOR_ALIGNMENT
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import StridedView
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,9 @@ def unreshaped(value: Value) -> Value:
 
 def _first_of_range(node: Node) -> int | None:
     """The element of its source at which a Slice starts, if it takes neighbours; None if it does not, or takes nothing."""
-    source, taken = node.input(0).shape, node.outputs[0].shape
-    starts, steps = node.attributes["starts"], node.attributes["steps"]
+    taken = node.outputs[0].shape
     if 0 in taken:
         return None
-    cut = next((axis for axis, size in enumerate(taken) if size != 1), len(taken))
-    if taken[cut + 1 :] != source[cut + 1 :] or any(step != 1 for step, size in zip(steps, taken, strict=True) if size != 1):
-        return None
-    return sum(int(start) * math.prod(source[axis + 1 :]) for axis, start in enumerate(starts))
+    steps = [1 if size == 1 else step for step, size in zip(node.attributes["steps"], taken, strict=True)]
+    view = StridedView.of(node.input(0)).sliced(taken, node.attributes["starts"], steps)
+    return int(view.start) if view is not None and view.is_contiguous else None

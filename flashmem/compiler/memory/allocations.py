@@ -26,7 +26,7 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
     fixed = (("activations take", program.arena_bytes), ("constants take", program.constants_bytes))
     for what, nbytes in fixed:
         if nbytes > most:
-            advice = "name a budget below that with --budget, so that layers are computed in bands, or make the input smaller"
+            advice = "name a budget below that with --budget, so that layers are computed in patches, or make the input smaller"
             raise _refused(what, nbytes, descriptor, advice)
     for part in program.slices:
         if part.file_bytes > most:
@@ -44,7 +44,8 @@ def within_allocations(program: Program, plan: OverlapPlan, descriptor: DeviceDe
 
 def _allocations(layout: PoolLayout) -> Iterator[tuple[str, int]]:
     yield "resident and streamed weights take", layout.pool_bytes
-    yield "staged weights take", layout.staging_bytes
+    yield "staged weights take", max(layout.staging_bytes, *layout.staging_slots, 0)
+    yield "what weights pass through takes", layout.ring_bytes
     for slot in layout.slots:
         yield "a texture takes", slot.nbytes
 

@@ -2,7 +2,8 @@
 
 Inputs of `FusedAttention` are the tensors that hold queries, keys and values, and then the operands of `scores`; with attribute
 `dropped` also, last, booleans of all queries, whose answers are 0 where they are true. Attributes:
-`query`, `key`, `value` and `answer` (each an `Access`), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each
+`query`, `key`, `value` and `answer` (each an `Access`), `stacks` (the shapes of the stacks of scores and of answers, until
+`compiler.passes.attention_views` ran), `batches`, `rows` (queries of a batch), `keys`, `scale` (of each
 product of a query and a key), `value_scale` (of each value) and `scores`.
 """
 
@@ -15,9 +16,9 @@ from typing import Any, Literal
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.ir.views import Dimension, merged
+from flashmem.compiler.ir.strided import Dimension, StridedView, merged
 from flashmem.compiler.operators.registry import FLOAT, Operator, register
-from flashmem.compiler.operators.tiling_interface import Part, Span, aligned, outermost
+from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode, aligned, outermost
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,23 @@ class Access:
     row: Dimension
     channel: int
     channels: int
+
+
+def access(view: StridedView) -> Access:
+    """The access of `view`, a stack of matrices whose last dimension has one stride."""
+    *outer, row, channel = view.dimensions
+    batch = merged([factor for dimension in outer for factor in dimension])
+    [(channels, stride)] = channel or ((1, 1),)
+    return Access(view.start, batch, row, stride, channels)
+
+
+def stack(view: StridedView, batch: Sequence[int], *, swap: bool = False) -> StridedView:
+    """`view`, whose last two dimensions are matrices, broadcast to a stack of shape `batch`; rows and columns exchanged if
+    `swap`.
+    """
+    rank = len(batch)
+    made = view.expanded((*batch, *view.shape[-2:]))
+    return made.transposed([*range(rank), rank + 1, rank]) if swap else made
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,11 @@ class Scores:
         return score, tuple(nodes)
 
 
+def is_attended(node: Node, value: Value) -> bool:
+    """Whether `node` is attention that reads `value` as queries, keys or values."""
+    return node.op == "FusedAttention" and value in node.inputs[:3]
+
+
 @dataclass(frozen=True)
 class _Range:
     """Batches, or rows of every batch, from `start` to `stop`."""
@@ -74,7 +97,7 @@ class _Range:
     stop: int
 
 
-def attention_part(node: Node, span: Span) -> Part | None:
+def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """A range of the answer along its outermost axis is a range of queries, or of the matrices of a stack. Queries of a range
     read all keys and values; matrices those of their own, where these lie apart in memory.
     """
@@ -86,7 +109,7 @@ def attention_part(node: Node, span: Span) -> Part | None:
     answer = None if chosen is None else _restricted(given["answer"], chosen)
     if chosen is None or answer is None:
         return None
-    needs: list[Span | None] = []
+    needs: list[AxisRange | None] = []
     accesses: list[Access] = []
     for name, value in zip(("query", "key", "value"), node.inputs, strict=False):
         assert value is not None
@@ -108,7 +131,7 @@ def attention_part(node: Node, span: Span) -> Part | None:
     count = chosen.stop - chosen.start
     counts = {"batches": count} if chosen.kind == "batch" else {"rows": count}
     changed = {"query": query, "key": key, "value": stored, "answer": replace(answer, start=0), "scores": scores[0], **counts}
-    return Part((*needs, *scores[1]), {**given, **changed})
+    return TiledNode((*needs, *scores[1]), {**given, **changed})
 
 
 def _chosen(answer: Access, size: int, first: int, last: int) -> _Range | None:
@@ -135,7 +158,7 @@ def _restricted(access: Access, chosen: _Range) -> Access | None:
     return replace(access, start=start, batch=left) if chosen.kind == "batch" else replace(access, start=start, row=left)
 
 
-def _memory(access: Access, chosen: _Range, value: Value) -> Span | None:
+def _memory(access: Access, chosen: _Range, value: Value) -> AxisRange | None:
     """The part of `value` along its outermost axis that the chosen ones are, if no other reads it; None: all of it."""
     dimension, other = (access.batch, access.row) if chosen.kind == "batch" else (access.row, access.batch)
     if not dimension:
@@ -147,10 +170,12 @@ def _memory(access: Access, chosen: _Range, value: Value) -> Span | None:
     each, axis = math.prod(n for n, _ in others), outermost(value.shape)
     first, last = (at // each * stride for at in (chosen.start, chosen.stop))
     place = math.prod(value.shape[axis + 1 :])
-    return None if first % place or last % place else Span(axis, first // place, last // place)
+    return None if first % place or last % place else AxisRange(axis, first // place, last // place)
 
 
-def _scores(scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]) -> tuple[Scores, list[Span | None]] | None:
+def _scores(
+    scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
+) -> tuple[Scores, list[AxisRange | None]] | None:
     """The steps on the scores of the chosen ones, and what they need of their operands."""
     shape = scores.shape
     queries = math.prod(shape[:-1])
@@ -165,7 +190,7 @@ def _scores(scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
             first, last = chosen.start * inner, chosen.stop * inner
             if first % each or last % each:
                 return None
-            span = Span(axis, first // each, last // each)
+            span = AxisRange(axis, first // each, last // each)
             return replace(scores, shape=span.of(shape)), [aligned(value.shape, len(shape), span) for value in operands]
         before *= size
     return None
@@ -174,6 +199,6 @@ def _scores(scores: Scores, chosen: _Range, rows: int, operands: Sequence[Value]
 register(
     __name__,
     Operator(
-        "FusedAttention", (FLOAT,), kernel="attention", operator_class="hierarchical", onnx=False, part=attention_part
+        "FusedAttention", (FLOAT,), kernel="attention", operator_class="hierarchical", onnx=False, tiling=attention_tile
     ),
 )  # fmt: skip

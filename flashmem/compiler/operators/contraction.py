@@ -16,7 +16,7 @@ from flashmem.compiler.ir.builder import Rewriter, constant, derived
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.operators.registry import FLOAT, INDEX, WIDE, Operator, all_of, constant_inputs, register
 from flashmem.compiler.operators.rewriting import chain, constant_integers, reshaped, spreads, transpose
-from flashmem.compiler.operators.tiling_interface import product_part, window_part
+from flashmem.compiler.operators.tiling_interface import product_tile, window_tile
 
 
 def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
@@ -247,16 +247,16 @@ register(
     ),
     Operator(
         "Conv", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution", layout="channels_last",
-        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable", part=window_part,
+        columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable", tiling=window_tile,
     ),
     Operator(
         "ConvTranspose", (FLOAT,), check=_check_convolution, rewrite=_rewrite_convolution, kernel="convolution",
         layout="channels_last", columns=last_columns, overwrites="tail", retypes=True, operator_class="reusable",
-        part=window_part,
+        tiling=window_tile,
     ),
     Operator("Gemm", (WIDE,), check=_check_gemm, rewrite=_rewrite_gemm, operator_class="reusable"),
     Operator(
         "MatMul", (WIDE,), check=_check_matmul, rewrite=_rewrite_matmul, kernel="matmul", columns=last_columns,
-        overwrites="tail", retypes=True, operator_class="reusable", empty=True, part=product_part,
+        overwrites="tail", retypes=True, operator_class="reusable", empty=True, tiling=product_tile,
     ),
 )  # fmt: skip

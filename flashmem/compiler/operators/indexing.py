@@ -24,17 +24,13 @@ from numpy.typing import NDArray
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import ArrayConstant, Node, Value
+from flashmem.compiler.ir.strided import row_major
 from flashmem.compiler.operators.registry import ANY, BOOL, INDEX, Operator, Types, all_of, constant_inputs, each, register
 from flashmem.compiler.operators.rewriting import bad_axis, from_front, reshaped, too_long
 
 _INT64: Types = frozenset({"int64"})
 
 _REDUCTIONS = ("none", "add", "mul", "max", "min")
-
-
-def strides_of(shape: Sequence[int]) -> list[int]:
-    """The distance between neighbours along each dimension of a row-major tensor, in elements."""
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 def _without(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
@@ -61,10 +57,10 @@ def _from_front(indices: Value, sizes: Sequence[int]) -> Value:
 
 
 def _gather_elements(rewriter: Rewriter, name: str, x: Value, indices: Value, axis: int, output: Value) -> None:
-    strides = strides_of(x.shape)
+    strides = row_major(x.shape)
     rewriter.add(
         "GatherAt", [x, _from_front(indices, [x.shape[axis]])], output, name,
-        positions=indices.shape, base=(*strides[:axis], 0, *strides[axis + 1 :]), index=tuple(strides_of(indices.shape)),
+        positions=indices.shape, base=(*strides[:axis], 0, *strides[axis + 1 :]), index=tuple(row_major(indices.shape)),
         sizes=(x.shape[axis],), strides=(strides[axis],), run=1,
     )  # fmt: skip
 
@@ -101,12 +97,12 @@ def _rewrite_gather_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Some indices, side by side, for each run of elements."""
     x, indices = node.input(0), node.input(1)
     batch, parts = int(node.attributes.get("batch_dims", 0)), indices.shape[-1]
-    sizes, strides = x.shape[batch : batch + parts], strides_of(x.shape)
+    sizes, strides = x.shape[batch : batch + parts], row_major(x.shape)
     positions = indices.shape[:-1]
     rewriter.add(
         "GatherAt", [x, _from_front(indices, sizes)], node.outputs[0], node.name,
         positions=positions, base=(*strides[:batch], *[0] * (len(positions) - batch)),
-        index=tuple(parts * stride for stride in strides_of(positions)),
+        index=tuple(parts * stride for stride in row_major(positions)),
         sizes=sizes, strides=tuple(strides[batch : batch + parts]), run=math.prod(x.shape[batch + parts :]),
     )  # fmt: skip
 
@@ -183,7 +179,7 @@ def _offsets(indices: NDArray[np.integer], plan: _Scatter) -> tuple[NDArray[np.i
     own = [i for i, stride in enumerate(plan.index) if stride]
     free = [i for i in range(len(plan.items)) if i not in own]
     shape = (*(plan.items[i] for i in own), *plan.steps)
-    steps = np.array(strides_of(plan.steps), np.int64)
+    steps = np.array(row_major(plan.steps), np.int64)
     at = _sum([*(plan.index[i] for i in own), *(plan.index_step * steps).tolist()], shape)
     flat = indices.reshape(-1).astype(np.int64)
     offsets = _sum([*(plan.target[i] for i in own), *[0] * len(plan.steps)], shape)
@@ -225,7 +221,7 @@ def _rewrite_scatter_elements(rewriter: Rewriter, node: Node, opset: int) -> Non
     """An item for each line of the indices along the axis."""
     x, indices, updates = node.input(0), node.input(1), node.input(2)
     axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
-    given, target = strides_of(indices.shape), strides_of(x.shape)
+    given, target = row_major(indices.shape), row_major(x.shape)
     others = _without(given, axis)
     plan = _Scatter(
         _without(indices.shape, axis), others, others, _without(target, axis), (indices.shape[axis],), given[axis], given[axis],
@@ -241,7 +237,7 @@ def _rewrite_scatter_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
     run = math.prod(x.shape[parts:])
     sizes = x.shape[:parts]
     plan = _Scatter(
-        (run,), (0,), (1,), (1,), indices.shape[:-1] or (1,), parts, run, sizes, tuple(strides_of(sizes)), run, math.prod(sizes)
+        (run,), (0,), (1,), (1,), indices.shape[:-1] or (1,), parts, run, sizes, tuple(row_major(sizes)), run, math.prod(sizes)
     )
     _scattered(rewriter, node, indices, updates, plan)
 
@@ -276,7 +272,7 @@ def _rewrite_tensor_scatter(rewriter: Rewriter, node: Node, opset: int) -> None:
         if is_circular:
             around = constant(f"{node.name}.size", np.array(size))
             indices = rewriter.emit("Mod", [indices, around], indices.shape, "int64", f"{node.name}.around")
-    given, target = strides_of(updates.shape), strides_of(x.shape)
+    given, target = row_major(updates.shape), row_major(x.shape)
     items = _without(updates.shape, axis)
     plan = _Scatter(
         items, (length, *[0] * (len(items) - 1)), _without(given, axis), _without(target, axis), (length,), 1, given[axis],
@@ -317,7 +313,7 @@ def _rewrite_reverse_sequence(rewriter: Rewriter, node: Node, opset: int) -> Non
     x, lengths = node.input(0), node.input(1)
     time = int(node.attributes.get("time_axis", 0))
     steps, entries, positions = x.shape[time], x.shape[1 - time], x.shape[:2]
-    strides = strides_of(x.shape)
+    strides = row_major(x.shape)
 
     def along(axis: int, size: int) -> tuple[int, int]:
         return (size, 1) if axis == 0 else (1, size)
@@ -332,7 +328,7 @@ def _rewrite_reverse_sequence(rewriter: Rewriter, node: Node, opset: int) -> Non
     rewriter.add(
         "GatherAt", [x, indices], node.outputs[0], node.name,
         positions=positions, base=tuple(0 if axis == time else strides[axis] for axis in (0, 1)),
-        index=tuple(strides_of(positions)), sizes=(steps,), strides=(strides[time],), run=math.prod(x.shape[2:]),
+        index=tuple(row_major(positions)), sizes=(steps,), strides=(strides[time],), run=math.prod(x.shape[2:]),
     )  # fmt: skip
 
 

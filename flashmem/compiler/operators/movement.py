@@ -28,13 +28,13 @@ from flashmem.compiler.operators.rewriting import (
 )
 from flashmem.compiler.operators.tiling_interface import (
     at_each_place,
-    gathered_part,
-    joined_part,
-    merged_part,
-    padded_part,
-    sliced_part,
-    tiled_part,
-    transposed_part,
+    gathered_tile,
+    joined_tile,
+    merged_tile,
+    padded_tile,
+    repeated_tile,
+    sliced_tile,
+    transposed_tile,
 )
 
 
@@ -373,27 +373,29 @@ register(
     __name__,
     Operator(
         "Concat", (ANY,), check=_check_concat, rewrite=_rewrite_concat, kernel="concat", layout="either", remap=axis_last,
-        empty=True, part=joined_part,
+        empty=True, tiling=joined_tile,
     ),
     *each(("DepthToSpace", "SpaceToDepth"), inputs=(ANY,), check=_check_blocks, rewrite=_rewrite_blocks),
     Operator("Dropout", (ANY, ANY, BOOL), check=_check_dropout, rewrite=_rewrite_dropout, empty=True),
-    Operator("Expand", (ANY, INDEX), rewrite=_rewrite_expand, kernel="expand", part=at_each_place),
+    Operator("Expand", (ANY, INDEX), rewrite=_rewrite_expand, kernel="expand", tiling=at_each_place),
     *each(("Flatten", "Identity", "Squeeze", "Unsqueeze"), **_RENAMING),
-    Operator("Reshape", (ANY, INTEGERS), check=_check_reshape, rewrite=rewrite_reshape, part=merged_part),
-    Operator("Gather", (ANY, INDEX), check=_check_gather, rewrite=_rewrite_gather, kernel="gather", part=gathered_part),
+    Operator("Reshape", (ANY, INTEGERS), check=_check_reshape, rewrite=rewrite_reshape, tiling=merged_tile),
+    Operator("Gather", (ANY, INDEX), check=_check_gather, rewrite=_rewrite_gather, kernel="gather", tiling=gathered_tile),
     Operator(
         "Pad", (ANY,), check=all_of(constant_inputs(1, 2, 3), _check_pad), rewrite=_rewrite_pad, kernel="pad",
-        layout="either", remap=per_dimension_last("before"), empty=True, part=padded_part,
+        layout="either", remap=per_dimension_last("before"), empty=True, tiling=padded_tile,
     ),
     *each(("Shape", "Size"), inputs=(ANY,), rewrite=_rewrite_shape, empty=True),
     Operator(
         "Slice", (ANY, INDEX), check=all_of(constant_inputs(1, 2, 3, 4), _check_slice), rewrite=_rewrite_slice,
-        kernel="slice", layout="either", remap=per_dimension_last("starts", "steps"), part=sliced_part,
+        kernel="slice", layout="either", remap=per_dimension_last("starts", "steps"), tiling=sliced_tile,
     ),
     Operator("Split", (ANY, INDEX), check=all_of(constant_inputs(1), _check_split), rewrite=_rewrite_split),
     Operator(
         "Tile", (ANY, INDEX), check=all_of(constant_inputs(1), _check_tile), rewrite=_rewrite_tile, kernel="tile",
-        layout="either", remap=per_dimension_last("repeats"), part=tiled_part,
+        layout="either", remap=per_dimension_last("repeats"), tiling=repeated_tile,
     ),
-    Operator("Transpose", (ANY,), check=_check_transpose, rewrite=_rewrite_transpose, kernel="transpose", part=transposed_part),
+    Operator(
+        "Transpose", (ANY,), check=_check_transpose, rewrite=_rewrite_transpose, kernel="transpose", tiling=transposed_tile
+    ),
 )  # fmt: skip

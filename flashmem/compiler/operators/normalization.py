@@ -315,7 +315,7 @@ register(
     ),
     Operator(
         "LRN", (FLOAT,), check=_check_lrn, rewrite=_rewrite_lrn, kernel="lrn", layout="either", remap=axis_last,
-        operator_class="hierarchical", part=along_others,
+        operator_class="hierarchical", tiling=along_others,
     ),
     Operator(
         "MeanVarianceNormalization", (FLOAT,), check=_check_mean_variance, rewrite=_rewrite_mean_variance,
@@ -328,11 +328,11 @@ register(
     *each(
         ("Softmax", "LogSoftmax"), inputs=(FLOAT,), check=_check_axis, rewrite=_rewrite_softmax, kernel="reduction",
         layout="either", remap=axes_last, columns=_columns, overwrites="input", operator_class="hierarchical",
-        part=along_others,
+        tiling=along_others,
     ),
     Operator(
         "Normalize", (FLOAT,), kernel="reduction", layout="either", remap=axes_last, columns=_columns, overwrites="input",
-        operator_class="hierarchical", onnx=False, part=along_others,
+        operator_class="hierarchical", onnx=False, tiling=along_others,
     ),
     # Of [outer, depth, groups, columns], over depth and columns: groups of channels in images that are channels-last.
     Operator(

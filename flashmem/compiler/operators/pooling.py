@@ -13,7 +13,7 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.operators.contraction import bad_window, lift, window
 from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, Types, constant_inputs, each, register
 from flashmem.compiler.operators.rewriting import reshaped
-from flashmem.compiler.operators.tiling_interface import window_part
+from flashmem.compiler.operators.tiling_interface import window_tile
 
 _POOLED: Types = frozenset({"float32", "int8", "uint8"})
 
@@ -109,8 +109,8 @@ _POOL: dict[str, Any] = {"rewrite": _rewrite_pool, "check": _check_pool, **_KERN
 
 register(
     __name__,
-    *each(("AveragePool", "LpPool"), inputs=(FLOAT,), part=window_part, **_POOL),
-    Operator("MaxPool", (_POOLED,), part=window_part, **_POOL),
+    *each(("AveragePool", "LpPool"), inputs=(FLOAT,), tiling=window_tile, **_POOL),
+    Operator("MaxPool", (_POOLED,), tiling=window_tile, **_POOL),
     Operator("MaxPoolAt", (_POOLED,), onnx=False, **_KERNEL),
     Operator(
         "MaxUnpool", (FLOAT, INDEX, INDEX), check=lambda node: constant_inputs(2)(node) or _check_max_unpool(node),

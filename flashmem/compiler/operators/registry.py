@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from flashmem.base.types import DType, OperatorClass
 from flashmem.compiler.ir.builder import Rewriter
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.operators.tiling_interface import Part, PartRule, Span, at_each_place
+from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode, TilingRule, at_each_place
 from flashmem.compiler.operators.vector import Vector
 
 Types = frozenset[DType]
@@ -81,7 +81,7 @@ class Operator:
         operator_class: how much it may stream while it computes (FlashMem Table 5).
         empty: whether it can run on an input without elements when its output has some.
         onnx: whether ONNX has it; if not, only rewrites make it.
-        part: how a range of its output is computed alone (`operators.spans`). None: only an expression's can be.
+        tiling: how a range of its output is computed alone (`operators.tiling_interface`). None: only an expression's can be.
         family: the module that declares it.
     """
 
@@ -101,7 +101,7 @@ class Operator:
     operator_class: OperatorClass = "elemental"
     empty: bool = False
     onnx: bool = True
-    part: PartRule | None = None
+    tiling: TilingRule | None = None
     family: str = ""
 
     def why_not(self, node: Node) -> str | None:
@@ -114,11 +114,11 @@ class Operator:
             return f"{node.op} of a tensor without elements ({node.input(0).name}) is not implemented"
         return self.check(node) if is_read or self.empty else None
 
-    def part_of(self, node: Node, span: Span) -> Part | None:
-        """What computes `span` of the output of `node`, a node in normal form; None if it cannot be computed alone."""
+    def tile_of(self, node: Node, span: AxisRange) -> TiledNode | None:
+        """The node that computes `span` of the output of `node` (decomposed); None if it cannot be computed alone."""
         if len(node.outputs) > 1:
             return None
-        rule = self.part or (at_each_place if self.expression is not None else None)
+        rule = self.tiling or (at_each_place if self.expression is not None else None)
         return None if rule is None else rule(node, span)
 
 

@@ -16,7 +16,7 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.operators.registry import ANY, FLOAT, INDEX, constant_inputs, each, register
 from flashmem.compiler.operators.resize_taps import Axis, Rule, Taps, resize_taps
 from flashmem.compiler.operators.rewriting import constant_integers, from_front, reshaped
-from flashmem.compiler.operators.tiling_interface import Part, Span
+from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode
 
 _KEPT = ("mode", "cubic_coeff_a", "exclude_outside", "antialias")
 
@@ -150,26 +150,26 @@ def height_taps(node: Node) -> Taps:
     return Taps(np.where(at < 0, at, at - np.int32(offset)), whole.weights[first : first + out_height])
 
 
-def _resized_part(node: Node, span: Span) -> Part | None:
+def _resized_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Rows: those under their taps. Images of a batch, and channels, are independent of each other."""
-    others: tuple[Span | None, ...] = (None,) * (len(node.inputs) - 1)
+    others: tuple[AxisRange | None, ...] = (None,) * (len(node.inputs) - 1)
     if span.axis in (0, 3):
-        return Part((span, *others), node.attributes)
+        return TiledNode((span, *others), node.attributes)
     if span.axis != 1 or "part" in node.attributes:
         return None
     at = height_taps(node).at[span.start : span.stop]
     inside = at[at >= 0]
     if not inside.size:
         return None
-    rows = Span(1, int(inside.min()), int(inside.max()) + 1)
+    rows = AxisRange(1, int(inside.min()), int(inside.max()) + 1)
     sizes = node.input(0).shape[1], node.outputs[0].shape[1]
-    return Part((rows, *others), {**node.attributes, "part": (span.start, rows.start, *sizes)})
+    return TiledNode((rows, *others), {**node.attributes, "part": (span.start, rows.start, *sizes)})
 
 
 register(
     __name__,
     *each(
         ("Resize", "Upsample"), inputs=(ANY, FLOAT, FLOAT, INDEX), check=_check_resize, rewrite=_rewrite_resize,
-        kernel="resize", layout="channels_last", part=_resized_part,
+        kernel="resize", layout="channels_last", tiling=_resized_tile,
     ),
 )  # fmt: skip

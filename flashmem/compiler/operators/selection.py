@@ -194,11 +194,11 @@ register(
     __name__,
     *each(
         ("ArgMax", "ArgMin"), inputs=(NUMBERS,), check=_check_axis, rewrite=_rewrite_extreme, kernel="extreme",
-        part=along_others,
+        tiling=along_others,
     ),
     *each(
         ("CumProd", "CumSum"), inputs=(WIDE,), check=all_of(constant_inputs(1), _check_scan), rewrite=_rewrite_scan,
-        kernel="scan", part=along_others,
+        kernel="scan", tiling=along_others,
     ),
     Operator("EyeLike", (ANY,), check=_check_eye, rewrite=_rewrite_eye),
     Operator("Hardmax", (FLOAT,), check=_check_hardmax, rewrite=_rewrite_hardmax),

@@ -1,9 +1,7 @@
-"""Parts of operators: to compute a range of an operator's output, which ranges of its inputs are needed, and by which node.
+"""Tiling interface: which ranges of its inputs an operator needs for a range of its output, and the node that computes it.
 
-A *span* is a range of places along one axis of a tensor. `Operator.part` is a function that says, for a node and a span of
-its output, what of each input is needed and the attributes of the node that computes the span from that.
-`compiler.tiling.patches` computes chains of operators in bands with it. Rules see nodes in the form that layers are made of:
-normal form, layouts assigned.
+`Operator.tiling` is a rule that gives this for a node and a range along one axis of its output. `compiler.tiling.patches`
+computes chains of operators in patches with it. Rules see nodes as fusion does: decomposed, layouts assigned.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from flashmem.compiler.ir.quantised import QuantizedConstant
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisRange:
     """Places `start` to `stop` (not included) along `axis` of a tensor."""
 
     axis: int
@@ -30,6 +28,10 @@ class Span:
         """How many places."""
         return self.stop - self.start
 
+    def relative_to(self, start: int) -> AxisRange:
+        """The same places in a tensor that begins at place `start`."""
+        return AxisRange(self.axis, self.start - start, self.stop - start)
+
     def of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of this part of a tensor of `shape`."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
@@ -38,39 +40,43 @@ class Span:
         """Whether it is all of a tensor of `shape`."""
         return (self.start, self.stop) == (0, shape[self.axis])
 
-    def hull(self, other: Span) -> Span:
+    def hull(self, other: AxisRange) -> AxisRange:
         """The least span along the same axis that covers both."""
-        return Span(self.axis, min(self.start, other.start), max(self.stop, other.stop))
+        return AxisRange(self.axis, min(self.start, other.start), max(self.stop, other.stop))
 
 
 @dataclass(frozen=True)
-class Part:
-    """How a span of a node's output is made: what is needed of each input (None: all of it, or an input left out), and the
-    attributes of the node that makes it. `made`: what it makes, where that is more than was asked for.
+class TiledNode:
+    """The node that computes a range of another node's output.
+
+    Attributes:
+        needs: the range of each input that it reads; None for all of it, or for an input left out.
+        attributes: its attributes.
+        made: the range that it computes, where that is more than was asked for.
     """
 
-    needs: tuple[Span | None, ...]
+    needs: tuple[AxisRange | None, ...]
     attributes: dict[str, Any]
-    made: Span | None = None
+    made: AxisRange | None = None
 
 
-PartRule = Callable[[Node, Span], Part | None]
-"""The part of a node that makes a span of its (only) output; None if it cannot be made alone."""
+TilingRule = Callable[[Node, AxisRange], TiledNode | None]
+"""Gives the node that computes a range of a node's (only) output; None if it cannot be computed alone."""
 
 
-def aligned(shape: Sequence[int], rank: int, span: Span) -> Span | None:
+def aligned(shape: Sequence[int], rank: int, span: AxisRange) -> AxisRange | None:
     """`span` of a tensor of `rank` dimensions, of an operand that broadcasts to it; None if it takes all of the operand."""
     axis = span.axis - (rank - len(shape))
-    return Span(axis, span.start, span.stop) if axis >= 0 and shape[axis] != 1 else None
+    return AxisRange(axis, span.start, span.stop) if axis >= 0 and shape[axis] != 1 else None
 
 
-def at_each_place(node: Node, span: Span) -> Part | None:
+def at_each_place(node: Node, span: AxisRange) -> TiledNode | None:
     """Of an operator that maps elements at the same (broadcast) place: the same span of what is not broadcast along it."""
     rank = len(node.outputs[0].shape)
-    return Part(tuple(None if x is None else aligned(x.shape, rank, span) for x in node.inputs), node.attributes)
+    return TiledNode(tuple(None if x is None else aligned(x.shape, rank, span) for x in node.inputs), node.attributes)
 
 
-def along_others(node: Node, span: Span) -> Part | None:
+def along_others(node: Node, span: AxisRange) -> TiledNode | None:
     """Of an operator that works along attribute `axes` (or `axis`), each place of the other axes by itself: the same span."""
     given = node.attributes.get("axes", node.attributes.get("axis"))
     axes = given if isinstance(given, tuple | list) else (given,)
@@ -79,7 +85,7 @@ def along_others(node: Node, span: Span) -> Part | None:
     return at_each_place(node, span)
 
 
-def merged_part(node: Node, span: Span) -> Part | None:
+def merged_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a Reshape: the places of its input along the axis that begins where the span's does, and all that they hold."""
     source, shape = node.input(0).shape, node.outputs[0].shape
     outer, inner = math.prod(shape[: span.axis]), math.prod(shape[span.axis + 1 :])
@@ -91,82 +97,82 @@ def merged_part(node: Node, span: Span) -> Part | None:
             first, last = span.start * inner // unit * unit, -(-span.stop * inner // unit) * unit
             if last > size * step or last > shape[span.axis] * inner:
                 return None
-            needed = Span(axis, first // step, last // step)
-            made = Span(span.axis, first // inner, last // inner)
-            return Part((needed, *[None] * (len(node.inputs) - 1)), node.attributes, made)
+            needed = AxisRange(axis, first // step, last // step)
+            made = AxisRange(span.axis, first // inner, last // inner)
+            return TiledNode((needed, *[None] * (len(node.inputs) - 1)), node.attributes, made)
         before *= size
     return None
 
 
-def transposed_part(node: Node, span: Span) -> Part | None:
+def transposed_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a Transpose: the same span along the axis that was moved."""
-    return Part((Span(node.attributes["perm"][span.axis], span.start, span.stop),), node.attributes)
+    return TiledNode((AxisRange(node.attributes["perm"][span.axis], span.start, span.stop),), node.attributes)
 
 
-def sliced_part(node: Node, span: Span) -> Part | None:
+def sliced_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a Slice: from the first to the last element that the span takes."""
     starts, steps = node.attributes["starts"], node.attributes["steps"]
     start, step = starts[span.axis], steps[span.axis]
     if step < 1:
         return None
-    needed = Span(span.axis, start + span.start * step, start + (span.stop - 1) * step + 1)
-    return Part((needed,), {**node.attributes, "starts": _changed(starts, span.axis, 0)})
+    needed = AxisRange(span.axis, start + span.start * step, start + (span.stop - 1) * step + 1)
+    return TiledNode((needed,), {**node.attributes, "starts": _changed(starts, span.axis, 0)})
 
 
-def padded_part(node: Node, span: Span) -> Part | None:
+def padded_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a Pad with a constant: what of the input lies in the span, and pads where that ends."""
     before, size = node.attributes["before"], node.input(0).shape[span.axis]
     first, last = span.start - before[span.axis], span.stop - before[span.axis]
-    needed = Span(span.axis, max(0, first), min(size, last))
+    needed = AxisRange(span.axis, max(0, first), min(size, last))
     if needed.size < 1:
         return None
-    return Part((needed,), {**node.attributes, "before": _changed(before, span.axis, max(0, -first))})
+    return TiledNode((needed,), {**node.attributes, "before": _changed(before, span.axis, max(0, -first))})
 
 
-def tiled_part(node: Node, span: Span) -> Part | None:
+def repeated_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a Tile: along an axis that it repeats, a part of one copy, or whole copies."""
     repeats, size = node.attributes["repeats"], node.input(0).shape[span.axis]
     first, last = span.start // size, (span.stop - 1) // size
     if first == last:
-        needed = Span(span.axis, span.start - first * size, span.stop - first * size)
-        return Part((needed,), {**node.attributes, "repeats": _changed(repeats, span.axis, 1)})
+        needed = AxisRange(span.axis, span.start - first * size, span.stop - first * size)
+        return TiledNode((needed,), {**node.attributes, "repeats": _changed(repeats, span.axis, 1)})
     if span.start % size or span.stop % size:
         return None
-    return Part((None,), {**node.attributes, "repeats": _changed(repeats, span.axis, span.size // size)})
+    return TiledNode((None,), {**node.attributes, "repeats": _changed(repeats, span.axis, span.size // size)})
 
 
-def joined_part(node: Node, span: Span) -> Part | None:
+def joined_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a Concat along another axis: the same span of every input."""
     if span.axis == node.attributes["axis"]:
         return None
-    return Part((span,) * len(node.inputs), node.attributes)
+    return TiledNode((span,) * len(node.inputs), node.attributes)
 
 
-def gathered_part(node: Node, span: Span) -> Part | None:
+def gathered_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a Gather: along an axis of the data that is kept as it is, or of indices that are constants."""
     data, indices, axis = node.input(0), node.input(1), node.attributes["axis"]
     rank = len(indices.shape)
     if axis <= span.axis < axis + rank:
         if indices.constant is None:
             return None
-        return Part((None, Span(span.axis - axis, span.start, span.stop)), node.attributes)
+        return TiledNode((None, AxisRange(span.axis - axis, span.start, span.stop)), node.attributes)
     if data.constant is not None:
         return None
     there = span.axis if span.axis < axis else span.axis - rank + 1
-    return Part((Span(there, span.start, span.stop), None), node.attributes)
+    return TiledNode((AxisRange(there, span.start, span.stop), None), node.attributes)
 
 
-def window_part(node: Node, span: Span) -> Part | None:
+def window_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a convolution or a pool, channels-last: the rows (or columns, or slices of depth) under the windows of the span; pads
     only where these reach over the edge. Images of a batch are independent of each other; so are channels of a pool.
     """
     x = node.input(0)
-    others: tuple[Span | None, ...] = (None,) * (len(node.inputs) - 1)
+    others: tuple[AxisRange | None, ...] = (None,) * (len(node.inputs) - 1)
     rank = len(x.shape)
     if span.axis == 0:
-        return Part((span, *others), node.attributes)
+        return TiledNode((span, *others), node.attributes)
     if span.axis == rank - 1:
-        return _channels_part(node, span)
+        return _channels_tile(node, span)
     at, count = span.axis - 1, rank - 2
     reach = (node.attributes["kernel"] if "kernel" in node.attributes else node.input(1).shape[2:])[at] - 1
     stride, dilation = node.attributes["strides"][at], node.attributes["dilations"][at]
@@ -174,44 +180,44 @@ def window_part(node: Node, span: Span) -> Part | None:
     before, after = pads[at], pads[count + at]
     if node.op == "ConvTranspose":
         first, last = -(-(span.start + before - dilation * reach) // stride), (span.stop - 1 + before) // stride + 1
-        needed = Span(span.axis, max(0, first), min(size, last))
+        needed = AxisRange(span.axis, max(0, first), min(size, last))
         changed = (before + span.start - needed.start * stride, 0)
     else:
         first, last = span.start * stride - before, (span.stop - 1) * stride - before + dilation * reach + 1
-        needed = Span(span.axis, max(0, first), min(size, last))
+        needed = AxisRange(span.axis, max(0, first), min(size, last))
         changed = (max(0, -first), after if last > size else 0)
     if needed.size < 1:
         return None
     pads = _changed(_changed(pads, at, changed[0]), count + at, changed[1])
-    return Part((needed, *others), {**node.attributes, "pads": pads})
+    return TiledNode((needed, *others), {**node.attributes, "pads": pads})
 
 
-def _channels_part(node: Node, span: Span) -> Part | None:
+def _channels_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Channels that a convolution makes are rows of its weights; those of a pool are its input's."""
     if "kernel" in node.attributes:
-        return Part((span, *[None] * (len(node.inputs) - 1)), node.attributes)
+        return TiledNode((span, *[None] * (len(node.inputs) - 1)), node.attributes)
     weight = node.input(1)
     quantized = isinstance(weight.constant, QuantizedConstant)
     if node.attributes["group"] != 1 or weight.constant is None or quantized or len(node.inputs) > 2:
         return None
-    return Part((None, Span(1 if node.op == "ConvTranspose" else 0, span.start, span.stop)), node.attributes)
+    return TiledNode((None, AxisRange(1 if node.op == "ConvTranspose" else 0, span.start, span.stop)), node.attributes)
 
 
-def product_part(node: Node, span: Span) -> Part | None:
+def product_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Of a MatMul: rows of the left operand, columns of the right one, or matrices of a stack."""
     left, right = node.input(0), node.input(1)
     rank = len(node.outputs[0].shape)
-    others: tuple[Span | None, ...] = (None,) * (len(node.inputs) - 2)  # zero points and scales
+    others: tuple[AxisRange | None, ...] = (None,) * (len(node.inputs) - 2)  # zero points and scales
     if any(value is not None and value.size != 1 for value in node.inputs[2:]):
         return None
     if span.axis == rank - 1:
         if right.constant is not None and (len(right.shape) != 2 or isinstance(right.constant, QuantizedConstant)):
             return None
         last = len(right.shape) - (2 if node.attributes["transposed"] else 1)
-        return Part((None, Span(last, span.start, span.stop), *others), node.attributes)
+        return TiledNode((None, AxisRange(last, span.start, span.stop), *others), node.attributes)
     if span.axis == rank - 2:
-        return Part((Span(len(left.shape) - 2, span.start, span.stop), None, *others), node.attributes)
-    return Part((aligned(left.shape, rank, span), aligned(right.shape, rank, span), *others), node.attributes)
+        return TiledNode((AxisRange(len(left.shape) - 2, span.start, span.stop), None, *others), node.attributes)
+    return TiledNode((aligned(left.shape, rank, span), aligned(right.shape, rank, span), *others), node.attributes)
 
 
 def _changed(numbers: Sequence[int], at: int, number: int) -> tuple[int, ...]:

@@ -1,24 +1,25 @@
-"""Attention is found and becomes one operator: softmax(f(Q K^T)) V without scores in memory (`compiler.operators.attention`).
+"""Attention matching: softmax(f(Q K^T)) V becomes one operator, without scores in memory (`compiler.operators.attention`).
 
-What is looked for is what all exporters write once a graph is in normal form: a product of two activations, elementwise
-operators on its result (a scale, masks, biases, a soft cap), Softmax over the last axis, and a product with a third. Nobody
-else may read a score. Queries, keys and values are read where they lie: transposes, parts of one packed projection, repeated
-heads and constant factors in front of the products disappear, as does the Transpose behind them.
+The pattern is what all exporters write once a graph is decomposed: a product of two activations, elementwise operators on its
+result (a scale, masks, biases, a soft cap), Softmax over the last axis, and a product with a third. No other node may read a
+score. This is the only place that looks for the pattern. The operator reads queries, keys and values whole; what moves them
+before it and its answer behind it is folded into it later (`compiler.passes.attention_views`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from flashmem.compiler.ir.builder import Rewriter, replaced
 from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.views import View, factor, merged, view_of, whole
+from flashmem.compiler.ir.view_nodes import constant_factor
 from flashmem.compiler.operators import is_elementwise
-from flashmem.compiler.operators.attention import Access, Scores, Step
+from flashmem.compiler.operators.attention import Scores, Step, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.passes.fusion import MAX_OPERANDS, MAX_TAIL
 
@@ -35,40 +36,25 @@ class _Operand:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """One attention: where its parts lie, what happens to scores, and the node whose place it takes."""
+class _Match:
+    """One attention: its two products, the operators on its scores, and what these read. `scale`: of each score."""
 
-    query: View
-    key: View
-    value: View
-    output: View
+    first: Node
+    second: Node
+    scale: float
     scores: Scores
     operands: list[_Operand]
     dropped: bool
-    last: Node
-    name: str
 
 
-def fuse_attention(graph: Graph) -> Graph:
-    """`graph` (in normal form, layouts assigned) with each attention as one operator."""
+def match_attention(graph: Graph) -> Graph:
+    """`graph` (decomposed, layouts assigned) with each attention as one FusedAttention in place of its second product."""
     readers = Readers(graph)
-    found = {each.last: each for node in graph.nodes if node.op == "Softmax" and (each := _attention(node, readers))}
-    return replaced(graph, found, _replace)
+    matches = [match for node in graph.nodes if node.op == "Softmax" and (match := _attention(node, readers))]
+    return replaced(graph, {match.second: match for match in matches}, _replace)
 
 
-def attention_products(graph: Graph) -> set[Node]:
-    """The products of each attention in `graph` that `fuse_attention` finds: what they read, they read as views."""
-    readers = Readers(graph)
-    found: set[Node] = set()
-    for node in graph.nodes:
-        if node.op == "Softmax" and _attention(node, readers) is not None:
-            behind, before = _behind(node.outputs[0], readers), _chain(node, readers)
-            assert behind is not None and before is not None, "an attention has two products"
-            found |= {behind.product, before[0]}
-    return found
-
-
-def _attention(softmax: Node, readers: Readers) -> _Found | None:
+def _attention(softmax: Node, readers: Readers) -> _Match | None:
     """The attention around `softmax`, if it is one that a kernel can compute."""
     keys = softmax.input(0).shape[-1]
     if softmax.attributes["axes"] != (len(softmax.input(0).shape) - 1,) or not softmax.input(0).size:
@@ -89,27 +75,7 @@ def _attention(softmax: Node, readers: Readers) -> _Found | None:
     steps = _scores(score, softmax, chain, behind)
     if steps is None:
         return None
-    query, key, value = (
-        _matrices(part, other.shape[:-2], swap=part is parts[1])
-        for part, other in zip(parts, (product, product, made), strict=True)
-    )
-    last, output = _target(second, readers)
-    return _Found(
-        replace(query, scale=query.scale * scale), key, value, output, *steps, behind.dropped is not None, last, second.name
-    )
-
-
-def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> View:
-    """`value` as a stack of matrices for `batch`, their rows and columns exchanged if `swap`; as it is itself in memory where a
-    view has no one stride for the channels.
-    """
-    rank = len(batch)
-    for view in (view_of(value), whole(value)):
-        stack = view.expanded((*batch, *value.shape[-2:]))
-        stack = stack.transposed([*range(rank), rank + 1, rank]) if swap else stack
-        if len(stack.dimensions[-1]) < 2:
-            return stack
-    raise AssertionError("a tensor has one stride for each dimension")
+    return _Match(first, second, scale, *steps, behind.dropped is not None)
 
 
 @dataclass(frozen=True)
@@ -212,30 +178,10 @@ def _chain(softmax: Node, readers: Readers) -> tuple[Node, tuple[Node, ...]] | N
     return (products[0], tuple(inside)) if all(readers.only(value, [*inside, softmax]) for value in made) else None
 
 
-def _target(product: Node, readers: Readers) -> tuple[Node, View]:
-    """The last move of the result that a kernel can make as it writes, and the result as a view of what that gives."""
-    node, moves, best = product, [product], 0
-    while (reader := readers.single(node.outputs[0])) is not None and reader.op in ("Reshape", "Transpose"):
-        node = reader
-        moves.append(node)
-        if node.op == "Transpose":
-            best = len(moves) - 1
-    for end in (best, 0):
-        view: View | None = whole(moves[end].outputs[0])
-        for move in reversed(moves[1 : end + 1]):
-            if view is not None and move.op == "Transpose":
-                view = view.untransposed(move.attributes["perm"])
-            elif view is not None:
-                view = view.reshaped(move.input(0).shape)
-        if view is not None and len(view.dimensions[-1]) < 2:
-            return moves[end], view
-    raise AssertionError("a tensor is a view of itself")
-
-
 def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, ...], float]:
     """The score behind the constant factors with which `chain` begins, the rest of the chain, and their product."""
     scale = 1.0
-    while chain and (multiplied := factor(chain[0])) is not None:
+    while chain and (multiplied := constant_factor(chain[0])) is not None:
         if multiplied[0] is not score or any(score in node.inputs for node in chain[1:]):
             break
         score, chain, scale = chain[0].outputs[0], chain[1:], scale * multiplied[1]
@@ -307,32 +253,26 @@ def _operand(value: Value, domain: tuple[int, ...], refined: tuple[int, ...]) ->
     return _Operand(value, (*shape, own[-1]))
 
 
-def _replace(rewriter: Rewriter, found: _Found) -> None:
-    """Append the operator that computes what `found.last` did."""
-    operands = [reshaped(rewriter, operand.value, operand.shape) for operand in found.operands]
-    shape = found.query.shape
+def _replace(rewriter: Rewriter, match: _Match) -> None:
+    """Append the operator that computes what the second product did."""
+    operands = [reshaped(rewriter, operand.value, operand.shape) for operand in match.operands]
+    query, key, value, answer = match.first.input(0), match.first.input(1), match.second.input(1), match.second.outputs[0]
+    stacks = match.first.outputs[0].shape[:-2], answer.shape[:-2]
     rewriter.add(
         "FusedAttention",
-        [found.query.root, found.key.root, found.value.root, *operands],
-        found.last.outputs[0],
-        found.name,
-        query=_access(found.query),
-        key=_access(found.key),
-        value=_access(found.value),
-        answer=_access(found.output),
-        batches=math.prod(shape[:-2]),
-        rows=shape[-2],
-        keys=found.key.shape[-2],
-        scale=found.query.scale * found.key.scale,
-        value_scale=found.value.scale,
-        scores=found.scores,
-        dropped=found.dropped,
+        [query, key, value, *operands],
+        answer,
+        match.second.name,
+        query=access(stack(StridedView.of(query), stacks[0])),
+        key=access(stack(StridedView.of(key), stacks[0], swap=True)),
+        value=access(stack(StridedView.of(value), stacks[1])),
+        answer=access(StridedView.of(answer)),
+        stacks=stacks,
+        batches=math.prod(stacks[0]),
+        rows=query.shape[-2],
+        keys=key.shape[-1],
+        scale=match.scale,
+        value_scale=1.0,
+        scores=match.scores,
+        dropped=match.dropped,
     )
-
-
-def _access(view: View) -> Access:
-    """`view`, a stack of matrices, by batch, row and channel."""
-    *outer, row, channel = view.dimensions
-    batch = merged([factor for dimension in outer for factor in dimension])
-    [(channels, stride)] = channel or ((1, 1),)
-    return Access(view.start, batch, row, stride, channels)

@@ -1,7 +1,7 @@
-"""Operators in normal form: the ONNX operator set, with its variants over versions, rewritten into fewer and simpler forms.
+"""Decomposition: rewrites the ONNX operator set, in all its versions, into fewer and simpler operators.
 
-Each operator's declaration says how (`compiler.operators`). After this pass `Reshape` stands for every change of shape that
-moves no data, tensors without elements are constants, and every node has an expression or a kernel.
+Each operator's declaration has its rewrite (`compiler.operators`). After this pass every change of shape that moves no data is
+a `Reshape`, tensors without elements are constants, and every node has an expression or a kernel.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.operators import REGISTRY
 
 
-def normalize(graph: Graph) -> Graph:
-    """`graph` in normal form."""
+def decompose(graph: Graph) -> Graph:
+    """`graph` (as imported) in operators that have an expression or a kernel."""
     rewriter = Rewriter()
     for node in graph.nodes:
         if all(output.size == 0 for output in node.outputs):

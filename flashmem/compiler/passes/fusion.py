@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.views import Factor, merged, whole
+from flashmem.compiler.ir.strided import Factor, StridedView, merged
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 
 MAX_TAIL = 24
@@ -100,7 +100,7 @@ def _stored_moved(layers: list[Layer], consumers: dict[Value, list[Node]], outpu
             continue
         if any(each.input(0) in outputs or consumers[each.input(0)] != [each] for each in chain):
             continue
-        view = whole(value)
+        view = StridedView.of(value)
         for node in reversed(chain):
             seen = view.reshaped(node.outputs[0].shape) if node.op == "Reshape" else view.transposed(node.attributes["perm"])
             if seen is None:

@@ -67,7 +67,7 @@ def _tile_of_constant(value: Value, rank: int) -> Node | None:
 
 
 def assign_layouts(graph: Graph) -> Graph:
-    """`graph` (in normal form) with convolutional parts channels-last and Transposes where the two layouts meet."""
+    """`graph` (decomposed) with convolutional parts channels-last and Transposes where the two layouts meet."""
     layouts = _Layouts()
     for node in graph.nodes:
         operator, rank = REGISTRY[node.op], len(node.outputs[0].shape)

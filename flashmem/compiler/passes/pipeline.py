@@ -1,19 +1,131 @@
-"""The passes that bring a graph as it was imported, or made, into the form that layers are fused from."""
+"""The pass pipeline: the passes between import and fusion, in order.
+
+Each pass takes a graph and gives a graph. `requires` and `ensures` name forms of a graph (`compiler.passes.verifier`); once a
+pass has ensured a form, every later pass keeps it. The verifier runs after every pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashmem.base.errors import UserError
+from flashmem.base.files import written_whole
+from flashmem.base.paths import can_be_written
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.passes.attention import fuse_attention
-from flashmem.compiler.passes.decompose import normalize
-from flashmem.compiler.passes.dequantised import read_integers
+from flashmem.compiler.ir.text import graph_text
+from flashmem.compiler.passes.attention import match_attention
+from flashmem.compiler.passes.attention_views import fold_attention_views
+from flashmem.compiler.passes.decompose import decompose
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
-from flashmem.compiler.passes.split_matmul import split_products
-from flashmem.compiler.passes.transpose_hoisting import hoist_moves
-from flashmem.compiler.passes.transpose_sinking import drop_moves
+from flashmem.compiler.passes.qdq_fusion import fuse_qdq
+from flashmem.compiler.passes.split_matmul import split_matmuls
+from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
+from flashmem.compiler.passes.transpose_sinking import sink_transposes
+from flashmem.compiler.passes.verifier import Form, InvalidGraphError, verify
 
 
-def prepare(graph: Graph) -> Graph:
-    """`graph` in normal form, quantised operands read as they are, layouts assigned, without needless moves, products in
-    the parts that are read, attention as one operator.
+@dataclass(frozen=True)
+class Pass:
+    """One pass: a function from graph to graph, the forms that it relies on, and those that hold after it."""
+
+    name: str
+    run: Callable[[Graph], Graph]
+    requires: tuple[Form, ...] = ()
+    ensures: tuple[Form, ...] = ()
+
+
+Observe = Callable[[Pass, Graph], None]
+"""Called with each pass and the graph that it made, before that is verified."""
+
+PASSES = (
+    # ONNX's operators in all their versions become few and simple ones.
+    Pass("decompose", decompose, ensures=("decomposed",)),
+    # Products read 8-bit integers where a DequantizeLinear stood before them.
+    Pass("fuse-qdq", fuse_qdq, requires=("decomposed",)),
+    # Images around convolutions are stored with their channels last.
+    Pass("assign-layouts", assign_layouts, requires=("decomposed",), ensures=("channels last",)),
+    # softmax(f(Q K^T)) V becomes one operator, which the passes below see.
+    Pass("match-attention", match_attention, requires=("decomposed",), ensures=("attention matched",)),
+    # A Transpose behind a product with weights goes before it, where it meets another one, or attention.
+    Pass("hoist-transposes", hoist_transposes, requires=("decomposed", "attention matched")),
+    # Transposes wait until an operator needs their result in order; most cancel.
+    Pass("sink-transposes", sink_transposes, requires=("decomposed", "channels last", "attention matched")),
+    # A product of which only parts are read becomes a product for each part.
+    Pass("split-matmuls", split_matmuls, requires=("decomposed", "attention matched")),
+    # Attention reads and writes through what moves its operands and its answer.
+    Pass("fold-attention-views", fold_attention_views, requires=("attention matched",), ensures=("attention folded",)),
+)
+"""All passes, in order. Fusion (`compiler.passes.fusion`) follows: it groups nodes and does not change the graph."""
+
+
+def prepare(graph: Graph, observe: Observe = lambda step, graph: None) -> Graph:
+    """`graph`, as imported, after all passes.
+
+    Raises:
+        InvalidGraphError: a pass broke a rule of the verifier.
     """
-    return fuse_attention(split_products(drop_moves(hoist_moves(assign_layouts(read_integers(normalize(graph)))))))
+    return run_passes(graph, PASSES, observe)
+
+
+def run_passes(
+    graph: Graph, passes: Sequence[Pass], observe: Callable[[Pass, Graph], None] = lambda step, graph: None
+) -> Graph:
+    """`graph` after `passes`, verified after each; `observe` as for `prepare`.
+
+    Raises:
+        InvalidGraphError: a pass broke a rule, or requires a form that no pass before it ensures.
+    """
+    forms: dict[Form, None] = {}
+    for step in passes:
+        if missing := [form for form in step.requires if form not in forms]:
+            raise InvalidGraphError(f"pass {step.name} requires a graph that is {missing[0]}, which no pass before it ensures")
+        graph = step.run(graph)
+        observe(step, graph)
+        forms |= dict.fromkeys(step.ensures)
+        try:
+            verify(graph, forms)
+        except InvalidGraphError as error:
+            raise InvalidGraphError(f"after pass {step.name}: {error}") from error
+    return graph
+
+
+def check_dump_folder(folder: Path) -> None:
+    """Make `folder` if it is missing. Raises UserError if files cannot be written there."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--dump-passes {folder} is not a folder; name one")
+    if not folder.parent.is_dir():
+        raise UserError(f"--dump-passes {folder}: there is no folder {folder.parent}; create it first")
+    if not can_be_written(folder):
+        raise UserError(f"--dump-passes {folder} cannot be written; name another folder")
+    folder.mkdir(exist_ok=True)
+
+
+def dump_graph(graph: Graph, folder: Path) -> None:
+    """Write `graph` as imported, after each pass, and its fusion groups, into `folder`: a numbered text file for each.
+
+    A pass got the graph of the file before its own, so that `diff` of two neighbours shows what the pass did.
+
+    Raises:
+        UserError: a file cannot be written.
+        InvalidGraphError: a pass broke a rule of the verifier; what it made is written first.
+    """
+    texts = {"imported": graph_text(graph)}
+    try:
+        made = prepare(graph, lambda step, after: texts.update({step.name: graph_text(after)}))
+        texts["fuse"] = "".join(
+            f"{layer.main.op} {' '.join(node.name for node in layer.nodes)} -> {layer.output.name}\n" for layer in fuse(made)
+        )
+    finally:
+        for number, (name, text) in enumerate(texts.items()):
+            _write(folder / f"{number:02}-{name}.txt", text)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with written_whole(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; name another folder for --dump-passes") from error

@@ -1,14 +1,13 @@
-"""Products of which only parts are read: each part becomes a product of its own, of its columns of the weights.
+"""Split-matmul: a product of which only parts are read becomes a product for each part, of its columns of the weights.
 
-Exporters compute queries, keys and values, or both halves of a gated activation, by one product that they then cut. Cut as a
-tensor, every part is a copy, and the whole stays in memory until the last of them is taken. Cut as weights it costs nothing:
-columns of a constant are read when they are packed. What activates or gates a part then joins its product
+Exporters compute queries, keys and values, or both halves of a gated activation, by one product and cut its result. Cut as a
+tensor, every part is a copy, and the whole stays in memory until the last part is taken. Cut as weights it costs nothing:
+columns of a constant are read when they are packed. Elementwise operators on a part then fuse with its product
 (`compiler.passes.fusion`).
 
-One large product is faster than a few small ones, which all read the same rows. So parts stay together where nobody copies them
-and all are needed at once: queries, keys and values as they go into an attention, which reads views
-(`compiler.passes.attention`). A part that goes another way, a query that is pooled first, is a product of its own, and those
-beside it stay one.
+One large product is faster than a few small ones, which all read the same rows. So parts stay together where no part is copied
+and all are needed at once: queries, keys and values of an attention, which reads views (`compiler.passes.attention_views`). A
+part that other operators read first, such as a query that is pooled, is a product of its own; those beside it stay one.
 """
 
 from __future__ import annotations
@@ -20,18 +19,11 @@ from dataclasses import dataclass, field
 
 from flashmem.compiler.ir.builder import Rewriter, sliced_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.users import Readers, is_by_column
-from flashmem.compiler.ir.views import KEPT, View, factor, merged, whole, write
-from flashmem.compiler.passes.attention import attention_products
-
-
-class _Around(Readers):
-    """Who reads each value, and the products that are attention's (`attended`)."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
-        self.attended = attention_products(graph)
-
+from flashmem.compiler.ir.strided import StridedView, merged
+from flashmem.compiler.ir.users import Readers
+from flashmem.compiler.ir.view_nodes import KEPT, constant_factor, emit_view
+from flashmem.compiler.operators.attention import is_attended
+from flashmem.compiler.passes.patterns import is_by_column
 
 Columns = tuple[int, int]
 """The first of a range of columns, and the one behind its last."""
@@ -42,7 +34,7 @@ class _Leaf:
     """A Slice that takes `columns` of a product; `view` is its result in the product's memory."""
 
     node: Node
-    view: View
+    view: StridedView
     columns: Columns
     is_attended: bool
 
@@ -61,7 +53,7 @@ class _Whole:
         """Columns."""
         return self.nodes[0].outputs[0].shape[-1]
 
-    def part_of(self, leaf: _Leaf) -> tuple[Columns, View]:
+    def part_of(self, leaf: _Leaf) -> tuple[Columns, StridedView]:
         """The group that `leaf` is in, and the leaf as a view of what that group gives."""
         first, end = next(group for group in self.groups if group[0] <= leaf.columns[0] and leaf.columns[1] <= group[1])
         wide, narrow = self.width, end - first
@@ -72,19 +64,19 @@ class _Whole:
         output = self.nodes[-1].outputs[0]
         part = self.made.setdefault((first, end), Value(f"{output.name}.{first}", (*output.shape[:-1], narrow), output.dtype))
         dimensions = tuple(merged([(size, moved(stride)) for size, stride in each]) for each in leaf.view.dimensions)
-        return (first, end), View(part, leaf.view.start - first, dimensions)
+        return (first, end), StridedView(part, leaf.view.start - first, dimensions)
 
 
-def split_products(graph: Graph) -> Graph:
-    """`graph` (in normal form, layouts assigned), its products in the parts that are read of them."""
-    around = _Around(graph)
-    found = [whole for node in graph.nodes if (whole := _whole(node, around)) is not None]
+def split_matmuls(graph: Graph) -> Graph:
+    """`graph` (decomposed, attention matched), its products in the parts that are read of them."""
+    readers = Readers(graph)
+    found = [whole for node in graph.nodes if (whole := _whole(node, readers)) is not None]
     wanted = Counter(each.nodes[0].input(1) for each in found)
     # A weight that others read as a whole, or in other parts, would be stored twice.
     found = [
         each
         for each in found
-        if wanted[each.nodes[0].input(1)] == len(around.of(each.nodes[0].input(1)))
+        if wanted[each.nodes[0].input(1)] == len(readers.of(each.nodes[0].input(1)))
         and all(other.groups == each.groups for other in found if other.nodes[0].input(1) is each.nodes[0].input(1))
     ]
     if not found:
@@ -92,16 +84,16 @@ def split_products(graph: Graph) -> Graph:
     return _Splitting(found).graph(graph)
 
 
-def _whole(node: Node, around: _Around) -> _Whole | None:
+def _whole(node: Node, readers: Readers) -> _Whole | None:
     """The product `node` with what is cut of it, if it can be computed in parts that somebody needs apart."""
     if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row lie together
         return None
     nodes, value = [node], node.outputs[0]
-    while (reader := around.single(value)) is not None and is_by_column(reader, value):
+    while (reader := readers.single(value)) is not None and is_by_column(reader, value):
         nodes.append(reader)
         value = reader.outputs[0]
     leaves: list[_Leaf] = []
-    if value in around.outputs or not _gather(value, whole(value), node.outputs[0].shape[-1], around, leaves):
+    if value in readers.outputs or not _gather(value, StridedView.of(value), node.outputs[0].shape[-1], readers, leaves):
         return None
     groups = _groups(node.outputs[0].shape[-1], leaves)
     if groups is None or any(_sliced(node.input(1), _column_axis(node), *each) is None for each in groups):
@@ -128,28 +120,28 @@ def _column_axis(node: Node) -> int:
     return len(node.input(1).shape) - (2 if node.attributes["transposed"] else 1)
 
 
-def _gather(value: Value, view: View, width: int, around: _Around, leaves: list[_Leaf]) -> bool:
+def _gather(value: Value, view: StridedView, width: int, readers: Readers, leaves: list[_Leaf]) -> bool:
     """Whether all that is read of `value` are Slices that take some of its `width` columns of every row; they join `leaves`."""
-    for node in around.of(value):
+    for node in readers.of(value):
         output = node.outputs[0]
-        seen: View | None = None
+        seen: StridedView | None = None
         if node.op == "Slice":
             seen = view.sliced(output.shape, node.attributes["starts"], node.attributes["steps"])
             columns = None if seen is None else _columns(seen, view.root.size // width, width)
             if seen is None or columns is None:
                 return False
-            leaves.append(_Leaf(node, seen, columns, _is_attended(output, around)))
+            leaves.append(_Leaf(node, seen, columns, _is_attended(output, readers)))
             continue
         if node.op == "Reshape":
             seen = view.reshaped(output.shape)
         elif node.op == "Transpose":
             seen = view.transposed(node.attributes["perm"])
-        if seen is None or output in around.outputs or not _gather(output, seen, width, around, leaves):
+        if seen is None or output in readers.outputs or not _gather(output, seen, width, readers, leaves):
             return False
     return bool(leaves)
 
 
-def _columns(view: View, rows: int, width: int) -> Columns | None:
+def _columns(view: StridedView, rows: int, width: int) -> Columns | None:
     """The range of columns that a Slice takes of each of `rows` rows; None if it takes others."""
     run, count = 1, 1
     for size, stride in sorted(view.factors, key=lambda each: each[1]):
@@ -162,15 +154,15 @@ def _columns(view: View, rows: int, width: int) -> Columns | None:
     return (view.start, view.start + run) if count == rows and view.start + run <= width and run < width else None
 
 
-def _is_attended(value: Value, around: _Around) -> bool:
+def _is_attended(value: Value, readers: Readers) -> bool:
     """Whether nothing happens to `value` before attention reads it, where it lies."""
-    if value in around.outputs:
+    if value in readers.outputs:
         return False
-    for node in around.of(value):
-        if node in around.attended:
+    for node in readers.of(value):
+        if is_attended(node, value):
             continue
-        moves = node.op in ("Reshape", "Transpose", "Expand") or factor(node) is not None
-        if not moves or not _is_attended(node.outputs[0], around):
+        moves = node.op in ("Reshape", "Transpose", "Expand") or constant_factor(node) is not None
+        if not moves or not _is_attended(node.outputs[0], readers):
             return False
     return True
 
@@ -246,12 +238,12 @@ class _Splitting:
             self.compute(whole, group, view.root)
         if view.root.size > leaf.node.outputs[0].size:
             self.cut_group(group, view, leaf)
-        elif view.is_in_order and view.root.shape == leaf.node.outputs[0].shape:
+        elif view.is_contiguous and view.root.shape == leaf.node.outputs[0].shape:
             self.rewriter.replaced[leaf.node.outputs[0]] = view.root
         else:
-            write(self.rewriter, view, leaf.node.outputs[0])
+            emit_view(self.rewriter, view, leaf.node.outputs[0])
 
-    def cut_group(self, group: Columns, view: View, leaf: _Leaf) -> None:
+    def cut_group(self, group: Columns, view: StridedView, leaf: _Leaf) -> None:
         """One part of a group that stays together."""
         first, end = (column - group[0] for column in leaf.columns)
         root = view.root
@@ -263,7 +255,7 @@ class _Splitting:
             merged([(size, stride // width * narrow if stride >= width else stride) for size, stride in each])
             for each in view.dimensions
         )
-        write(self.rewriter, View(part, 0, dimensions), leaf.node.outputs[0])
+        emit_view(self.rewriter, StridedView(part, 0, dimensions), leaf.node.outputs[0])
 
     def compute(self, whole: _Whole, columns: Columns, result: Value) -> None:
         """The product, and what follows it, of `columns` only."""

@@ -1,8 +1,8 @@
-"""Moves behind a product that belong before it: a Transpose of a product's rows is one of the rows that it reads.
+"""Transpose hoisting: moves a Transpose from the result of a product with weights to the operand that it reads.
 
-There it is nothing more than another order in which attention writes its answer (`compiler.passes.attention`), and what is
-added to the product's result finds it in the order that it has itself: the way from windows back to the image, and the sum
-behind it.
+Before the product, the Transpose is only another order in which attention writes its answer
+(`compiler.passes.attention_views`). What is added to the product's result is then read in its own order: the sum behind the way
+from windows back to the image.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from dataclasses import dataclass
 
 from flashmem.compiler.ir.builder import Rewriter, replaced, reshaped_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.users import Readers, is_by_column
-from flashmem.compiler.ir.views import View, whole, write
+from flashmem.compiler.ir.strided import StridedView
+from flashmem.compiler.ir.users import Readers
+from flashmem.compiler.ir.view_nodes import emit_view
+from flashmem.compiler.passes.patterns import is_by_column
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A product and what finishes it, the nodes behind them that move rows, and their result as a view of the product's."""
+    """A product with its elementwise operators, the last node behind them that moves rows, and that one's result as a view."""
 
     nodes: list[Node]
     end: Node
-    view: View
+    view: StridedView
 
 
-def hoist_moves(graph: Graph) -> Graph:
-    """`graph` (in normal form) with Transposes before products where they meet another Transpose there."""
+def hoist_transposes(graph: Graph) -> Graph:
+    """`graph` (decomposed) with Transposes before products where they meet attention or another Transpose there."""
     readers = Readers(graph)
     found = {each.end: each for node in graph.nodes if node.op == "MatMul" and (each := _found(node, readers)) is not None}
     return replaced(graph, found, _write)
 
 
 def _found(product: Node, readers: Readers) -> _Found | None:
-    """What is behind `product`, if its rows are moved before and behind it, and nowhere else."""
+    """The moves of rows behind `product`; None unless its rows are moved before it too, and its result has no other user."""
     weight = product.input(1)
     if weight.constant is None or math.prod(weight.shape[:-2]) != 1 or not _is_moved(product.input(0), readers):
         return None
@@ -41,7 +43,7 @@ def _found(product: Node, readers: Readers) -> _Found | None:
     while (reader := readers.single(value)) is not None and is_by_column(reader, value):
         nodes.append(reader)
         value = reader.outputs[0]
-    view, best = whole(value), None
+    view, best = StridedView.of(value), None
     while (reader := readers.single(value)) is not None and reader.op in ("Reshape", "Transpose"):
         value = reader.outputs[0]
         seen = view.reshaped(value.shape) if reader.op == "Reshape" else view.transposed(reader.attributes["perm"])
@@ -50,15 +52,16 @@ def _found(product: Node, readers: Readers) -> _Found | None:
         view = seen
         if value.shape[-1:] == product.outputs[0].shape[-1:] and view.dimensions[-1] == ((value.shape[-1], 1),):
             best = _Found(nodes, reader, view)
-    return best if best is not None and not best.view.is_in_order else None
+    return best if best is not None and not best.view.is_contiguous else None
 
 
 def _is_moved(value: Value, readers: Readers) -> bool:
-    """Whether `value` is made by a Transpose, or by what may be attention, and is nobody else's."""
+    """Whether `value` is made by a Transpose, by attention or a product of activations, and is nobody else's."""
     while readers.single(value) is not None and value.producer is not None and value.producer.op == "Reshape":
         value = value.producer.input(0)
     node = value.producer if readers.single(value) is not None else None
-    return node is not None and (node.op == "Transpose" or (node.op == "MatMul" and node.input(1).constant is None))
+    moves = ("Transpose", "FusedAttention")
+    return node is not None and (node.op in moves or (node.op == "MatMul" and node.input(1).constant is None))
 
 
 def _write(rewriter: Rewriter, found: _Found) -> None:
@@ -68,7 +71,9 @@ def _write(rewriter: Rewriter, found: _Found) -> None:
     depth = source.shape[-1]
     rows = tuple(tuple((size, stride // wide * depth) for size, stride in each) for each in found.view.dimensions[:-1])
     moved = Value(f"{output.name}.rows", (*output.shape[:-1], depth), source.dtype)
-    value = write(rewriter, View(source, 0, (*rows, whole(Value("", (depth,), "float32")).dimensions[0])), moved)
+    value = emit_view(
+        rewriter, StridedView(source, 0, (*rows, StridedView.of(Value("", (depth,), "float32")).dimensions[0])), moved
+    )
     for node in found.nodes:
         previous = node.outputs[0]
         made = output if node is found.nodes[-1] else Value(f"{previous.name}.moved", output.shape, previous.dtype)

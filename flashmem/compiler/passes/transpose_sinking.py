@@ -1,14 +1,14 @@
-"""Moves that cancel, or that nobody needs: Transposes and Reshapes wait until an operator has to have their result in order.
+"""Transpose sinking: Transposes and Reshapes are put off until an operator needs their result in order, so that most cancel.
 
-What waits is a view of a tensor that is there (`compiler.ir.views`). Many operators need no order of their own:
+A result that is put off is a strided view of a tensor that exists (`compiler.ir.strided`). Many operators need no order:
 
-- elementwise ones run in the order in which most of their operands lie, constants brought into it when compiling;
-- what works row by row (LayerNormalization; a product with constant weights) takes rows in any order;
-- a Slice takes its part of any dimension, pooling without overlap works inside windows as inside the image they were cut of.
+- elementwise operators run in the order of most of their operands; their constants are permuted when compiling;
+- operators on rows (LayerNormalization, a product with constant weights) take rows in any order;
+- a Slice cuts any dimension; pooling without overlap works inside windows as inside the image that they were cut from.
 
-Their results wait, too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need none
-at all where attention follows, which reads views (`compiler.passes.attention`). A product with weights hands a move on only
-where it ends in attention, since its result may be larger than what it reads.
+Their results are put off too. So the Transposes of two layouts cancel (`compiler.passes.layout`), and windows of an image need
+none in front of attention, which reads views (`compiler.passes.attention_views`). A product with weights passes a move on only
+if its result ends in attention, since that result may be larger than its operand.
 """
 
 from __future__ import annotations
@@ -18,36 +18,39 @@ from dataclasses import replace
 
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.orders import Order
+from flashmem.compiler.ir.strided import Dimension, ElementOrder, Factor, StridedView, merged, row_major
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.views import Dimension, Factor, View, merged, row_major, whole, write
+from flashmem.compiler.ir.view_nodes import emit_view
 from flashmem.compiler.operators import REGISTRY, is_elementwise
+from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.operators.rewriting import reshaped
-from flashmem.compiler.passes.attention import attention_products
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")
 
 
-def drop_moves(graph: Graph) -> Graph:
-    """`graph` (in normal form, layouts assigned) with the Transposes that its operators need."""
+def sink_transposes(graph: Graph) -> Graph:
+    """`graph` (decomposed, layouts assigned, attention matched) with only the Transposes that its operators need."""
     return _Moves(graph).graph()
 
 
 class _Moves:
-    """The walk. `views` has what waits, or has waited: `there` are those that somebody had to have, and `needed` says what will
-    have to be in order anyway: a tensor, and the order in which its elements are needed.
+    """One walk over a graph.
+
+    Attributes:
+        views: results that are put off, or were, as views of tensors of the new graph.
+        there: those of them that a node computes after all, because another one needed them in order.
+        needed: what will be in order anyway: a tensor, and the order in which its elements are needed.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.old = graph
         self.readers = Readers(graph)
         self.rewriter = Rewriter()
-        self.views: dict[Value, View] = {}
+        self.views: dict[Value, StridedView] = {}
         self.needed: set[tuple[Value, Dimension]] = set()
         self.there: set[Value] = set()
         self.moved: dict[object, Value] = {}
         self.constants: dict[object, Value] = {}
-        self.attended = attention_products(graph)
         self.ends: dict[Value, bool] = {}
 
     def graph(self) -> Graph:
@@ -63,26 +66,26 @@ class _Moves:
         if value not in self.views:
             return value
         view = self.views[value]
-        if view.is_in_order and view.root.shape == value.shape:
+        if view.is_contiguous and view.root.shape == value.shape:
             return view.root
         if value not in self.there:
             self.there.add(value)
             self.needed.add((view.root, merged(view.factors)))
-            write(self.rewriter, view, value, self.moved)
+            emit_view(self.rewriter, view, value, self.moved)
         return value
 
-    def view(self, value: Value) -> View:
+    def view(self, value: Value) -> StridedView:
         """`value` as a view of something that is there."""
-        return self.views.get(value) or whole(value)
+        return self.views.get(value) or StridedView.of(value)
 
     def is_moved(self, value: Value | None) -> bool:
         """Whether `value` waits to be moved, and will not have to be anyway."""
-        if value is None or value not in self.views or self.views[value].is_in_order:
+        if value is None or value not in self.views or self.views[value].is_contiguous:
             return False
         view = self.views[value]
         return (view.root, merged(view.factors)) not in self.needed
 
-    def _wait(self, value: Value, view: View) -> None:
+    def _wait(self, value: Value, view: StridedView) -> None:
         """Let `value`, as it is a view of what is there, wait until it is needed in order."""
         self.views[value] = view
         if value in self.readers.outputs or any(self._needs(node, value) for node in self.readers.of(value)):
@@ -92,7 +95,7 @@ class _Moves:
         """Whether `node`, which reads `value`, which waits, is sure to need it in order."""
         if node.op in ("Reshape", "Transpose", "Slice", *_POOLING) or is_elementwise(node):
             return False
-        if node in self.attended:
+        if node.op == "FusedAttention":
             return False
         axes = node.attributes.get("axes", (len(value.shape) - 1,))
         if node.op == "Normalize" and self.views[value].groups(axes) is not None:
@@ -133,7 +136,7 @@ class _Moves:
         by_row = REGISTRY[node.op].kernel == "reduction" and node.op not in ("Softmax", "LogSoftmax")
         return by_row and axes[-1:] == (len(source.shape) - 1,) and self._rows(node, axes[0])
 
-    def _found(self, node: Node, view: View | None) -> bool:
+    def _found(self, node: Node, view: StridedView | None) -> bool:
         if view is not None:
             self._wait(node.outputs[0], view)
         return view is not None
@@ -144,11 +147,11 @@ class _Moves:
         """In the order of an operand, if bringing the others into it costs less than to move that."""
         output = node.outputs[0]
         moved = [value for value in dict.fromkeys(node.inputs) if value is not None and self.is_moved(value)]
-        orders = {Order.of(self.views[value]): None for value in moved if value.shape == output.shape}
+        orders = {ElementOrder.of(self.views[value]): None for value in moved if value.shape == output.shape}
         if not orders:
             return False
         best: float = sum(value.size for value in moved)
-        chosen: Order | None = None
+        chosen: ElementOrder | None = None
         for order in orders:
             order = self._shaped(node, order)
             cost = sum(self._cost(value, order) for value in dict.fromkeys(node.inputs) if value is not None)
@@ -163,32 +166,32 @@ class _Moves:
         self._wait(output, chosen.view(made))
         return True
 
-    def _shaped(self, node: Node, order: Order) -> Order:
+    def _shaped(self, node: Node, order: ElementOrder) -> ElementOrder:
         """`order` in the shape that it names if all operands broadcast to that, in the one of its factors otherwise."""
         values = [value for value in node.inputs if value is not None and value.size > 1]
-        fits = all(order.seen(order.parts_of(value)) is not None for value in values)
+        fits = all(order.operand_shape(order.parts_of(value)) is not None for value in values)
         return order if fits else replace(order, shape=order.sizes)
 
-    def _cost(self, value: Value, order: Order) -> float:
+    def _cost(self, value: Value, order: ElementOrder) -> float:
         """Elements to be moved before `value` is in `order`."""
         if value.constant is not None or value.size == 1:
             return 0
         view = self._ordered(value, order)
-        return math.inf if view is None else 0 if view.is_in_order else value.size
+        return math.inf if view is None else 0 if view.is_contiguous else value.size
 
-    def _ordered(self, value: Value, order: Order) -> View | None:
+    def _ordered(self, value: Value, order: ElementOrder) -> StridedView | None:
         """`value` in `order`."""
         parts = order.parts_of(value)
-        versions = [self.view(value), *([whole(value)] if value in self.there else [])]
+        versions = [self.view(value), *([StridedView.of(value)] if value in self.there else [])]
         views = [view.transposed(order.perm) for version in versions if (view := version.reshaped(parts)) is not None]
-        return min(views, key=lambda view: not view.is_in_order, default=None)
+        return min(views, key=lambda view: not view.is_contiguous, default=None)
 
-    def _brought(self, value: Value, order: Order) -> Value:
+    def _brought(self, value: Value, order: ElementOrder) -> Value:
         """What stands for `value` beside operands in `order`."""
         if value.size == 1:
             return self.now(value) if len(value.shape) <= len(order.shape) else self._reshaped(value, (1,))
         parts = order.parts_of(value)
-        shape = order.seen(parts)
+        shape = order.operand_shape(parts)
         assert shape is not None, "an order has the shape that its operands broadcast to"
         if value.constant is not None:
             key = value, parts, order.perm, shape
@@ -201,10 +204,10 @@ class _Moves:
         view = self._ordered(value, order)
         assert view is not None, "an operand that cannot be brought into an order costs more than all"
         seen = view.reshaped(shape)
-        if seen is not None and view.is_in_order and view.root.shape == shape:
+        if seen is not None and view.is_contiguous and view.root.shape == shape:
             return view.root
         made = Value(f"{value.name}.ordered", shape, value.dtype)
-        return write(self.rewriter, seen or view, made, self.moved)
+        return emit_view(self.rewriter, seen or view, made, self.moved)
 
     def _reshaped(self, value: Value, shape: tuple[int, ...]) -> Value:
         return reshaped(self.rewriter, self.now(value), shape)
@@ -227,8 +230,8 @@ class _Moves:
         assert made.producer is not None
         made.producer.name = node.name
         dimensions = [tuple((size, stride // columns * wide) for size, stride in each) for each in view.dimensions[:axis]]
-        inner = whole(Value("", output.shape[axis:], output.dtype)).dimensions
-        self._wait(output, View(made, 0, (*dimensions, *inner)))
+        inner = StridedView.of(Value("", output.shape[axis:], output.dtype)).dimensions
+        self._wait(output, StridedView(made, 0, (*dimensions, *inner)))
         return True
 
     def _groups(self, node: Node) -> bool:
@@ -255,7 +258,7 @@ class _Moves:
         return self.ends[value]
 
     def _attends(self, node: Node, value: Value) -> bool:
-        if node in self.attended:
+        if is_attended(node, value):
             return True
         by_column = is_elementwise(node) and all(each is None or each is value or each.constant for each in node.inputs)
         moves = by_column or node.op in ("Reshape", "Transpose", "Slice", *_POOLING)
@@ -290,7 +293,7 @@ class _Moves:
         dimensions: list[list[Factor]] = [[] for _ in view.dimensions]
         for (axis, *_), size, stride in zip(flat, sizes, row_major(sizes), strict=True):
             dimensions[axis].append((size, stride))
-        self._wait(output, View(part, 0, tuple(merged(each) for each in dimensions)))
+        self._wait(output, StridedView(part, 0, tuple(merged(each) for each in dimensions)))
         return True
 
     def _pool(self, node: Node) -> bool:
@@ -322,7 +325,7 @@ class _Moves:
         images, windows = kernel[0] * kernel[1], kernel[1]
         batch = tuple((size, stride // (images if stride >= down * height else windows)) for size, stride in view.dimensions[0])
         rows, places = (height // kernel[0], down // windows), (width // kernel[1], across)
-        self._wait(output, View(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),))))
+        self._wait(output, StridedView(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),))))
         return True
 
 

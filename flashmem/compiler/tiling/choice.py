@@ -1,12 +1,12 @@
-"""Which chains are computed in bands, and in how many, so that no more than a limit of activations is alive at once.
+"""Selection of the chains that are computed in patches, so that no more than a limit of activations is alive at once.
 
 The layer at which most is alive is taken first. Around it runs of layers are tried that begin and end where little is alive, in
-bands of several sizes. Of those that stay below the limit the one is taken that adds the fewest launches for what it lowers;
+patches of several sizes. Of those that stay below the limit the one is taken that adds the fewest launches for what it lowers;
 if none does, the one that gets lowest. Then the layer at which most is alive now, until nothing is above the limit, or the
 highest cannot be lowered. A chain that helped is tried first wherever the same operators follow each other again.
 
-What is alive in a chain is estimated: tensors that were there before and die in the chain go band by band, its result comes
-band by band, and weights that all bands read stay from the first to the last.
+What is alive in a chain is estimated: tensors that were there before and die in the chain go patch by patch, its result comes
+patch by patch, and weights that all patches read stay from the first to the last.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from itertools import accumulate
 from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
-from flashmem.compiler.operators.tiling_interface import Span, outermost
+from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
 from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.tiling.patches import Band, Chain, alike, units
+from flashmem.compiler.tiling.patches import Chain, Patch, alike, units
 
 WINDOW = 40
 """Layers that a chain has at most before, and behind, the one it is made for."""
@@ -30,16 +30,16 @@ ENDS = 7
 """Places at which a chain may begin, and end, that are tried."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of bands."""
+"""Numbers of patches."""
 
 WORTH = 0.98
 """A chain is made for a layer if no more than this part of what was alive there is alive then."""
 
 MOST_AGAIN = 1.5
-"""A band may compute what others compute too, where windows overlap, but not more than this times what there is in all."""
+"""A patch may compute what others compute too, where windows overlap, but not more than this times what there is in all."""
 
 ROUNDS = 8
-"""Times that the bands of a chain are made to agree on which operators they make in parts."""
+"""Times that the patches of a chain are made to agree on which operators they make in parts."""
 
 Size = Callable[[Value], int]
 
@@ -49,11 +49,11 @@ class Memory:
     """What a choice is made by.
 
     Attributes:
-        alive: bytes that are needed at each layer of `fuse(graph)`, without bands.
+        alive: bytes that are needed at each layer of `fuse(graph)`, without patches.
         nbytes: bytes that a tensor takes.
         weight_bytes: bytes of a constant where it is streamed.
         in_flight: bytes of weights that are loaded at a time anyway.
-        least: bytes below which the largest result inside a band shall not be.
+        least: bytes below which the largest result inside a patch shall not be.
     """
 
     alive: Sequence[int]
@@ -82,7 +82,7 @@ class _Tried:
 
 @dataclass(frozen=True)
 class _Known:
-    """A chain that helped: the signatures of its layers, which of them it was made for, the places of a band, what is alive."""
+    """A chain that helped: signatures of its layers, the one it was made for, the places of a patch, the bytes alive."""
 
     signatures: list[tuple[object, ...]]
     offset: int
@@ -90,8 +90,8 @@ class _Known:
     alive: int
 
 
-class BandChoice:
-    """The chains of one graph that may be in bands; for several limits, what was tried for one serves the others."""
+class PatchChoice:
+    """The chains of one graph that may be in patches; for several limits, what was tried for one serves the others."""
 
     def __init__(self, graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory) -> None:
         """`ranges`: those of `graph`, whose layers are `layers`."""
@@ -130,7 +130,7 @@ class BandChoice:
             self.crossing.append(total)
         self.signatures = [_signature(unit) for unit in self.nodes]
         # What was tried for one limit is looked up for the next.
-        self.bands: dict[tuple[int, int, int], Band | None] = {}
+        self.patches: dict[tuple[int, int, int], Patch | None] = {}
         self.estimates: dict[tuple[int, int, int, int], _Tried | None] = {}
 
     def chains(self, limit: int) -> tuple[list[Chain], int]:
@@ -184,13 +184,13 @@ class BandChoice:
                     yield tried
                     if tried.alive <= limit:
                         done.append(tried.chain.first)
-                left = [first for first in left if first not in done]  # more bands are more launches
+                left = [first for first in left if first not in done]  # more patches are more launches
 
     def _sizes(self, last: int) -> Iterator[int]:
-        """Sizes of bands of a layer's result, the largest first: aligned ranges of memory, of equal sizes where that can be."""
+        """Sizes of patches of a layer's result, the largest first: aligned ranges of memory, if possible of equal sizes."""
         output = self.layers[last].output
         if output.size < 2 or output.dtype not in ("float32",) or self.ranges.moves_nothing(self.layers[last].main):
-            return  # nothing to cut: of one number there is one band, and a scalar has no axis
+            return  # nothing to cut: of one number there is one patch, and a scalar has no axis
         places = output.shape[outermost(output.shape)]
         place_bytes = self.memory.nbytes(output) // places
         unit = TENSOR_ALIGNMENT // math.gcd(TENSOR_ALIGNMENT, max(1, place_bytes))
@@ -205,49 +205,49 @@ class BandChoice:
                     yield size
 
     def _tried(self, last: int, rows: int, firsts: Sequence[int]) -> Iterator[_Tried]:
-        """Chains up to layer `last` in bands of `rows` places, from each of `firsts`, and what is alive in them."""
+        """Chains up to layer `last` in patches of `rows` places, from each of `firsts`, and what is alive in them."""
         output = self.layers[last].output
         axis = outermost(output.shape)
         places = output.shape[axis]
         starts = tuple(range(0, places, rows))
         begin = min(firsts, default=last)
-        if (begin, last, rows) not in self.bands:
-            self.bands[begin, last, rows] = self._largest_band(Chain(begin, last, axis, starts), output, places)
-        band = self.bands[begin, last, rows]
-        if band is None:
+        if (begin, last, rows) not in self.patches:
+            self.patches[begin, last, rows] = self._largest_patch(Chain(begin, last, axis, starts), output, places)
+        patch = self.patches[begin, last, rows]
+        if patch is None:
             return
         for first in firsts:
             key = (begin, first, last, rows)
             if key not in self.estimates:
-                self.estimates[key] = self._estimate(Chain(first, last, axis, starts), band)
+                self.estimates[key] = self._estimate(Chain(first, last, axis, starts), patch)
             made = self.estimates[key]
             if made is not None:
                 yield made
 
-    def _largest_band(self, chain: Chain, output: Value, places: int) -> Band | None:
-        """The band of `chain`, which ends in the `places` of `output`, that needs most; None if it cannot be in bands."""
+    def _largest_patch(self, chain: Chain, output: Value, places: int) -> Patch | None:
+        """The patch of `chain`, which ends in the `places` of `output`, that needs most; None if it cannot be in patches."""
         spans = chain.spans(places)
         few = [spans[0], *spans[1:2], *spans[-1:]] if len(spans) > 3 else spans
         nodes = [node for unit in self.nodes[chain.first : chain.last + 1] for node in unit]
-        found = self._bands(nodes, output, few, chain.last)
-        return None if found is None else max(found, key=lambda band: sum(span.size for span in band.needs.values()))
+        found = self._patches(nodes, output, few, chain.last)
+        return None if found is None else max(found, key=lambda patch: sum(span.size for span in patch.needs.values()))
 
-    def _bands(self, nodes: Sequence[Node], end: Value, spans: Sequence[Span], last: int) -> list[Band] | None:
-        """Like `bands.bands_of` of all spans, from the first ones and the last one."""
+    def _patches(self, nodes: Sequence[Node], end: Value, spans: Sequence[AxisRange], last: int) -> list[Patch] | None:
+        """Like `patches.patches_of` of all spans, from the first ones and the last one."""
 
-        def overlapping(bands: Sequence[Band]) -> Iterator[Value]:
-            for value in self._joined(bands[0], last):
-                needs = [band.needs[value] for band in bands]
+        def overlapping(patches: Sequence[Patch]) -> Iterator[Value]:
+            for value in self._joined(patches[0], last):
+                needs = [patch.needs[value] for patch in patches]
                 apart = needs[0].start == 0 and needs[0].stop == needs[1].start
                 if not apart or needs[-1].stop != value.shape[needs[0].axis]:
                     yield value
 
         return alike(nodes, end, spans, overlapping, ROUNDS)
 
-    def _joined(self, band: Band, last: int) -> list[Value]:
+    def _joined(self, patch: Patch, last: int) -> list[Value]:
         """Results made in parts that are read behind layer `last`, or whole."""
-        made = [node.outputs[0] for node in band.parts]
-        inside = {node for node in band.parts}
+        made = [node.outputs[0] for node in patch.parts]
+        inside = {node for node in patch.parts}
         return [
             value
             for value in made
@@ -258,24 +258,24 @@ class BandChoice:
             )
         ]
 
-    def _estimate(self, chain: Chain, band: Band) -> _Tried | None:
-        """What is alive in `chain`, one of whose bands is (part of) `band`."""
+    def _estimate(self, chain: Chain, patch: Patch) -> _Tried | None:
+        """What is alive in `chain`, one of whose patches is (part of) `patch`."""
         first, last = chain.first, chain.last
         count = len(chain.starts)
         base, nbytes = self.ranges.base, self.memory.nbytes
         inside = [node for unit in self.nodes[first : last + 1] for node in unit]
-        members = [node for node in inside if node in band.parts]
-        if not members or self.layers[last].output not in band.needs:
+        members = [node for node in inside if node in patch.parts]
+        if not members or self.layers[last].output not in patch.needs:
             return None
-        # Before the bands: operators whose results these need whole.
+        # Before the patches: operators whose results these need whole.
         wanted: set[Value] = set()
         sliced: set[Value] = set()
         copies = 0
         for node in members:
-            for value, need in zip(node.inputs, band.parts[node].needs, strict=True):
+            for value, need in zip(node.inputs, patch.parts[node].needs, strict=True):
                 if value is None or value.constant is not None:
                     continue
-                if value.producer in band.parts and self.at[value.producer] >= first:
+                if value.producer in patch.parts and self.at[value.producer] >= first:
                     continue
                 in_place = need is not None and need.axis == outermost(value.shape)
                 (sliced if in_place else wanted).add(base(value))
@@ -284,15 +284,17 @@ class BandChoice:
         at_first = self.crossing[first]
         inner = {node.outputs[0] for node in members}
         results = {
-            base(value) for value in self._joined(band, last) if value.producer is not None and self.at[value.producer] >= first
+            base(value)
+            for value in self._joined(patch, last)
+            if value.producer is not None and self.at[value.producer] >= first
         }
         whole = [v for i in range(first, last + 1) for v in self.born.get(i, ()) if v not in inner and v not in results]
         needed = wanted | sliced
         before = [v for v in whole if v in needed]
         late = self._late(first, last, inner)
-        early = [i for i in range(first, last + 1) if i not in late and not any(n in band.parts for n in self.nodes[i])]
+        early = [i for i in range(first, last + 1) if i not in late and not any(n in patch.parts for n in self.nodes[i])]
         peak_before = max((self.memory.alive[i] for i in early), default=0)
-        # In the bands.
+        # In the patches.
         dying = {v for v in sliced if v not in wanted and self.life.get(v, (0, last + 1))[1] <= last}
         gone = sum(
             nbytes(v)
@@ -307,23 +309,23 @@ class BandChoice:
             + sum(nbytes(v) for v in before if v not in dying)
         )
         falling, rising = sum(map(nbytes, dying)), sum(map(nbytes, results))
-        within = self._within(members, band, results) + copies
+        within = self._within(members, patch, results) + copies
         ends = [falling + -(-rising // count), -(-falling // count) + rising]
-        weights = sum({v: self.memory.weight_bytes(v) for n in members for v in self._weights(n, band)}.values())
-        largest = max((self._part(v, band) for v in inner if base(v) is v), default=0)
+        weights = sum({v: self.memory.weight_bytes(v) for n in members for v in self._weights(n, patch)}.values())
+        largest = max((self._part(v, patch) for v in inner if base(v) is v), default=0)
         if largest < self.memory.least:
             return None
         behind = max((self.memory.alive[i] for i in late), default=0)
         alive = max(peak_before, behind, fixed + max(ends) + within + max(0, weights - self.memory.in_flight))
-        taken = sum(any(node in band.parts for node in unit) for unit in self.nodes[first : last + 1])
+        taken = sum(any(node in patch.parts for node in unit) for unit in self.nodes[first : last + 1])
         stored = [v for v in inner if v in self.life]
-        again = count * sum(self._part(v, band) for v in stored) / max(1, sum(map(nbytes, stored)))
+        again = count * sum(self._part(v, patch) for v in stored) / max(1, sum(map(nbytes, stored)))
         if again > MOST_AGAIN:
             return None
         return _Tried(chain, alive, round((count - 1) * taken * again))
 
     def _late(self, first: int, last: int, inner: set[Value]) -> set[int]:
-        """The layers among these that read what the bands make, and are in none."""
+        """The layers among these that read what the patches make, and are in none."""
         behind, late = set(inner), set()
         for i in range(first, last + 1):
             for node in self.nodes[i]:
@@ -333,17 +335,17 @@ class BandChoice:
                         late.add(i)
         return late
 
-    def _weights(self, node: Node, band: Band) -> Iterator[Value]:
-        for value, need in zip(node.inputs, band.parts[node].needs, strict=True):
+    def _weights(self, node: Node, patch: Patch) -> Iterator[Value]:
+        for value, need in zip(node.inputs, patch.parts[node].needs, strict=True):
             if value is not None and value.constant is not None and need is None:
                 yield value
 
-    def _part(self, value: Value, band: Band) -> int:
-        need = band.needs[value]
+    def _part(self, value: Value, patch: Patch) -> int:
+        need = patch.needs[value]
         return self.memory.nbytes(value) * need.size // value.shape[need.axis]
 
-    def _within(self, members: Sequence[Node], band: Band, results: set[Value]) -> int:
-        """The most that is alive of what a band alone needs."""
+    def _within(self, members: Sequence[Node], patch: Patch, results: set[Value]) -> int:
+        """The most that is alive of what a patch alone needs."""
         last: dict[Value, int] = {}
         for node in members:
             for value in node.inputs:
@@ -353,9 +355,9 @@ class BandChoice:
         for node in members:
             value, at = node.outputs[0], self.at[node]
             if value in self.life and value not in results:
-                change[at] = change.get(at, 0) + self._part(value, band)
+                change[at] = change.get(at, 0) + self._part(value, patch)
                 end = last.get(value, at) + 1
-                change[end] = change.get(end, 0) - self._part(value, band)
+                change[end] = change.get(end, 0) - self._part(value, patch)
         return max(accumulate(change[at] for at in sorted(change)), default=0)
 
 

@@ -1,11 +1,10 @@
-"""Chains of operators computed in *bands*: one range of their last result after the other, so that what lies between is small.
+"""Patch-based (fused-layer) tiling: a chain of operators is computed for one range of its result after the other.
 
-A chain is a run of layers. From a range of the last one's result follow, backwards, the parts that are needed of all results
-before it (`Operator.part`): of a window partition whole windows, of a 3x3 convolution one row more on either side, which is
-computed twice. Each band is a copy of the chain's operators on such parts. It reads `Slice`s of what was there before the chain
-and its results that the rest of the graph reads are joined by `Concat`. Along the outermost axis both are ranges of
-memory, which cost nothing. What a band needs whole, such as the keys of an attention over everything, is computed before the
-first band.
+A chain is a run of layers. A range of its last result determines, backwards, the parts of all earlier results that it needs
+(`Operator.tiling`): whole windows of a window partition, one row more on either side of a 3x3 convolution, which is computed
+twice. Each patch is a copy of the chain's operators on such parts. It reads `Slice`s of tensors from before the chain. `Concat`
+joins its results that the rest of the graph reads. Along the outermost axis both are ranges of memory and cost nothing. What a
+patch needs whole, such as the keys of global attention, is computed before the first patch.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
-from flashmem.compiler.operators.tiling_interface import Part, Span
+from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode
 from flashmem.compiler.passes.fusion import Layer, fuse
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers `first` to `last` of `fuse(graph)`, counted from 0, in bands of the last one's result: each from one of `starts`
+    """Layers `first` to `last` of `fuse(graph)`, counted from 0, in patches of the last one's result: each from one of `starts`
     along `axis` to the next. The first start is 0.
     """
 
@@ -32,17 +31,17 @@ class Chain:
     axis: int
     starts: tuple[int, ...]
 
-    def spans(self, size: int) -> list[Span]:
-        """The bands of a result that has `size` places along the axis."""
-        return [Span(self.axis, start, stop) for start, stop in itertools.pairwise((*self.starts, size))]
+    def spans(self, size: int) -> list[AxisRange]:
+        """The patches of a result that has `size` places along the axis."""
+        return [AxisRange(self.axis, start, stop) for start, stop in itertools.pairwise((*self.starts, size))]
 
 
 @dataclass
-class Band:
-    """What one band needs of each result inside the chain, and the parts of the operators that make it."""
+class Patch:
+    """What one patch needs of each result inside the chain, and the parts of the operators that make it."""
 
-    needs: dict[Value, Span] = field(default_factory=dict)
-    parts: dict[Node, Part] = field(default_factory=dict)
+    needs: dict[Value, AxisRange] = field(default_factory=dict)
+    parts: dict[Node, TiledNode] = field(default_factory=dict)
 
 
 def units(graph: Graph, layers: Sequence[Layer]) -> list[list[Node]]:
@@ -57,47 +56,47 @@ def units(graph: Graph, layers: Sequence[Layer]) -> list[list[Node]]:
     return made
 
 
-def band_of(nodes: Sequence[Node], end: Value, span: Span, whole: Collection[Value]) -> tuple[Band, set[Value]]:
+def patch_of(nodes: Sequence[Node], end: Value, span: AxisRange, whole: Collection[Value]) -> tuple[Patch, set[Value]]:
     """What computing `span` of `end` takes of `nodes` (in order), of which `whole` values are made as a whole before; and all
     that has to be: `whole`, what operators that have no such part make or need whole, and what that is made of.
     """
-    band, before = Band({end: span}), set(whole)
+    patch, before = Patch({end: span}), set(whole)
     made = {value for node in nodes for value in node.outputs}
     for node in reversed(nodes):
-        wanted = band.needs.get(node.outputs[0])
+        wanted = patch.needs.get(node.outputs[0])
         part = None
         if before.isdisjoint(node.outputs):
             if wanted is None:
                 continue
-            part = REGISTRY[node.op].part_of(node, wanted)
+            part = REGISTRY[node.op].tile_of(node, wanted)
         if part is None:
             before.update(node.outputs)
             before.update(value for value in node.inputs if value in made)
             continue
-        band.parts[node] = part
+        patch.parts[node] = part
         if part.made is not None:
-            band.needs[node.outputs[0]] = part.made
+            patch.needs[node.outputs[0]] = part.made
         for value, needed in zip(node.inputs, part.needs, strict=True):
             if value is None or value not in made:
                 continue
-            known = band.needs.get(value, needed)
+            known = patch.needs.get(value, needed)
             if needed is None or known is None or known.axis != needed.axis or needed.is_whole(value.shape):
                 before.add(value)
             else:
-                band.needs[value] = known.hull(needed)
-    return band, before
+                patch.needs[value] = known.hull(needed)
+    return patch, before
 
 
-def bands_of(nodes: Sequence[Node], end: Value, spans: Sequence[Span], outside: Collection[Value]) -> list[Band] | None:
-    """The bands that compute `spans` of `end`, which are all of it; None if it cannot be in bands.
+def patches_of(nodes: Sequence[Node], end: Value, spans: Sequence[AxisRange], outside: Collection[Value]) -> list[Patch] | None:
+    """The patches that compute `spans` of `end`, which are all of it; None if it cannot be in patches.
 
     All make the same operators in parts. Results of theirs that others read (`outside`, and the rest of `nodes`) are made of
     parts that do not overlap.
     """
 
-    def overlapping(bands: Sequence[Band]) -> Iterator[Value]:
-        for value in joined(nodes, bands[0], outside):
-            if not _tiles([band.needs[value] for band in bands], value):
+    def overlapping(patches: Sequence[Patch]) -> Iterator[Value]:
+        for value in joined(nodes, patches[0], outside):
+            if not _tiles([patch.needs[value] for patch in patches], value):
                 yield value
 
     return alike(nodes, end, spans, overlapping)
@@ -106,47 +105,47 @@ def bands_of(nodes: Sequence[Node], end: Value, spans: Sequence[Span], outside: 
 def alike(
     nodes: Sequence[Node],
     end: Value,
-    spans: Sequence[Span],
-    overlapping: Callable[[Sequence[Band]], Iterable[Value]],
+    spans: Sequence[AxisRange],
+    overlapping: Callable[[Sequence[Patch]], Iterable[Value]],
     rounds: int | None = None,
-) -> list[Band] | None:
-    """The bands of `spans` of `end`, all of which make the same operators in parts; None if `end` has no parts such as they
+) -> list[Patch] | None:
+    """The patches of `spans` of `end`, all of which make the same operators in parts; None if `end` has no parts such as they
     ask for, or if that is not clear after `rounds`.
 
-    `overlapping`: results of such bands that shall not be made in parts, since theirs overlap.
+    `overlapping`: results of such patches that shall not be made in parts, since theirs overlap.
     """
     whole: set[Value] = set()
     for _ in itertools.count() if rounds is None else range(rounds):
-        bands, found = [], set(whole)
+        patches, found = [], set(whole)
         for span in spans:
-            band, before = band_of(nodes, end, span, found)
-            bands.append(band)
+            patch, before = patch_of(nodes, end, span, found)
+            patches.append(patch)
             found |= before
         if end in found:
             return None
         if found == whole:
-            found.update(overlapping(bands))
+            found.update(overlapping(patches))
         if found == whole:
-            return bands
+            return patches
         whole = found
     return None
 
 
-def joined(nodes: Sequence[Node], band: Band, outside: Collection[Value]) -> Iterator[Value]:
-    """The results that bands make in parts and that others read."""
-    others = {value for node in nodes if node not in band.parts for value in node.inputs}
-    return (node.outputs[0] for node in band.parts if node.outputs[0] in outside or node.outputs[0] in others)
+def joined(nodes: Sequence[Node], patch: Patch, outside: Collection[Value]) -> Iterator[Value]:
+    """The results that patches make in parts and that others read."""
+    others = {value for node in nodes if node not in patch.parts for value in node.inputs}
+    return (node.outputs[0] for node in patch.parts if node.outputs[0] in outside or node.outputs[0] in others)
 
 
-def _tiles(spans: Sequence[Span], value: Value) -> bool:
+def _tiles(spans: Sequence[AxisRange], value: Value) -> bool:
     """Whether `spans` are all of `value`, one after the other."""
     size = value.shape[spans[0].axis]
     ends = [0, *(span.stop for span in spans)]
     return ends[-1] == size and all(span.start == end for span, end in zip(spans, ends, strict=False))
 
 
-def in_bands(graph: Graph, chains: Sequence[Chain]) -> Graph:
-    """`graph` with `chains`, no two of which share a layer, in bands. `graph` stays as it is.
+def in_patches(graph: Graph, chains: Sequence[Chain]) -> Graph:
+    """`graph` with `chains`, no two of which share a layer, in patches. `graph` stays as it is.
 
     Raises:
         ValueError: a chain whose last operator has no parts such as it asks for.
@@ -165,10 +164,10 @@ def in_bands(graph: Graph, chains: Sequence[Chain]) -> Graph:
         taken = set(inside)
         outside = {value for node in graph.nodes if node not in taken for value in node.inputs if value is not None}
         outside |= {port.value for port in graph.outputs}
-        bands = bands_of(inside, end, chain.spans(end.shape[chain.axis]), outside)
-        if bands is None:
-            raise ValueError(f"{end.name} cannot be computed in bands along axis {chain.axis}")
-        writer.write(inside, bands, list(joined(inside, bands[0], {*outside, end})))
+        patches = patches_of(inside, end, chain.spans(end.shape[chain.axis]), outside)
+        if patches is None:
+            raise ValueError(f"{end.name} cannot be computed in patches along axis {chain.axis}")
+        writer.write(inside, patches, list(joined(inside, patches[0], {*outside, end})))
         at = chain.last + 1
     for layer in range(at, len(layers)):
         writer.copy_all(nodes[layer + 1])
@@ -176,11 +175,11 @@ def in_bands(graph: Graph, chains: Sequence[Chain]) -> Graph:
 
 
 class _Writer:
-    """Copies nodes into a new graph, as they are or in bands."""
+    """Copies nodes into a new graph, as they are or in patches."""
 
     def __init__(self) -> None:
         self.rewriter = Rewriter()
-        self._sliced: dict[tuple[Value, Span], Value] = {}
+        self._sliced: dict[tuple[Value, AxisRange], Value] = {}
 
     def copy_all(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
@@ -195,9 +194,9 @@ class _Writer:
             self.rewriter.replaced[old] = new
         self.rewriter.nodes.append(made)
 
-    def write(self, nodes: Sequence[Node], bands: Sequence[Band], results: Sequence[Value]) -> None:
-        """`nodes` in bands: first what these need whole, then each of them, then what reads their joined `results`."""
-        members = bands[0].parts
+    def write(self, nodes: Sequence[Node], patches: Sequence[Patch], results: Sequence[Value]) -> None:
+        """`nodes` in patches: first what these need whole, then each of them, then what reads their joined `results`."""
+        members = patches[0].parts
         behind: set[Value] = {node.outputs[0] for node in members}
         late: list[Node] = []
         for node in nodes:
@@ -206,31 +205,26 @@ class _Writer:
                 late.append(node)
             elif node not in members:
                 self.copy(node)
-        pieces = [self._band(nodes, band) for band in bands]
+        pieces = [self._patch(nodes, patch) for patch in patches]
         for value in results:
             joined = replace(value, producer=None)
-            axis = bands[0].needs[value].axis
-            self.rewriter.add("Concat", [made[value] for made in pieces], joined, f"{value.name}.bands", axis=axis)
+            axis = patches[0].needs[value].axis
+            self.rewriter.add("Concat", [made[value] for made in pieces], joined, f"{value.name}.patches", axis=axis)
             self.rewriter.replaced[value] = joined
         self.copy_all(late)
 
-    def _band(self, nodes: Sequence[Node], band: Band) -> dict[Value, Value]:
-        """The parts of one band by what they are parts of."""
+    def _patch(self, nodes: Sequence[Node], patch: Patch) -> dict[Value, Value]:
+        """The parts of one patch by what they are parts of."""
         made: dict[Value, Value] = {}
         for node in nodes:
-            part = band.parts.get(node)
+            part = patch.parts.get(node)
             if part is None:
                 continue
             inputs: list[Value | None] = []
             for value, needed in zip(node.inputs, part.needs, strict=True):
                 if value in made:
                     assert value is not None and needed is not None
-                    inputs.append(
-                        self._slice(
-                            made[value],
-                            Span(needed.axis, needed.start - band.needs[value].start, needed.stop - band.needs[value].start),
-                        )
-                    )
+                    inputs.append(self._slice(made[value], needed.relative_to(patch.needs[value].start)))
                 elif value is not None and needed is not None:
                     now = self.rewriter.now(value)
                     assert now is not None
@@ -238,7 +232,7 @@ class _Writer:
                 else:
                     inputs.append(self.rewriter.now(value))
             [output] = node.outputs
-            span = band.needs[output]
+            span = patch.needs[output]
             shape, name = span.of(output.shape), f"[{span.start}:{span.stop}]"
             if node.op == "Slice" and inputs[0] is not None and inputs[0].shape == shape:
                 made[output] = inputs[0]
@@ -247,7 +241,7 @@ class _Writer:
             made[output] = self.rewriter.add(node.op, inputs, result, f"{node.name}{name}", **part.attributes)
         return made
 
-    def _slice(self, value: Value, span: Span) -> Value:
+    def _slice(self, value: Value, span: AxisRange) -> Value:
         """`span` of `value`, itself if that is all of it."""
         if span.is_whole(value.shape):
             return value

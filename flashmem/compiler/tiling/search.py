@@ -1,6 +1,6 @@
-"""Plans for budgets that are too small for a graph: chains of operators are computed in bands (`compiler.tiling.patches`).
+"""Plans for budgets that are too small for a graph: chains of operators are computed in patches (`compiler.tiling.patches`).
 
-How little the activations may take follows from what is missing. Bands for exactly that are tried, then those for a few fixed
+How little the activations may take follows from what is missing. Patches for exactly that are tried, then those for a few fixed
 limits below it, the last of which is the least there can be. Of the lowest of these (`NEAR`) all are tried before a budget is
 refused, and nothing but them where a budget asks for as little. So the smallest budget is the same whatever was asked for: it
 is found again, and none below it works.
@@ -23,8 +23,8 @@ from flashmem.compiler.memory.buffers import least_alive
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import Layer, fuse
-from flashmem.compiler.tiling.choice import BandChoice, Memory
-from flashmem.compiler.tiling.patches import Chain, in_bands
+from flashmem.compiler.tiling.choice import Memory, PatchChoice
+from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.compiler.weights.slicing import LEAST_BYTES
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -39,21 +39,21 @@ what an arena and the slices beside it take is known when a program is planned.
 NAMED = 6
 """Chains that a plan's note names one by one."""
 
-LEAST_BAND_BYTES = {"cpu": 1 << 20, "gpu": 4 << 20}
-"""The largest result inside a band is no smaller: a launch of less leaves a device idle."""
+LEAST_PATCH_BYTES = {"cpu": 1 << 20, "gpu": 4 << 20}
+"""The largest result inside a patch is no smaller: a launch of less leaves a device idle."""
 
 
-class Bands:
-    """What chains a graph may have in bands, on a device and in a precision."""
+class Patches:
+    """What chains a graph may have in patches, on a device and in a precision."""
 
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
         self.graph, self.layers, self.ranges = graph, fuse(graph), Ranges(graph, half=precision == "fp16")
-        self.memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
-        self._choice = BandChoice(graph, self.layers, self.ranges, self.memory)
+        self.memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_PATCH_BYTES[descriptor.kind])
+        self._choice = PatchChoice(graph, self.layers, self.ranges, self.memory)
 
     @property
     def alive(self) -> int:
-        """The bytes of activations that are needed at once without bands."""
+        """The bytes of activations that are needed at once without patches."""
         return max(self.memory.alive, default=0)
 
     def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
@@ -70,46 +70,46 @@ class Bands:
             size = chain.starts[1] if len(chain.starts) > 1 else end.shape[chain.axis]
             texts.append(f"{names} in {len(chain.starts)} of {size}")
         left = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []
-        taken = f"without bands the smallest budget is {format_size(without)}"
-        return f"{len(chains)} chains of operators computed in bands: {'; '.join(texts[:NAMED] + left)}; {taken}"
+        taken = f"without patches the smallest budget is {format_size(without)}"
+        return f"{len(chains)} chains of operators computed in patches: {'; '.join(texts[:NAMED] + left)}; {taken}"
 
 
-def fitting_bands(
+def fitting_patches(
     graph: Graph,
     options: Options,
     refused: BudgetError,
     attempt: Callable[[Graph], object],
     watch: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[Graph, str]:
-    """`graph` with chains in bands, in as few as fit the budget that was `refused` without; and a note for its plan.
+    """`graph` with chains in patches, in as few as fit the budget that was `refused` without; and a note for its plan.
 
     `attempt` plans a graph, and raises a BudgetError if that does not fit.
 
     Raises:
-        BudgetError: nothing fits; it names the smallest budget with bands, and the one without.
+        BudgetError: nothing fits; it names the smallest budget with patches, and the one without.
     """
     budget = options.limits.budget
     assert budget is not None
-    with watch("bands"):
-        bands = Bands(graph, options.descriptor, options.precision)
-        least = bands.choose(0)
-    wanted = bands.alive - (refused.smallest_bytes - budget)
+    with watch("patches"):
+        patches = Patches(graph, options.descriptor, options.precision)
+        least = patches.choose(0)
+    wanted = patches.alive - (refused.smallest_bytes - budget)
     smallest = refused
     tried: set[tuple[Chain, ...]] = {()}
-    for limit in _limits(wanted, least[1], bands.alive):
-        with watch("bands"):
-            chains = bands.choose(limit)[0] if limit else least[0]
+    for limit in _limits(wanted, least[1], patches.alive):
+        with watch("patches"):
+            chains = patches.choose(limit)[0] if limit else least[0]
             if chains in tried:
                 continue
             tried.add(chains)
-            banded = in_bands(graph, chains)
+            tiled = in_patches(graph, chains)
         try:
-            attempt(banded)
+            attempt(tiled)
         except BudgetError as error:
             if limit <= NEAR * least[1] and error.smallest_bytes < smallest.smallest_bytes:
                 smallest = error
             continue
-        return banded, bands.described(chains, refused.smallest_bytes)
+        return tiled, patches.described(chains, refused.smallest_bytes)
     raise _too_small(budget, refused, smallest)
 
 
@@ -127,11 +127,11 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
     if smallest is without:
         return without
     return BudgetError(
-        f"budget of {budget} bytes is too small: {smallest.smallest_bytes} bytes are needed with chains of operators in bands "
-        f"({without.smallest_bytes} without), bound by layer {smallest.binding!r}; raise the budget to "
+        f"budget of {budget} bytes is too small: {smallest.smallest_bytes} bytes are needed with chains of operators in "
+        f"patches ({without.smallest_bytes} without), bound by layer {smallest.binding!r}; raise the budget to "
         f"{smallest.smallest_bytes} bytes or more",
         smallest_bytes=smallest.smallest_bytes,
-        without_bands=without.smallest_bytes,
+        without_patches=without.smallest_bytes,
         binding=smallest.binding,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,9 @@ class Predictor:
         boosters, basis = [], None
         for suffix, features in ((SECONDS, KERNEL_FEATURES), (SLOWDOWN, LOAD_FEATURES)):
             name = name_or_stem + suffix
-            booster = xgboost.Booster()
             try:
                 stem = Path(name_or_stem)
-                data = Path(name).read_bytes() if stem.is_absolute() else read_bytes("devices", name)
-                booster.load_model(bytearray(data))
-                booster.set_param({"nthread": 1})  # a few rows at a time, which more threads take longer for
+                booster = _booster(Path(name).read_bytes() if stem.is_absolute() else read_bytes("devices", name))
                 about = json.loads(booster.attr(_ATTRIBUTE) or "{}")
             except (OSError, xgboost.core.XGBoostError, ValueError) as error:
                 reason = str(error).splitlines()[0]
@@ -139,6 +137,15 @@ class Predictor:
             basis = Basis(**about["basis"])
         assert basis is not None
         return cls(boosters[0], boosters[1], basis, memory_path)
+
+
+@lru_cache(maxsize=8)
+def _booster(data: bytes) -> xgboost.Booster:
+    """The model in `data`. It is only asked, so that all predictors of the same bytes share it: parsing takes 10 ms."""
+    booster = xgboost.Booster()
+    booster.load_model(bytearray(data))
+    booster.set_param({"nthread": 1})  # a few rows at a time, which more threads take longer for
+    return booster
 
 
 def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], allowed: float) -> float:

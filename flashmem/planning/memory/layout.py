@@ -18,6 +18,7 @@ from flashmem.base.types import DEFAULT_PAGE, POOL_ALIGNMENT, TransferMode
 from flashmem.planning.memory.texture_slots import colour_slots
 from flashmem.program.tensors import Slice
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
+from flashmem.schedule.staging_slots import staging_slots
 
 _RING_WIDENING = 128
 """A ring that is too small is made wider by this part of the least size, then by twice that, and so on."""
@@ -197,13 +198,13 @@ def lay_out_pools(
         "map": pools.mapped,
         "alias": pools.alias,
         "dma": lambda: pools.dma(threads),
-        "interleave": lambda: pools.interleave(threads, ring=not plan.shares_memory),
+        "interleave": lambda: pools.interleave(threads, shares_memory=plan.shares_memory),
     }
     return {mode: replace(lay[mode](), threads=threads) for mode in modes}
 
 
 class _Pools:
-    """The planned slices, and how each mode holds them. `piece`: bytes that pass through staging at a time; `page`: bytes of a
+    """The planned slices, and how each mode holds them. `piece`: bytes that pass through the ring at a time; `page`: bytes of a
     page of the weight file.
     """
 
@@ -225,25 +226,27 @@ class _Pools:
 
     def dma(self, loader_threads: int) -> PoolLayout:
         """Slices are written from g_w on, through a ring of one part for each loader thread, in pieces if they are large."""
-        return self._targets(lambda w: w.read_layer, loader_threads * self._passing(self.planned), {})
+        return replace(self._targets(lambda w: w.read_layer), ring_bytes=loader_threads * self._passing(self.planned))
 
-    def interleave(self, loader_threads: int, *, ring: bool) -> PoolLayout:
+    def interleave(self, loader_threads: int, *, shares_memory: bool) -> PoolLayout:
         """Slices wait in staging from g_w to their last move; kernels move them from the first move on.
 
-        Preloaded slices pass through one entrance, which has a part for each loader thread, as large as what passes of the
-        largest of them. With `ring` all slices pass through one like that, which is apart from staging.
+        W passes through a ring. So does what is streamed where host and device do not share memory.
         """
-        streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
-        part = 0 if ring else self._passing([(s, w) for s, w in self.planned if w.preload])
-        entrance = [Interval("", loader_threads * part, 0, self.layers)] if part else []
-        staging, total = lay_out([*entrance, *streamed], POOL_ALIGNMENT)
-        at = staging.pop("", 0)
-        staging.update({w.name: at for _, w in self.planned if w.preload})
-        passed = loader_threads * self._passing(self.planned) if ring else 0
-        return replace(self._targets(lambda w: w.first_mover, total, staging), entrance_bytes=part, ring_bytes=passed)
+        layout = self._targets(lambda w: w.first_mover)
+        if not shares_memory:
+            slots, slot_of = staging_slots(self.planned)
+            passed = self._passing(self.planned)
+            layout = replace(layout, staging_slots=slots, staging_slot_of=slot_of)
+        else:
+            streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
+            staging, total = lay_out(streamed, POOL_ALIGNMENT)
+            passed = self._passing([(s, w) for s, w in self.planned if w.preload])
+            layout = replace(layout, staging_bytes=total, staging=staging)
+        return replace(layout, ring_bytes=loader_threads * passed)
 
     def _passing(self, planned: Sequence[tuple[Slice, PlannedWeight]]) -> int:
-        """Bytes that pass through staging at a time of the largest slice."""
+        """Bytes that pass through the ring at a time of the largest slice."""
         return max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, _ in planned), default=0)
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
@@ -256,7 +259,7 @@ class _Pools:
     def _lifetime(self, w: PlannedWeight, first: int) -> tuple[int, int]:
         return w.home_life(first, self.layers)
 
-    def _targets(self, begins: Callable[[PlannedWeight], int], staging_bytes: int, staging: dict[str, int]) -> PoolLayout:
+    def _targets(self, begins: Callable[[PlannedWeight], int]) -> PoolLayout:
         """Plain buffers in the pool, images in texture slots, each from `begins` (streamed slices) to its last use."""
         lives = [(s, self._lifetime(w, 0 if w.preload else begins(w))) for s, w in self.planned]
         buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
@@ -268,13 +271,12 @@ class _Pools:
             if w.preload
         )
         return PoolLayout(
-            pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, staging_bytes=staging_bytes, staging=staging,
-            piece_bytes=self.piece, resident_bytes=resident,
+            pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, piece_bytes=self.piece, resident_bytes=resident
         )  # fmt: skip
 
 
 def _piece_bytes(slices: Sequence[Slice], wished: int) -> int:
-    """Bytes that pass through staging at a time: whole places of a pool, and a row of an image at least."""
+    """Bytes that pass through the ring at a time: whole places of a pool, and a row of an image at least."""
     rows = max((part.row_pitch for part in slices), default=0)
     return _round_up(max(wished, rows, 1), POOL_ALIGNMENT)
 

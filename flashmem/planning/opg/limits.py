@@ -91,7 +91,7 @@ def reading_ahead(instance: Instance, plan: OverlapPlan, program: Program, limit
     most = plan.m_peak
     if staging:  # what reads ahead waits in staging, and takes nothing else
         layout = lay_out_pools(program.slices, plan, [instance.mode], page_bytes=program.page_bytes)[instance.mode]
-        most = (limit or 0) - measure(plan) + layout.staging_bytes - layout.threads * layout.entrance_bytes
+        most = (limit or 0) - measure(plan) + layout.all_staging_bytes
 
     reads = ReadAhead(instance, plan)
     widest = reads.within(most, staging=staging)

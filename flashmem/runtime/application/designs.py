@@ -15,7 +15,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Part:
+class TaskAssignment:
     """How a design solves one task: a bundle (its folder's name beside the file), the device and the processor that it is, and
     what that takes alone: bytes, and the median of its seconds.
     """
@@ -33,7 +33,7 @@ class Design:
     """One of the ways to run the application. `roles`: what it was kept for."""
 
     roles: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TaskAssignment, ...]
 
     @property
     def memory(self) -> int:
@@ -102,7 +102,7 @@ class Designs:
             found = cls(
                 tuple(tuple(map(str, each)) for each in data["sets"]),
                 tuple(
-                    Design(tuple(map(str, each["roles"])), tuple(Part(**part) for part in each["parts"]))
+                    Design(tuple(map(str, each["roles"])), tuple(TaskAssignment(**part) for part in each["parts"]))
                     for each in data["designs"]
                 ),
                 tuple(SwitchingRule(tuple(each["sets"]), each["memory"], int(each["design"])) for each in data["policy"]),

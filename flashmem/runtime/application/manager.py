@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.runtime.application.designs import Design, Designs, Part, State
+from flashmem.runtime.application.designs import Design, Designs, State, TaskAssignment
 from flashmem.runtime.application.watch import Ticks, Watch, load_of_others, ticks
 from flashmem.runtime.memory.pressure import Sample, sample
 from flashmem.runtime.opencl.context import find_device
@@ -45,7 +45,7 @@ class Switch(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """A session that was opened: when, by the clock; of which task and bundle; seconds that it took. Weights come after it."""
+    """A session that was opened: when, by the clock; of which task and bundle; seconds that it took, without its weights."""
 
     at: float
     task: str
@@ -57,7 +57,7 @@ class Opening(NamedTuple):
 class _Open:
     """The session of a task. `cold`: its next run is the first, loads weights, and says nothing of its processor."""
 
-    part: Part
+    part: TaskAssignment
     session: Session
     alone: threading.Lock = field(default_factory=threading.Lock)
     cold: bool = True
@@ -67,14 +67,14 @@ class _Open:
 class _Running:
     """A run under way, and the seconds that those of the same processor take that were there at the same time."""
 
-    part: Part
+    part: TaskAssignment
     waits: float
 
 
 class Manager:
     """Sessions of the design in force. Methods may be called from any thread; each task has one run at a time.
 
-    `switches` and `openings` list what was done so far, the first placement among it; `current` is the place of the design.
+    `switches` and `openings` list what was done so far, the first design among it; `current` is the index of the design.
     """
 
     def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
@@ -129,7 +129,7 @@ class Manager:
             task: its name.
             inputs: an array for every input; or, where the models of a task do not take the same, a function that is called
                 with the bundle that answers and gives them. It may call methods of the manager. It is called again where a
-                switch comes before the run begins, and another bundle answers.
+                switch happens before the run begins, and another bundle answers.
 
         Raises:
             UserError: no such task.
@@ -227,7 +227,7 @@ class Manager:
         return self._sessions[task]
 
     @contextmanager
-    def _among_others(self, part: Part) -> Iterator[_Running]:
+    def _among_others(self, part: TaskAssignment) -> Iterator[_Running]:
         """While `part` runs: what it waits for, and what waits for it."""
         with self._overlap:
             beside = [other for other in self._running if other.part.processor == part.processor]

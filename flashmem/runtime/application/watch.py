@@ -1,6 +1,6 @@
-"""Whether a processor is overloaded or memory is short: what the manager of an application decides by (CARIn, section 4.3.2).
+"""State of the device: which processors are overloaded, and whether memory is short (CARIn, section 4.3.2).
 
-`Watch` is a function of what it is told, with two levels for each answer so that it does not flap:
+`Watch` computes it from runs and samples of the system, with two levels for each answer so that it does not flap:
 
 - a processor has trouble when each of its last `RUNS` runs took `SLOW` times what its profile says, or, of the CPU, when other
   processes use `LOAD_HIGH` of it. It is over after `REST_SECONDS`, and of the CPU not before others use less than `LOAD_LOW`.
@@ -39,7 +39,7 @@ class _Processor:
 
 @dataclass
 class Watch:
-    """`best`: bytes that the design without trouble holds. `cpus`: the processors that the load of this machine is of."""
+    """`best`: bytes that the design without trouble holds. `cpus`: the processors that are this machine's CPU."""
 
     best: int
     cpus: frozenset[str] = frozenset()
@@ -58,7 +58,7 @@ class Watch:
             known.rest = min(2 * known.rest, LONGEST_REST) if known.on_trial else known.rest
 
     def sampled(self, sample: Sample, others: float | None) -> None:
-        """What the system says now, and the share of the CPU that other processes use (None: nobody knows)."""
+        """A sample of the system, and the share of the CPU that other processes use (None: unknown)."""
         self._watch_memory(sample)
         for name, known in self._processors.items():
             loaded = name in self.cpus and others is not None and others >= LOAD_LOW
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def state(self) -> State:
-        """What the device is like, as far as was told."""
+        """The state of the device after all runs and samples so far."""
         return State(frozenset(name for name, known in self._processors.items() if known.since is not None), self._memory)
 
     def _watch_memory(self, sample: Sample) -> None:
@@ -98,7 +98,7 @@ class Ticks:
 
 
 def ticks(root: Path = Path("/")) -> Ticks | None:
-    """What /proc says now; None where it says nothing."""
+    """Clock ticks that /proc reports now; None where it does not."""
     try:
         counts = [int(word) for word in (root / "proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
         own = (root / "proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

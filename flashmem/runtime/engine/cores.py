@@ -1,4 +1,4 @@
-"""Big and little cores, where a system has both: what is prepared in idle time leaves the big ones alone."""
+"""Big and little cores, where a system has both: warm-up runs on little ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lives with a device: its context, the queue that layers run on, compiled programs, and the budget that all share."""
+"""A device in use: its context, the queue of the layers, compiled programs, and the budget that models share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Program, Queue
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.opencl.launching import Recorder
-from flashmem.runtime.streaming.shared_pages import Places
+from flashmem.runtime.streaming.shared_pages import SharedSlices
 
 
 class DeviceInUse:
-    """A device for as long as somebody uses it. Placements (`flashmem.runtime.engine.bound_program`) come and go on it."""
+    """A device with the state that all programs bound to it share."""
 
     def __init__(self, device: Device, budget: int | None, *, profiling: bool = False) -> None:
         """Make the context and the queue.
@@ -29,7 +29,7 @@ class DeviceInUse:
         self.traced = profiling
         self.budget = Budget(budget)
         self.programs: WeakValueDictionary[str, Program] = WeakValueDictionary()  # by key, as long as a bundle holds them
-        self.places = Places()  # of weights, in mode `map`
+        self.shared_slices = SharedSlices()  # in mode `map`
         self.start_rss = process_rss()
         self._beside: Queue | None = None
 

@@ -1,6 +1,6 @@
-"""The executor: layers in order on one queue, each as soon as its slices are there, a bounded number of them ahead.
+"""Executor: launches layers in order on one queue, each once its slices are loaded, a bounded number of them ahead.
 
-Everything is set up when the session is made: one kernel object a launch with its arguments set, one prepared call. A run only
+Everything is set up when the program is bound: one kernel object a launch with its arguments set, one prepared call. A run only
 waits and launches. Layers have events only where something waits for them: gates of loads, slices to be freed, a trace, and a
 few so that a run can be stopped before it has enqueued all that it has. With a recorder, layers between two such events are
 recorded once the same run is made again, and enqueued with one call from then on.
@@ -24,10 +24,10 @@ from flashmem.program.launches import Launch as Launched
 from flashmem.program.program import Program as BundleProgram
 from flashmem.runtime.opencl.context import Context, Event, Kernel, Memory, Queue, event_seconds, has_ended, wait
 from flashmem.runtime.opencl.launching import Launch, Recorder, Recording, not_recorded
-from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Ride
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 
 LAYERS_APART = (4, 64)
 """Layers between two events that nothing but the executor waits for, at least and at most. Twice as many may be enqueued and
@@ -60,7 +60,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One layer: wait for `needs` (slices), then enqueue `commands`: none where a later layer does its work."""
+    """One layer: wait for the slices `needs`, then enqueue `commands`; none where a later layer does its work."""
 
     name: str
     commands: tuple[Command, ...]
@@ -69,13 +69,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Resources:
-    """What kernel arguments refer to."""
+    """Memory that kernel arguments refer to."""
 
     context: Context
     arena: Memory
     constants: Memory | None
     weights: Mapping[str, Memory]
-    staged: Mapping[str, tuple[Memory, int]]  # and the first byte of the slice there
+    staged: Mapping[str, Memory]  # where streamed slices wait to be moved home
 
 
 class Kernels(Protocol):
@@ -97,8 +97,7 @@ def make_steps(
 ) -> list[Step]:
     """The layers of `program`. Layers in `moves` take their kernels from `lane`, all others from `plain`.
 
-    `instead`: what layers without moves play in place of their launch; None: nothing. `bound`: steps whose launches are taken
-    as they are.
+    `instead`: launches that replace those of layers without moves; None: no launch. `bound`: steps whose commands are reused.
 
     Raises:
         RunError: a kernel is missing, or takes other arguments.
@@ -115,14 +114,14 @@ def make_steps(
             continue
         arguments = [binder.bind(arg) for arg in launch.args]
         moving = moves.get(layer)
-        commands = [_copy(lane, ride, resources) for ride in (moving.leading if moving else ())]
-        if moving is None or moving.riding is None:
+        commands = [_copy(lane, stream, resources) for stream in (moving.leading if moving else ())]
+        if moving is None or moving.interleaved is None:
             commands.append(_command(plain, launch.kernel, launch.global_size, launch.local_size, arguments))
         else:
             assert lane is not None
-            arguments += _lane(moving.riding, resources)
+            arguments += _lane(moving.interleaved, resources)
             commands.append(_command(lane, launch.kernel, launch.global_size, launch.local_size, arguments))
-        commands += [_copy(lane, ride, resources) for ride in (moving.separate if moving else ())]
+        commands += [_copy(lane, stream, resources) for stream in (moving.separate if moving else ())]
         steps.append(Step(launch.name, tuple(commands), needs.get(layer, ())))
     return steps
 
@@ -133,19 +132,19 @@ def _command(
     return Command(program.kernel(name, arguments), size, group, tuple(arguments))
 
 
-def _copy(lane: Kernels | None, ride: Ride, resources: Resources) -> Command:
+def _copy(lane: Kernels | None, stream: CopyStream, resources: Resources) -> Command:
     assert lane is not None
-    return _command(lane, ride.copier, (ride.copy_items,), (COPY_GROUP,), _lane(ride, resources))
+    return _command(lane, stream.copier, (stream.copy_items,), (COPY_GROUP,), _lane(stream, resources))
 
 
-def _lane(ride: Ride, resources: Resources) -> list[Any]:
-    return ride.arguments(lambda part: resources.staged[part.name], lambda part: resources.weights[part.name], np.int32)
+def _lane(stream: CopyStream, resources: Resources) -> list[Any]:
+    return stream.arguments(lambda part: resources.staged[part.name], lambda part: resources.weights[part.name], np.int32)
 
 
 class _Binder:
     """Turns a program's arguments into kernel arguments; tensors and constants become sub-buffers.
 
-    Each place has one, whatever lies there: a kernel that writes its output over an operand takes the same memory object twice.
+    Each range of bytes has one: a kernel that writes its output over an operand takes the same memory object twice.
     Two of the same bytes, one of them written, are undefined (clCreateSubBuffer).
     """
 
@@ -173,17 +172,17 @@ class _Binder:
 
 
 class Executor:
-    """Plays the steps. `queue` is in order; with profiling, `trace` gets each layer's span. `recorder` is one of the queue."""
+    """Executes the steps on `queue`, which is in order. `recorder`: records launches of that queue."""
 
     def __init__(
         self, queue: Queue, steps: Sequence[Step], recorder: Recorder | None = None, transfer: Transfer | None = None
     ) -> None:
-        """`transfer`: what brings slices in that steps need."""
+        """`transfer` loads the slices that steps need."""
         self._queue = queue
         self._transfer = transfer
         self._steps = steps
         self._recorder = recorder
-        self._recordings: dict[int, tuple[int, Recording]] | None = None  # by first layer: the last one, and what plays them
+        self._recordings: dict[int, tuple[int, Recording]] | None = None  # by first layer: the last one, and the recording
         self._stops: frozenset[int] | None = None  # where they end, as the last run had it
         self._longest = 0  # layers that one of them may have
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
@@ -192,7 +191,7 @@ class Executor:
     def run(
         self,
         loader: LoaderRun | None,
-        trace: list[Span] | None = None,
+        trace: list[TimedInterval] | None = None,
         check: Callable[[], None] | None = None,
         after: Mapping[int, Callable[[], None]] = _NOTHING,
         *,
@@ -275,7 +274,7 @@ class Executor:
         while flying:
             retire()
         if trace is not None:
-            trace.extend(self._spans(traced))
+            trace.extend(self._intervals(traced))
         return last
 
     def _follow(self, names: Iterable[str]) -> None:
@@ -322,12 +321,14 @@ class Executor:
         least, most = LAYERS_APART
         self._apart = max(least, min(most, int(layers * SECONDS_APART / max(seconds, 1e-9))))
 
-    def _spans(self, traced: Sequence[tuple[str, Event, Event]]) -> list[Span]:
+    def _intervals(self, traced: Sequence[tuple[str, Event, Event]]) -> list[TimedInterval]:
         """Device times on the host's clock: a marker that completes now tells how far the two clocks are apart."""
         marker = self._queue.marker()
         wait(marker)
         apart = perf_counter() - event_seconds(marker)[1]
-        return [Span(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart) for name, first, last in traced]
+        return [
+            TimedInterval(name, event_seconds(first)[0] + apart, event_seconds(last)[1] + apart) for name, first, last in traced
+        ]
 
     def drain(self) -> None:
         """After a failure: wait for what is still running, as far as the device allows."""

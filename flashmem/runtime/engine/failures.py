@@ -1,51 +1,34 @@
-"""What a failed run leaves: a sentence that says why, and nothing of the device's memory."""
+"""Failures of runs: what is said about them, and tracebacks that keep no device memory alive."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from flashmem.base.errors import RunError
 
 
 class RequestError(Exception):
-    """A run failed for what was asked, before or after its layers: the model is as it was. `error` is what the user gets."""
+    """A run failed because of its request, while no layer ran: the model stays usable. `error` is for the user."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-@contextmanager
-def of_the_request() -> Iterator[None]:
-    """Around what reads inputs, while no layer runs. Raises RequestError for anything but a RunError: a disk or a device that
-    fails does so for the next request, too.
-    """
-    try:
-        yield
-    except RunError:
-        raise
-    except Exception as error:
-        raise RequestError(error) from None
-
-
 def said(error: BaseException) -> str:
-    """What an error says; its name, where it says nothing."""
+    """The message of an error, or its type's name if there is none."""
     return str(error) or type(error).__name__
 
 
 def why_closed(error: BaseException) -> str:
-    """Why a run that ended so closes its session or model: for a sentence."""
+    """Why a run that raised `error` closes its session or model, for a message."""
     if isinstance(error, KeyboardInterrupt) and not str(error):
         return "its last run was interrupted"
     return f"its last run failed: {said(error)}"
 
 
 def forget_locals(error: BaseException) -> None:
-    """Have the calls that an error came through forget their variables, which hold placements and device memory.
+    """Clear the local variables in the traceback of an error, which keep device memory alive.
 
-    Whoever keeps the error would keep them otherwise. The traceback's lines stay. Calls that are not over are left alone.
+    The traceback's lines stay. Calls that are not over keep their variables.
     """
     seen, left = set[int](), [error]
     while left:

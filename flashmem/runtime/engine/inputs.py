@@ -209,7 +209,7 @@ def complete_inputs(program: Program, given: Mapping[str, NDArray[Any]], seed: i
         UserError: `given` names an input that the model does not have.
     """
     _refuse_unknown(given, [port.name for port in program.inputs])
-    rows = {gather.indices: gather.rows for gather in program.row_gathers}
+    rows = {gather.indices: gather.rows for gather in program.host_embeddings}
     drawn = {
         port.name: _draw(port, rows.get(port.name), np.random.default_rng([seed, index]))
         for index, port in enumerate(program.inputs)

@@ -1,24 +1,25 @@
-"""A bundle opened to run on a device, before anything of it is there: its weight file, tables, transfer mode and kernels."""
+"""A bundle opened to run on a device, before anything is allocated: its weight file, tables, transfer mode and kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.checksums import Digest, table_blocks
+from flashmem.bundle.checksums import Checksum, table_blocks
 from flashmem.program.lanes import lane_kind
-from flashmem.program.program import Program
+from flashmem.program.program import Program, fixed_bytes
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.kernels.build_processes import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.required import Wanted, wanted_kernels
+from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import CheckedTable, Reader, WeightFile
-from flashmem.schedule.plan import OverlapPlan
+from flashmem.schedule.plan import OverlapPlan, PoolLayout
+from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, streamed_layout
 
 
 def program_on(program: Program, device: Device) -> Program:
@@ -32,7 +33,7 @@ def uses_host_memory(device: Device) -> bool:
 
 
 class OpenedBundle:
-    """What placements and runs of a bundle have in common. `close` closes its weight file."""
+    """One shape variant of a bundle, with its weight file open. `close` closes the file, for all variants."""
 
     def __init__(
         self,
@@ -44,43 +45,74 @@ class OpenedBundle:
         lanes: bool = True,
         file: WeightFile | None = None,
     ) -> None:
-        """Open the weight file. `verify_weights`: compare every slice and table row that is read with its digest. `file`: the
-        weight file, where another of the bundle's shape variants has it open.
+        """Open the weight file.
+
+        Args:
+            verify_weights: compare every slice and table row that is read with its checksum.
+            lanes: in mode "interleave", whether kernels copy weights while they compute.
+            file: the weight file, where another of the bundle's shape variants has it open.
 
         Raises:
             BundleError: the weight file is not there, or not as long as it was.
         """
         program = program_on(bundle.program, device)
         self.bundle, self.program, self.mode, self.lanes = bundle, program, mode, lanes
-        self._device, self._verify_weights, self._others_file = device, verify_weights, file is not None
+        self._device, self._verify_weights = device, verify_weights
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}
         self.tensors = {tensor.name: tensor for tensor in program.tensors}
-        self.digests: Mapping[str, Digest] | None = bundle.digests.slices if verify_weights else None
-        self.banded = not verify_weights  # a digest is of a whole slice
+        self.checksums: Mapping[str, Checksum] | None = bundle.checksums.slices if verify_weights else None
+        self.segmented = not verify_weights  # a checksum is of a whole slice
         self.file = file or WeightFile(bundle.weights_path, program.weights_bytes)
         self.tables: list[Reader] = [
             CheckedTable(self.file, table_blocks(gather), values) if verify_weights else self.file
-            for gather, values in zip(program.row_gathers, bundle.digests.tables, strict=True)
+            for gather, values in zip(program.host_embeddings, bundle.checksums.tables, strict=True)
         ]
 
     def variant(self, bundle: Bundle) -> OpenedBundle:
-        """The same for another shape variant of the bundle. It has to be closed before this one."""
+        """The same for another shape variant of the bundle, with the same file."""
         return OpenedBundle(
             bundle, self._device, self.mode, verify_weights=self._verify_weights, lanes=self.lanes, file=self.file
         )
 
     def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
-        """What kernels move in a run of `plan`, by layer."""
+        """The copies that kernels make in a run of `plan`, by layer; none but in mode "interleave"."""
         if self.mode != "interleave":
             return {}
         return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
 
     def close(self) -> None:
-        """Close the weight file; placements have to be closed before."""
-        if not self._others_file:
-            self.file.close()
+        """Close the weight file; bound programs have to be closed before."""
+        self.file.close()
+
+
+@dataclass(frozen=True)
+class PlannedVariant:
+    """A shape variant with its plan and layout in one transfer mode and strategy. `program`: as the device runs it."""
+
+    bundle: Bundle
+    program: Program
+    plan: OverlapPlan
+    layout: PoolLayout
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a session of this variant holds."""
+        return fixed_bytes(self.program) + self.layout.total_bytes
+
+
+def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy: Strategy) -> PlannedVariant:
+    """The variant that `bundle` has as its own (`Bundle.index`).
+
+    Raises:
+        UserError: the bundle was not compiled for that mode.
+    """
+    program, plan, shares = program_on(bundle.program, device), bundle.plan, device.unified_memory
+    if strategy == "preload":
+        layout = preloaded_layout(program, mode, plan.loader_threads)
+        return PlannedVariant(bundle, program, preloaded(plan), layout)
+    return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares))
 
 
 class Kernels:
@@ -95,7 +127,7 @@ class Kernels:
         """
         program, cache = opened.program, ProgramCache()
 
-        def build(missing: Mapping[str, Wanted]) -> Mapping[str, bytes]:
+        def build(missing: Mapping[str, RequiredKernel]) -> Mapping[str, bytes]:
             return build_apart(missing, program, device.device, cache)
 
         moves = opened.moves(plan)
@@ -111,7 +143,7 @@ class Kernels:
                 build if apart else None,
                 device.programs,
             )
-            for wanted in wanted_kernels(program, opened.bundle.source, moves, later_moves)
+            for wanted in required_kernels(program, opened.bundle.source, moves, later_moves)
         )
 
     def close(self) -> None:

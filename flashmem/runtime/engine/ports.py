@@ -16,7 +16,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
-from flashmem.program.tensors import Port, RowGather, Tensor, panel_bytes
+from flashmem.bundle.shape_variants import which_fits
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Tensor, panel_bytes
 from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
@@ -96,6 +97,13 @@ def check_inputs(ports: Sequence[Port], inputs: Mapping[str, Array]) -> None:
             raise ValueError(f"input {port.name!r} has shape {array.shape}; the model was compiled for {port.shape}")
 
 
+def fitting_variant(variants: Sequence[Sequence[Port]], inputs: Mapping[str, Array]) -> int:
+    """The index of the shape variant, given the ports of each, that takes exactly `inputs`. Raises ValueError without one."""
+    index = which_fits(variants, inputs) if len(variants) > 1 else 0
+    check_inputs(variants[index], inputs)
+    return index
+
+
 def to_device(tensor: Tensor, array: Array) -> Array:
     """`array` in the type of `tensor`, as the device holds it: contiguous, where it had to be converted; else the same memory,
     in whatever order it is.
@@ -110,7 +118,7 @@ def from_device(port: Port, array: Array) -> Array:
         return array.astype(numpy_dtype(port.dtype), copy=False)
 
 
-def gather_rows(file: Reader, gather: RowGather, indices: Array, stored: StoredType) -> Array:
+def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, stored: StoredType) -> Array:
     """Rows of a table in the weight file, read from disk, as elements of `stored`: shape `indices.shape` + (columns,).
 
     Each row (each panel, where the table is packed in panels) is read once however often it is asked for. Negative indices
@@ -147,7 +155,7 @@ def gather_rows(file: Reader, gather: RowGather, indices: Array, stored: StoredT
     return result.reshape(*indices.shape, gather.columns)
 
 
-def _unpacked(row: NDArray[np.uint8], gather: RowGather) -> Array:
+def _unpacked(row: NDArray[np.uint8], gather: HostEmbeddingLookup) -> Array:
     """A row of integers of 4 bits, low nibble first."""
     both = np.stack((row & 15, row >> 4), axis=-1).reshape(-1)[: gather.columns]
     return both if gather.dtype == "uint4" else (both ^ 8).view(np.int8) - np.int8(8)

@@ -1,4 +1,4 @@
-"""What a run reports: latency, memory, and what happened when."""
+"""Report of a run: latency, memory, and when loads and layers ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from flashmem.runtime.memory.accounts import Account, Category
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class MemoryUse:
 class RunReport:
     """One run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
 
-    `loads` may have begun before the run did. `steady`: it was played by the kernels of later runs.
+    `loads` may have begun before the run did. `steady`: it had the kernels of later runs.
     """
 
     latency: Latency
     memory: MemoryUse
-    loads: tuple[Span, ...]
-    layers: tuple[Span, ...]
+    loads: tuple[TimedInterval, ...]
+    layers: tuple[TimedInterval, ...]
     steady: bool = False
 
 

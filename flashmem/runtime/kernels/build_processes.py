@@ -1,13 +1,12 @@
-"""Processes that build kernels.
+"""Child processes that compile kernels.
 
-Compilers inside of drivers use one processor and hundreds of megabytes, which stay with the process. So each kernel goes to a
-child process (`flashmem.runtime.kernels.build_worker`), which builds it, runs it where the driver compiles at the first
-launch, and leaves the binary in a file. Children are in a session of their own, where Ctrl-C does not reach them; they end
-with their parent, and when a build takes longer than `LONGEST`. What compilers print is read where a child fails, and nowhere
-else.
+Compilers in drivers use one processor and hundreds of megabytes, which the process keeps. So each kernel is compiled in a child
+process (`flashmem.runtime.kernels.build_worker`). The child builds it, runs it if the driver compiles at the first launch, and
+writes the binary to a file. Children have a session of their own, where Ctrl-C does not reach them. They end with their parent,
+or when a build takes longer than `LONGEST`. The output of compilers is read only when a child fails.
 
-Each child is started by the thread that feeds it, and not by the one that asks: Linux ends a child with the thread that started
-it (`children.end_with`).
+Each child is started by the thread that sends it jobs, not by the caller's: Linux ends a child with the thread that started it
+(`child_processes.end_with`).
 """
 
 from __future__ import annotations
@@ -33,27 +32,28 @@ from flashmem.base.paths import no_temporary_folder, temporary_parent
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.required import SMALL_GRID, Size, Use, Wanted, variant
+from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, RequiredKernel, Size, variant
 from flashmem.runtime.opencl.compile_target import driver_variables
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.opencl.pocl import ROOM_BYTES
 
 LONGEST = 600.0
-"""Seconds that one kernel may take: hundreds of times what compilers take for the largest ones of shipped models."""
+"""Time limit for one kernel in seconds: hundreds of times what the largest kernels of shipped models need."""
 _LEFT_OVER = 60.0
-"""Seconds after which a folder that nobody holds belongs to a process that was killed."""
+"""Seconds after which a folder without a lock is taken for that of a killed process."""
 _PREFIX = "flashmem-build-"
 
 Keep = Callable[[str, bytes], None]
-"""Takes the key of a kernel and its binary; called by several threads."""
+"""Receives the key of a kernel and its binary; called by several threads."""
 
 
 class Builders:
-    """Child processes that build what is submitted, as many as there are processors. `close` ends them."""
+    """A pool of child processes that compile submitted kernels, one for each processor. `close` ends them."""
 
     def __init__(self, keep: Keep, advice: str, *, idle: bool = False) -> None:
-        """Nothing starts yet. `keep` takes what is built; `advice` ends the sentence of what fails. `idle`: children get what
-        time nobody else wants.
+        """Create a pool without starting anything.
+
+        `keep` receives each binary. `advice` ends the message of a failed build. With `idle`, children run at idle priority.
         """
         self._keep, self._advice, self._idle = keep, advice, idle
         self.submitted = set[str]()
@@ -62,22 +62,22 @@ class Builders:
         self._failure: str | None = None
         self._abandoned = False
         self._waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # why a kernel cannot be built, or None
+        self._done: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None for a built kernel, or why it cannot be built
         self._folder: _Folder | None = None
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the following
         self._children: list[subprocess.Popen[bytes]] = []
-        self._ended = False  # no child is wanted any more
+        self._ended = False  # children are to stop
         self._threads: list[threading.Thread] = []
 
     @property
     def fraction(self) -> float:
-        """How much of what was submitted is done."""
+        """The fraction of the submitted kernels that is done."""
         return self._finished / max(1, len(self.submitted))
 
-    def submit(self, wanted: Mapping[str, Wanted], program: Program, device: Device, *, busy: int = 0) -> None:
-        """Build kernels of `program`, by key: the longest first, each by a child that is free.
+    def submit(self, wanted: Mapping[str, RequiredKernel], program: Program, device: Device, *, busy: int = 0) -> None:
+        """Submit kernels of `program`, by key. The longest are built first, each by a free child.
 
-        `busy` processors have something else to do, until `step` waits.
+        `busy` processors are left free until `step` waits.
 
         Raises:
             UserError: no temporary folder can be written.
@@ -91,14 +91,14 @@ class Builders:
         self._start_children(max(1, _processors() - busy))
 
     def _start_children(self, most: int) -> None:
-        """As many children as jobs wait for, `most` of them in all."""
+        """Start a child for each waiting job, up to `most` children in all."""
         for _ in range(min(self._waiting.qsize(), most - len(self._threads))):
             thread = threading.Thread(target=self._feed, name="flashmem-build", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _feed(self) -> None:
-        """Start one child and give it one job after the other, until there is none but None, and keep what it makes."""
+        """Start one child, give it jobs until the queue ends with None, and keep its binaries."""
         assert self._device is not None and self._folder is not None
         child = None
         try:
@@ -115,7 +115,7 @@ class Builders:
                 if isinstance(answer, str):
                     self._done.put(answer)
                 elif answer is None:
-                    child.wait()  # so that all that it has printed is there
+                    child.wait()  # its output is then complete
                     self._done.put(f"the driver ended the process that built the kernel {job['name']}{_last_line(errors)}")
                     return
                 else:
@@ -126,14 +126,17 @@ class Builders:
                 "no process that builds kernels can be started" if child is None else "a kernel that was built cannot be read"
             )
             self._done.put(f"{what} ({error.strerror})")
-        except BaseException as error:  # whoever waits is told, whatever it was
+        except BaseException as error:  # any failure is passed to the waiting thread
             self._done.put(f"kernels cannot be built: {type(error).__name__}: {error}")
         finally:
             if child is not None:
                 child.kill()
 
     def step(self, *, wait: bool = True) -> bool:
-        """Take note of one kernel that is done. False where none is left, one has failed, or (not `wait`) none is done now."""
+        """Process the completion of one kernel.
+
+        False where none is left or one has failed; without `wait`, also where none is done now.
+        """
         if self._abandoned:
             self._failure = "nobody wants the kernels any more"
         if self._finished == len(self.submitted) or self._failure is not None:
@@ -153,7 +156,7 @@ class Builders:
             raise RunError(f"{self._failure}; {self._advice}")
 
     def abandon(self) -> None:
-        """For another thread: who waits for what is built is told that it has failed, now."""
+        """Make a waiting thread fail now; called from another thread."""
         self._abandoned = True
         self._end_children()
 
@@ -164,7 +167,7 @@ class Builders:
                 child.kill()
 
     def close(self) -> None:
-        """End the children, whatever they do."""
+        """End the children at once."""
         self._end_children()
         for _ in self._threads:
             self._waiting.put(None)
@@ -175,27 +178,28 @@ class Builders:
             child.wait()
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
-                    with suppress(OSError):  # what is left of a line that a child did not take
+                    with suppress(OSError):  # the rest of a line that a child did not read
                         pipe.close()
         if self._folder is not None:
             self._folder.remove()
 
 
 def build_apart(
-    wanted: Mapping[str, Wanted],
+    wanted: Mapping[str, RequiredKernel],
     program: Program,
     device: Device,
     cache: ProgramCache,
     begin: Callable[[Builders], None] | None = None,
 ) -> dict[str, bytes]:
-    """The binaries of kernels of `program`, by key: built by child processes for a session, and left in `cache` if it can be.
+    """Compile kernels of `program` in child processes for a session; the binaries by key. They are written to `cache` if
+    possible.
 
-    With `begin` they are wanted some time: children get what time nobody else wants. `begin` is given what builds them, which
-    another thread may `abandon`.
+    With `begin` the kernels are not urgent: children run at idle priority, and `begin` receives the pool, which another thread
+    may `abandon`.
 
     Raises:
-        RunError: the driver refuses a kernel, ends the process that builds it, or does not end the build; or there can be no
-            such process.
+        RunError: the driver refuses a kernel, ends the process that builds it, or does not finish; or no such process can be
+        started.
         UserError: no temporary folder can be written.
     """
     made: dict[str, bytes] = {}
@@ -216,19 +220,19 @@ def build_apart(
     return made
 
 
-def _job(key: str, wanted: Wanted, program: Program, device: Device) -> dict[str, Any]:
-    """What a child needs to know of one kernel: its text, and a launch for each variant."""
+def _job(key: str, wanted: RequiredKernel, program: Program, device: Device) -> dict[str, Any]:
+    """The job for a child: the text of one kernel, and one launch for each variant of the compiled code."""
     trials: list[dict[str, Any]] = []
     if device.compiles_at_launch:
-        first: dict[str, Use] = {}
-        for use in wanted.uses:
+        first: dict[str, KernelLaunch] = {}
+        for use in wanted.launches:
             first.setdefault(variant(use.size), use)
         trials = [{"size": _trial_size(use.size), "args": _arguments(use, program)} for use in first.values()]
     return {"key": key, "name": wanted.name, "text": wanted.text, "options": program.build_options, "trials": trials}
 
 
 def _trial_size(size: Size) -> Size:
-    """The smallest launch of the same variant: one work-group, or as many in one direction as make a large grid."""
+    """The smallest launch of the same variant: one work-group, or the fewest that make a large grid."""
     whole, group = size
     if group is None:
         return size
@@ -239,8 +243,8 @@ def _trial_size(size: Size) -> Size:
     return tuple(least), group
 
 
-def _arguments(use: Use, program: Program) -> list[list[Any]]:
-    """The arguments of a launch as kinds and sizes: memory of these sizes is all that the kernel reaches."""
+def _arguments(use: KernelLaunch, program: Program) -> list[list[Any]]:
+    """The arguments of a launch as kinds and sizes; the kernel accesses no memory beyond these sizes."""
     tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
     slices = program.readable()
     found: list[list[Any]] = []
@@ -251,8 +255,8 @@ def _arguments(use: Use, program: Program) -> list[list[Any]]:
             found.append(["buffer", tensors[str(arg.value)] if arg.kind == "tensor" else arg.nbytes])
         else:
             found.append([arg.kind, arg.value])
-    if use.ride is not None:
-        found += use.ride.arguments(lambda part: (["buffer", part.file_bytes], 0), _memory, lambda number: ["int", number])
+    if use.stream is not None:
+        found += use.stream.arguments(lambda part: ["buffer", part.file_bytes], _memory, lambda number: ["int", number])
     return found
 
 
@@ -261,10 +265,10 @@ def _memory(part: Any) -> list[Any]:
 
 
 class _Folder:
-    """A temporary folder, held as long as this process lives, and emptied when it no longer needs it."""
+    """A temporary folder with a lock of this process, which is emptied when it is no longer needed."""
 
     def __init__(self) -> None:
-        """Make it, and remove those of processes that were killed.
+        """Create the folder, and remove those of killed processes.
 
         Raises:
             UserError: no temporary folder can be written.
@@ -280,7 +284,7 @@ class _Folder:
             _remove_left_over(other)
 
     def remove(self) -> None:
-        """Nothing of it stays."""
+        """Remove the folder."""
         shutil.rmtree(self.name, ignore_errors=True)
         os.close(self._lock)
 
@@ -301,7 +305,7 @@ def _processors() -> int:
 
 
 def _start(device: Device, folder: str, errors: Path) -> subprocess.Popen[bytes]:
-    """A child that builds for `device`, its driver started with the variables of this process's; it prints to `errors`."""
+    """Start a child that builds for `device`, with the driver's variables of this process; its output goes to `errors`."""
     environment = {name: value for name, value in os.environ.items() if name not in driver_variables(device.platform)}
     with errors.open("wb") as stderr:
         return subprocess.Popen(
@@ -315,14 +319,14 @@ def _start(device: Device, folder: str, errors: Path) -> subprocess.Popen[bytes]
 
 
 def _only_when_idle(process: int) -> None:
-    """Run a process when a processor has nothing else to do, where the system has such a thing."""
+    """Give a process idle priority, where the system supports it."""
     if hasattr(os, "SCHED_IDLE"):
         with suppress(OSError):
             os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _answer(child: subprocess.Popen[bytes], job: dict[str, Any]) -> dict[str, Any] | str | None:
-    """What a child says of a job; why the kernel cannot be built, as a sentence; or None if the child has ended."""
+    """Send a job to a child: its answer, or why the kernel cannot be built, or None if the child has ended."""
     assert child.stdin is not None and child.stdout is not None
     try:
         child.stdin.write(f"{json.dumps(job)}\n".encode())
@@ -344,7 +348,7 @@ def _answer(child: subprocess.Popen[bytes], job: dict[str, Any]) -> dict[str, An
 
 
 def _last_line(file: Path) -> str:
-    """What a child printed last, in brackets."""
+    """The last line in a child's output, in brackets."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

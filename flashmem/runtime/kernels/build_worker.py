@@ -1,7 +1,7 @@
-"""A process that builds kernels for the program cache: one job in a line of stdin, one answer in a line of stdout.
+"""A process that compiles kernels for the program cache: one job per line of stdin, one answer per line of stdout.
 
-A driver that compiles at the first launch (PoCL) is given that launch: with the numbers of a layer, memory of the sizes that it
-has, all zero and never touched as a whole, and a grid that is as small as the variant allows.
+A driver that compiles at the first launch (PoCL) needs such a launch: with the numbers of a layer, zeroed memory of its sizes
+that is never touched as a whole, and the smallest grid of the same variant.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ _POCL_FOLDER = "POCL_CACHE_DIR"
 
 
 def main() -> None:
-    """Answer until stdin ends, or whoever asks does. Arguments: the key of the device; a folder for what is made, which whoever
-    asks removes; the process that asks.
+    """Answer jobs until stdin or the parent ends.
+
+    Arguments: the key of the device; the folder for results, which the parent removes; the parent's process id.
     """
     if not end_with(int(sys.argv[3])):
         return
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)  # nothing is left to be written when this process ends
-    os.dup2(2, 1)  # what a driver prints is no answer
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)  # unbuffered, so that nothing is left to write at the end
+    os.dup2(2, 1)  # a driver's output must not mix with the answers
     key, folder = sys.argv[1], Path(sys.argv[2], str(os.getpid()))
-    # PoCL's own cache, for this process only: what it made of one kernel is all there.
+    # PoCL's cache of this process alone, so that it holds only what PoCL made of one kernel.
     pocl = folder / "pocl"
     try:
         folder.mkdir()
         pocl.mkdir()
-    except FileNotFoundError:  # whoever asked is gone, and has removed the folder
+    except FileNotFoundError:  # the parent has ended and removed the folder
         return
     os.environ[_POCL_FOLDER] = str(pocl)
-    with suppress(BrokenPipeError):  # whoever asked wants no answer any more
+    with suppress(BrokenPipeError):  # the parent no longer reads answers
         _answer(key, folder, pocl, answers)
-    shutil.rmtree(folder, ignore_errors=True)  # stdin ends only where whoever asked was killed
+    shutil.rmtree(folder, ignore_errors=True)  # stdin ends only if the parent was killed
 
 
 def _answer(key: str, folder: Path, pocl: Path, answers: Any) -> None:
@@ -61,12 +62,12 @@ def _answer(key: str, folder: Path, pocl: Path, answers: Any) -> None:
 
 
 def _built(context: Any, job: dict[str, Any], pocl: Path) -> bytes:
-    """The kernel's binary, complete for the launches of the job."""
+    """The compiled kernel, complete for the launches of the job."""
     program = context.build(job["text"], job["options"])
     queue = context.queue()
     for trial in job["trials"]:
         whole, group = trial["size"]
-        arguments = [_argument(context, *arg) for arg in trial["args"]]  # a kernel does not keep them alive
+        arguments = [_argument(context, *arg) for arg in trial["args"]]  # a kernel does not keep its arguments alive
         kernel = program.kernel(job["name"], arguments)
         queue.launch(queue.prepare(kernel, tuple(whole), None if group is None else tuple(group)))
         queue.finish()
@@ -89,8 +90,9 @@ def _argument(context: Any, kind: str, *value: Any) -> Any:
 
 
 def _stand_in_for_the_general_one(pocl: Path, name: str) -> None:
-    """PoCL is about to compile the kernel once more, for launches of any kind: as long as all else takes, and never used.
-    Where it would put that, it finds what it made for a launch of ours. Who has switched special variants off does use it.
+    """Keep PoCL from compiling a kernel a second time for launches of any size, which takes as long and is never used.
+
+    PoCL finds the result for our launch in place of that one. It uses it if the user has switched special variants off.
     """
     made = sorted(pocl.glob(f"**/{name}/*/{name}.so"))
     if made and not os.environ.get("POCL_WORK_GROUP_SPECIALIZATION"):

@@ -1,24 +1,24 @@
-"""The program cache: compiled kernels on disk, so that the second process compiles nothing. This is its specification.
+"""The program cache: compiled kernels on disk, so that a later process compiles nothing. This is its specification.
 
 Place    FLASHMEM_CACHE_DIR, else XDG_CACHE_HOME/flashmem, else ~/.cache/flashmem; there `programs/KEY.bin`, one file a kernel.
-         Folder and files are the user's alone; a folder that another user owns is not used.
+         Only the user can access folder and files. A folder of another user is not used.
 Key      SHA-256 (hex) over: the format version; the device key (platform, its version, vendor, device, its version, driver
-         version, and what the driver compiles for: instruction set and variables, `compile_target`); the build options;
-         the kernel's text with all that it needs (`program.kernel_texts`); and its variants, where the driver compiles anew
-         for what a kernel is launched with (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text
-         are one entry.
+         version, and the compile target: instruction set and variables, `compile_target`); the build options; the
+         kernel's complete text (`program.kernel_text`); and its variants, if the driver compiles a kernel separately for
+         launches of different sizes (`variant`; docs/opencl-notes.md). Nothing of the model: kernels of the same text are
+         one entry.
 Content  The magic line, the key, the length of the binary (8 bytes, little endian), the SHA-256 of the binary, the binary.
-Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`kernel_processes`); by a session that
-         builds them itself (`build_apart=False`), after its kernels have all run once. Into a temporary file in the same
-         folder, renamed when whole. A cache that cannot be written costs a warning, never a run. What a bundle carries is never
-         written: only what was compiled here from source.
+Writing  By child processes of `flashmem compile`, or of a session that lacks kernels (`build_processes`); by a session that
+         builds them itself (`build_apart=False`), after all of its kernels have run once. A temporary file in the same
+         folder is renamed when complete. If the cache cannot be written, there is a warning, and the run continues.
+         Kernels carried by a bundle are never written: only those compiled here from source.
 Reading  Any doubt is a miss: no file, a short one, another magic, key, length or hash, or a binary that the driver refuses
-         as it is loaded or as a kernel of it is made. An entry found wrong is deleted, and built again. Nothing is ever
-         migrated: another format version is another key.
-Limit    1 GB, or a tenth of what would be free without it, at least 50 MB; what was used longest ago goes
-         (`ProgramCache.trim`).
+         when it is loaded or when a kernel of it is created. An invalid entry is deleted, and built again. Entries are
+         not migrated: another format version is another key.
+Limit    1 GB, or a tenth of the disk space that would be free without it, at least 50 MB; least recently used entries are
+         removed (`ProgramCache.trim`).
 
-A bundle may carry entries, as they stand in files, one after the other (`packed_entries`); the cache is asked first.
+A bundle may carry entries, in the same form as files, one after the other (`packed_entries`). The cache is searched first.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from typing import Any
 from flashmem.base.errors import RunError, UserError
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels.cache_files import ProgramCache, unpacked_entries
-from flashmem.runtime.kernels.required import Wanted, variant
+from flashmem.runtime.kernels.required import RequiredKernel, variant
 from flashmem.runtime.opencl.context import Context, Kernel, Program
 from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, Device
 
-Build = Callable[[Mapping[str, Wanted]], Mapping[str, bytes]]
-"""Gives the binaries of kernels by key, and leaves them in the cache. Raises RunError."""
+Build = Callable[[Mapping[str, RequiredKernel]], Mapping[str, bytes]]
+"""Builds kernels, writes them to the cache, and returns the binaries by key. Raises RunError."""
 
 FORMAT_VERSION = 3
 _LENGTH_BYTES = 8
@@ -45,11 +45,12 @@ _KEY_DIGITS = 64
 
 
 class CachedKernels:
-    """The kernels of a session: from the cache, from the bundle, or built.
+    """The compiled kernels of a session: from the cache, from the bundle, or built.
 
-    What is there is loaded in a thread, in the order given: a driver takes a millisecond or two for each, in which opening can
-    go on with those that are loaded, and a first run without what only later runs need. What is not there is built by `build`,
-    which gives binaries; without it by this process, and `save` puts it into the cache once it has run.
+    A thread loads available kernels in the given order. A driver needs a millisecond or two for each; meanwhile opening
+    continues with those that are loaded, and a first run starts without the kernels of later runs. Missing kernels are built by
+    `build`, which returns binaries. Without it this process builds them, and `save` writes them to the cache after they have
+    run.
     """
 
     def __init__(
@@ -57,14 +58,16 @@ class CachedKernels:
         cache: ProgramCache,
         context: Context,
         options: Sequence[str],
-        wanted: Iterable[Wanted],
+        wanted: Iterable[RequiredKernel],
         carried: bytes = b"",
         build: Build | None = None,
         shared: MutableMapping[str, Program] | None = None,
     ) -> None:
-        """Find or build, and begin to load. `carried`: entries that the bundle brings (`packed_entries`). `shared`: programs by
-        key that others have in this context; what is loaded here joins them. What the bundle brings does so with its hash in
-        its key: no other bundle gets it in place of a kernel that was compiled here.
+        """Find or build the kernels, and start to load them.
+
+        `carried` has the compiled kernels of the bundle (`packed_entries`). `shared` has the programs of other sessions in this
+        context by key; loaded programs are added to it. Those from a bundle are added with their hash in the key, so that no
+        other bundle gets them in place of a kernel that was compiled here.
 
         Raises:
             UserError: the kernels compute in half, and the device does not.
@@ -74,14 +77,14 @@ class CachedKernels:
         self._shared = {} if shared is None else shared
         self._programs: dict[str, Program] = {}
         self._names = set[str]()
-        self._compiled: dict[str, Program] = {}  # by key: what this process has built
-        self._loaded: dict[str, tuple[str, Wanted]] = {}  # by name, with its key: what this process has not built from source
-        self._carried: dict[str, Wanted] = {}  # by key: what the bundle brings
+        self._compiled: dict[str, Program] = {}  # by key: built by this process
+        self._loaded: dict[str, tuple[str, RequiredKernel]] = {}  # by name, with its key: not built here
+        self._carried: dict[str, RequiredKernel] = {}  # by key: from the bundle
         self._error: RunError | UserError | None = None
-        self._refused: dict[str, Wanted] = {}  # what the driver does not take from the cache
+        self._refused: dict[str, RequiredKernel] = {}  # refused by the driver
         brought: dict[str, bytes] | None = None
-        found: list[tuple[str, Wanted, bytes | None]] = []  # None: in the cache
-        missing: dict[str, Wanted] = {}
+        found: list[tuple[str, RequiredKernel, bytes | None]] = []  # None: in the cache
+        missing: dict[str, RequiredKernel] = {}
         for each in wanted:
             self._names.add(each.name)
             if HALF_ARITHMETIC in each.text and HALF_ARITHMETIC not in context.device.extensions:
@@ -104,23 +107,23 @@ class CachedKernels:
             else:
                 missing[key] = each
         self._make(missing)
-        self._more = threading.Condition()  # of `_programs`
+        self._more = threading.Condition()  # guards `_programs`
         self._left, self._ending = len(found), threading.Lock()
         self._loading: threading.Thread | None = threading.Thread(target=self._load, args=(found,), name="flashmem-kernels")
         self._loading.start()
 
     def __contains__(self, name: object) -> bool:
-        """Whether the kernel was wanted."""
+        """Whether the session requires the kernel."""
         return name in self._names
 
     @property
     def compiled(self) -> int:
-        """How many kernels were compiled and are not in the cache."""
+        """The number of kernels that were compiled and are not in the cache."""
         self.wait()
         return len(self._compiled)
 
-    def _make(self, missing: Mapping[str, Wanted]) -> None:
-        """Build what is missing, by key."""
+    def _make(self, missing: Mapping[str, RequiredKernel]) -> None:
+        """Build the missing kernels, by key."""
         if self._build is not None and missing:
             for key, binary in self._build(missing).items():
                 try:
@@ -133,19 +136,21 @@ class CachedKernels:
             self._compiled[key] = self._keep(key, each, self._context.build(each.text, self._options))
 
     def _distrust(self, build: Build) -> None:
-        """What was just built is refused: Intel's runtime does so in a process that has loaded a binary for another instruction
-        set (docs/opencl-notes.md). So no binary that is loaded here is what its key says; the next process finds others.
+        """After a driver refused a new binary: delete the cache entries of this process's binaries, and build again.
+
+        Intel's runtime refuses binaries in a process that has loaded one for another instruction set (docs/opencl-notes.md).
+        The binaries of this process then do not match their keys, and the next process must not find them.
         """
         for key in list(self._shared):
             self._cache.delete(key[:_KEY_DIGITS])
         carried, self._carried = self._carried, {}
         build(carried)
 
-    def _keep(self, key: str, wanted: Wanted, program: Program, shared_as: str | None = None) -> Program:
+    def _keep(self, key: str, wanted: RequiredKernel, program: Program, shared_as: str | None = None) -> Program:
         self._programs[wanted.name] = self._shared[shared_as or key] = program
         return program
 
-    def _load(self, found: list[tuple[str, Wanted, bytes | None]]) -> None:
+    def _load(self, found: list[tuple[str, RequiredKernel, bytes | None]]) -> None:
         try:
             for each in found:
                 self._load_one(*each)
@@ -154,13 +159,13 @@ class CachedKernels:
                 self._left = 0
                 self._more.notify_all()
 
-    def _load_one(self, key: str, wanted: Wanted, carried: bytes | None) -> None:
+    def _load_one(self, key: str, wanted: RequiredKernel, carried: bytes | None) -> None:
         shared_as, program = key, None
         try:
             if carried is not None:
                 shared_as = f"{key} {hashlib.sha256(carried).hexdigest()}"
                 program = self._shared.get(shared_as)
-            binary = self._cache.read(key) if carried is None else carried  # one at a time: together they are megabytes
+            binary = self._cache.read(key) if carried is None else carried  # one at a time: all of them are megabytes
             if program is None and binary is not None:
                 program = self._context.load(binary, self._options)
         except RunError:
@@ -176,7 +181,7 @@ class CachedKernels:
             self._more.notify_all()
 
     def _wait_for(self, name: str) -> None:
-        """The kernel `name` is there, or all are that will be. Raises RunError as `wait` does."""
+        """Wait until the kernel `name` is loaded, or all are that can be. Raises RunError as `wait` does."""
         with self._more:
             while name not in self._programs and self._left:
                 self._more.wait()
@@ -185,8 +190,10 @@ class CachedKernels:
         self.wait()
 
     def wait(self) -> None:
-        """All kernels are there. Raises, each time, RunError where one is refused, and UserError where none can be built."""
-        with self._ending:  # who comes second finds what the first one has built
+        """Wait until all kernels are loaded. Every call raises RunError if one was refused, and UserError if none can be
+        built.
+        """
+        with self._ending:  # the second caller finds what the first one has built
             if self._loading is not None:
                 self._loading.join()
                 self._loading = None
@@ -198,15 +205,15 @@ class CachedKernels:
             raise self._error
 
     def close(self) -> None:
-        """Nothing is loaded any more; what was refused is nobody's business."""
+        """Stop loading; refused kernels are ignored."""
         with suppress(RunError, UserError):
             self.wait()
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A kernel object of its own with its arguments set (`opencl.Program.kernel`).
+        """A new kernel object with its arguments set (`opencl.context.Program.kernel`).
 
         Raises:
-            RunError: the driver refuses the kernels; it is missing, or takes other arguments.
+            RunError: the driver refuses the kernels; the kernel is missing or has other arguments.
         """
         self._wait_for(name)
         if name not in self._programs:
@@ -219,7 +226,9 @@ class CachedKernels:
         return self._programs[name].kernel(name, arguments)
 
     def _replaced(self, name: str) -> bool:
-        """Build a kernel whose binary, though the driver took it, gave none. False where it was built here. Raises RunError."""
+        """Rebuild a kernel whose binary the driver loaded but which has no such kernel. False if it was built here. Raises
+        RunError.
+        """
         with self._ending:
             if name not in self._loaded:
                 return False
@@ -229,7 +238,7 @@ class CachedKernels:
             return True
 
     def save(self) -> None:
-        """Store what was compiled; nothing to do for what came from the cache."""
+        """Write the kernels that this process compiled to the cache."""
         self.wait()
         for key, program in list(self._compiled.items()):
             self._cache.write(key, program.binary())
@@ -239,21 +248,21 @@ class CachedKernels:
 
 
 class CompiledKernels:
-    """The kernels of a source, each compiled when it is first asked for and never kept: for measurements."""
+    """The kernels of a source, compiled at every request and never cached, for measurements."""
 
     def __init__(self, context: Context, source: str, options: Sequence[str]) -> None:
         self._context, self._texts, self._options = context, kernel_texts(source), options
         self._programs: dict[str, Program] = {}
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A kernel object of its own with its arguments set. Raises RunError."""
+        """A new kernel object with its arguments set. Raises RunError."""
         if name not in self._programs:
             self._programs[name] = self._context.build(self._texts[name], self._options)
         return self._programs[name].kernel(name, arguments)
 
 
-def kernel_key(device: Device, wanted: Wanted, options: Sequence[str]) -> str:
-    """The hash an entry is stored under: hex, 64 digits."""
+def kernel_key(device: Device, wanted: RequiredKernel, options: Sequence[str]) -> str:
+    """The key of a kernel in the cache: 64 hexadecimal digits."""
     variants = sorted(set(map(variant, wanted.sizes))) if device.compiles_at_launch else []
     digest = hashlib.sha256()
     for part in (str(FORMAT_VERSION), device.key, "\n".join(options), wanted.text, "\n".join(variants)):

@@ -1,4 +1,4 @@
-"""The files of the program cache, and the same entries in one block, as a bundle carries them (see `program_cache`)."""
+"""Files of the program cache, and the packed form of the same entries in a bundle (see `runtime.kernels.cache`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flashmem.base.paths import VARIABLE, cache_folder, is_foreign, make_private
 LIMIT_BYTES = 1_000_000_000
 LIMIT_SHARE = 10
 LEAST_BYTES = 50_000_000
-"""Left even where little is free: the kernels of one large model."""
-_ENTRY_BYTES = 1 << 30  # no kernel has as much
+"""Bytes that the cache may use even on a full disk: the kernels of one large model."""
+_ENTRY_BYTES = 1 << 30  # larger than any kernel
 _DAY = 86400.0
 _MAGIC = b"flashmem program\n"
 _LENGTH_BYTES = 8
@@ -30,17 +30,17 @@ _HEADER_BYTES = len(_MAGIC) + 2 * _HASH_BYTES + _LENGTH_BYTES
 
 
 class ProgramCache:
-    """The entries in one folder. What another user owns is not read, and not written."""
+    """The entries in one folder. Files of another user are neither read nor written."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = cache_folder("programs") if folder is None else folder
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry for `key`, which may yet be found wrong as it is read."""
+        """Whether there is an entry for `key`; reading may still find it damaged."""
         return self._path(key).is_file() and not is_foreign(self.folder)
 
     def read(self, key: str) -> bytes | None:
-        """The binary stored under `key`, or None."""
+        """The binary stored under `key`; None if there is none or it is damaged."""
         if is_foreign(self.folder):
             return None
         path = self._path(key)
@@ -48,7 +48,7 @@ class ProgramCache:
             content = read_regular(path, _ENTRY_BYTES, links=False)
         except FileNotFoundError:
             return None
-        except OSError:  # no file that `write` made
+        except OSError:  # not a file that `write` made
             self.delete(key)
             return None
         binary = _unpack(key, content)
@@ -57,11 +57,11 @@ class ProgramCache:
         else:
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _DAY:
-                    os.utime(path)  # `trim` removes what was used longest ago
+                    os.utime(path)  # `trim` removes least recently used entries
         return binary
 
     def write(self, key: str, binary: bytes) -> None:
-        """Store `binary` under `key`, whole or not at all. Warns where the folder cannot be written."""
+        """Store `binary` under `key` atomically. Warns if the folder cannot be written."""
         temporary: Path | None = None
         try:
             if is_foreign(self.folder):
@@ -85,17 +85,19 @@ class ProgramCache:
             )
 
     def delete(self, key: str) -> None:
-        """Forget `key`, if it is there and can be."""
+        """Remove the entry of `key`, if there is one and it can be removed."""
         with suppress(OSError):
             self._path(key).unlink()
 
     def size(self) -> tuple[int, int]:
-        """How many entries there are, and their bytes."""
+        """The number of entries and their bytes."""
         found = self._entries()
         return len(found), sum(nbytes for _, nbytes, _ in found)
 
     def limit(self) -> int:
-        """The most bytes that `trim` leaves: 1 GB, or a tenth of what would be free on the disk without the cache, or 50 MB."""
+        """The size limit in bytes: 1 GB, or a tenth of the disk space that would be free without the cache, but at least 50
+        MB.
+        """
         try:
             free = shutil.disk_usage(self.folder).free
         except OSError:
@@ -103,7 +105,9 @@ class ProgramCache:
         return min(LIMIT_BYTES, max(LEAST_BYTES, (free + self.size()[1]) // LIMIT_SHARE))
 
     def trim(self) -> None:
-        """Hold the cache to its limit: entries that were used longest ago go. So do the temporary files of killed processes."""
+        """Remove least recently used entries until the cache is within its limit, and the temporary files of killed
+        processes.
+        """
         if is_foreign(self.folder):
             return
         entries, most = self._entries(), self.limit()
@@ -120,7 +124,7 @@ class ProgramCache:
                     path.unlink()
 
     def clear(self) -> tuple[int, int]:
-        """Remove all entries, which nobody needs while they are open. Returns how many, and their bytes."""
+        """Remove all entries, also while sessions are open, which have loaded theirs. Returns their number and bytes."""
         removed = nbytes = 0
         for _, size, path in [] if is_foreign(self.folder) else self._entries():
             with suppress(OSError):
@@ -129,7 +133,7 @@ class ProgramCache:
         return removed, nbytes
 
     def _entries(self) -> list[tuple[float, int, Path]]:
-        """When each was used (seconds of `time.time()`), its bytes, and its file."""
+        """The entries as (last use in seconds of `time.time()`, bytes, file)."""
         found = []
         for path in self._files(temporary=False):
             with suppress(OSError):
@@ -154,7 +158,7 @@ def packed_entries(entries: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked_entries(content: bytes) -> dict[str, bytes]:
-    """The entries in `content`, up to the first that is not as `packed_entries` writes it."""
+    """The entries in `content`, up to the first invalid one; the inverse of `packed_entries`."""
     entries, view, start = dict[str, bytes](), memoryview(content), 0
     while start < len(content):
         key = bytes(view[start + len(_MAGIC) :][:_HASH_BYTES]).hex()
@@ -174,6 +178,6 @@ def _pack(key: str, binary: bytes) -> bytes:
 
 
 def _unpack(key: str, content: bytes) -> bytes | None:
-    """The binary in `content`, or None if anything is not as `_pack` writes it."""
+    """The binary in `content`, or None if it is not in the form of `_pack`."""
     binary = content[_HEADER_BYTES:]
     return binary if binary and _pack(key, binary) == content else None

@@ -1,4 +1,4 @@
-"""Which kernels a session needs, and what each is launched with: what is opened from the program cache, or compiled."""
+"""The kernels that a session needs, each with its launches."""
 
 from __future__ import annotations
 
@@ -9,70 +9,71 @@ from flashmem.base.errors import RunError
 from flashmem.program.kernel_text import Source, kernel_texts
 from flashmem.program.launches import Arg
 from flashmem.program.program import Program
-from flashmem.runtime.streaming.interleaved import COPY_GROUP, LayerMoves, Ride
+from flashmem.runtime.streaming.interleaved import COPY_GROUP, CopyStream, LayerMoves
 
 SMALL_GRID = 65535
-"""PoCL compiles a kernel anew for launches of that many work-items or more in a direction."""
+"""Grid size in one direction from which PoCL compiles a kernel again."""
 
 Size = tuple[tuple[int, ...], tuple[int, ...] | None]
 """Global and local size of a launch."""
 
 
 @dataclass(frozen=True)
-class Use:
-    """One launch of a kernel: its sizes, and its arguments; `ride` is what its stream lane moves, if it has one."""
+class KernelLaunch:
+    """One launch of a kernel: its sizes, its arguments, and the copies that it makes in its `stream`, if any."""
 
     size: Size
     args: tuple[Arg, ...]
-    ride: Ride | None = None
+    stream: CopyStream | None = None
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A kernel, its whole text, and its launches."""
+class RequiredKernel:
+    """A kernel with its complete text and its launches."""
 
     name: str
     text: str
-    uses: tuple[Use, ...]
+    launches: tuple[KernelLaunch, ...]
 
     @property
     def sizes(self) -> list[Size]:
         """Global and local size of each launch."""
-        return [use.size for use in self.uses]
+        return [use.size for use in self.launches]
 
 
 def variant(size: Size) -> str:
-    """What a driver that compiles at a launch tells launches apart by: local size, and whether the grid is small."""
+    """The properties of a launch for which a driver compiles a kernel separately: the local size, and a small or large grid."""
     whole, group = size
-    if group is None:  # the driver chooses one that fits
+    if group is None:  # the driver chooses a local size
         return f"any {whole}"
     return f"{group} {'small' if max(whole) < SMALL_GRID else 'large'}"
 
 
-def wanted_kernels(
+def required_kernels(
     program: Program, source: Source, *runs: Mapping[int, LayerMoves]
-) -> tuple[tuple[Wanted, ...], tuple[Wanted, ...]]:
-    """The plain kernels, and those with a stream lane, of a session whose runs make these moves by kernels.
+) -> tuple[tuple[RequiredKernel, ...], tuple[RequiredKernel, ...]]:
+    """The plain kernels and those with a stream lane, for runs with these copies in kernels.
 
     Raises:
-        RunError: a kernel is missing.
+        RunError: the source lacks a kernel.
     """
-    plain: dict[str, list[Use]] = {}
-    laned: dict[str, list[Use]] = {}
+    plain: dict[str, list[KernelLaunch]] = {}
+    laned: dict[str, list[KernelLaunch]] = {}
     for moves in (runs[0], *(other for other in runs[1:] if other is not runs[0])):
         for layer, launch in enumerate(program.launches, start=1):
             moving = moves.get(layer)
-            riding = moving.riding if moving else None
-            uses = plain if riding is None else laned
-            uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
-            for ride in (*moving.leading, *moving.separate) if moving else ():
-                laned.setdefault(ride.copier, []).append(Use(((ride.copy_items,), (COPY_GROUP,)), (), ride))
+            interleaved = moving.interleaved if moving else None
+            uses = plain if interleaved is None else laned
+            sizes = launch.global_size, launch.local_size
+            uses.setdefault(launch.kernel, []).append(KernelLaunch(sizes, launch.args, interleaved))
+            for stream in (*moving.leading, *moving.separate) if moving else ():
+                laned.setdefault(stream.copier, []).append(KernelLaunch(((stream.copy_items,), (COPY_GROUP,)), (), stream))
     return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
 
 
-def _with_texts(uses: Mapping[str, list[Use]], text: str) -> tuple[Wanted, ...]:
+def _with_texts(launches: Mapping[str, list[KernelLaunch]], text: str) -> tuple[RequiredKernel, ...]:
     texts = kernel_texts(text)
-    missing = next((name for name in uses if name not in texts), None)
+    missing = next((name for name in launches if name not in texts), None)
     if missing is not None:
         raise RunError(f"the bundle lacks the kernel {missing}; compile the model again")
-    return tuple(Wanted(name, texts[name], tuple(each)) for name, each in uses.items())
+    return tuple(RequiredKernel(name, texts[name], tuple(each)) for name, each in launches.items())

@@ -1,11 +1,10 @@
-"""Who holds how much: one limit, and an account for each of those who share it.
+"""Memory accounting: one limit that several accounts share.
 
-Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.memory.ledger`) allocates what is counted here. Bytes are
-*held* while they are allocated, and may be *promised* before: a run is promised its peak, so that nothing that others take
-meanwhile can make one of its loads fail. Bytes that several accounts use are held by one of them and *borrowed* by the
-others, so that any of them may go on with them when their holder lets go. What an account may count on is the larger of what
-is promised and what is held or borrowed, its commitment; the commitments of all accounts never pass the limit, unless the
-limit was lowered below what had been granted before.
+Pure bookkeeping, without OpenCL: the ledger (`flashmem.runtime.memory.ledger`) allocates what is counted here. Bytes are *held*
+while they are allocated. They can be *promised* before: a run is promised its peak, so that no other account can make its loads
+fail. Bytes that several accounts use are held by one of them and *borrowed* by the others, so that these can continue to use
+them when the holder releases them. The *commitment* of an account is the larger of what is promised and what is held or
+borrowed. The sum of all commitments never exceeds the limit, unless the limit was lowered later.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from flashmem.base.units import format_size
 Category = Literal["constants", "arena", "outputs", "staging", "weights"]
 
 _REMEMBERED = 1 << 16
-"""Changes of the total that a budget remembers at most."""
+"""The most changes of the total that a budget remembers."""
 
 
 class Changes:
-    """The latest changes of a total, at most so many, in 16 bytes each: a runtime that runs for weeks grows by none."""
+    """A bounded history of a total: its latest changes, 16 bytes each."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._first = most, 0  # the oldest, once there are so many
+        self._most, self._first = most, 0  # index of the oldest change in a full history
         self._at, self._held = array("d"), array("q")
 
     def note(self, at: float, held: int) -> None:
-        """From second `at` on, `held` bytes are held."""
+        """Add a change: from second `at` on, `held` bytes are held."""
         if len(self._at) < self._most:
             self._at.append(at)
             self._held.append(held)
@@ -43,20 +42,20 @@ class Changes:
             self._first = (self._first + 1) % self._most
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
-        """(seconds, bytes held from then on), the oldest first."""
+        """The changes as (seconds, bytes held from then on), the oldest first."""
         yield from zip(self._at[self._first :], self._held[self._first :], strict=True)
         yield from zip(self._at[: self._first], self._held[: self._first], strict=True)
 
 
 class Budget:
-    """The limit that accounts share, in bytes; None for no limit. Safe to use from several threads.
+    """The limit that accounts share, in bytes; None for no limit. Thread-safe.
 
-    `changed` is notified whenever there may be more room than before.
+    `changed` is notified whenever there may be more room.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.changed = threading.Condition()
-        self.total = 0  # held
+        self.total = 0  # bytes held
         self.peak = 0
         self.committed = 0
         self.history = Changes(_REMEMBERED)
@@ -64,34 +63,34 @@ class Budget:
 
     @property
     def limit(self) -> int | None:
-        """The limit in force."""
+        """The current limit in bytes."""
         return self._limit
 
     @limit.setter
     def limit(self, nbytes: int | None) -> None:
-        """Lowering it takes nothing from anybody: what is committed beyond it stays until its holder gives it back."""
+        """Change the limit. Accounts keep their commitments beyond a lower limit until they release them."""
         with self.changed:
             self._limit = nbytes
             self.changed.notify_all()
 
     @property
     def room(self) -> float:
-        """Bytes that nobody counts on; below 0 where the limit was lowered."""
+        """Uncommitted bytes; negative after the limit was lowered."""
         return float("inf") if self._limit is None else self._limit - self.committed
 
 
 class Account:
-    """What one holder has of a budget, by category, and over time."""
+    """The share of one holder in a budget, by category, with its history."""
 
     def __init__(self, budget: int | Budget | None) -> None:
-        """`budget`: one that is shared, or the limit of this account alone."""
+        """Open an account of a shared budget, or one with its own limit in bytes."""
         self.shared = budget if isinstance(budget, Budget) else Budget(budget)
         self.by_category: dict[Category, int] = {}
-        self.peak_by_category: dict[Category, int] = {}  # when the total was highest
+        self.peak_by_category: dict[Category, int] = {}  # at the time of the highest total
         self.total = 0
         self.peak = 0
         self.changes: list[tuple[float, Category, int]] = []  # (seconds, category, its bytes from then on)
-        self._began = (time.perf_counter(), dict[Category, int]())  # what the changes start from
+        self._began = (time.perf_counter(), dict[Category, int]())  # the state before the first change
         self._promised = 0
         self._borrowed = 0
         self._lock = self.shared.changed
@@ -100,7 +99,7 @@ class Account:
         """Hold `nbytes` more.
 
         Raises:
-            RunError: they were not promised, and would pass the budget; nothing is counted.
+            RunError: they were not promised and would exceed the budget; nothing is counted.
         """
         with self._lock:
             self._refuse_beyond(nbytes, what)
@@ -116,18 +115,20 @@ class Account:
             )
 
     def borrow(self, nbytes: int, what: str) -> None:
-        """Count on `nbytes` more, which another account holds. Raises RunError as `reserve` does."""
+        """Borrow `nbytes` more, which another account holds. Raises RunError as `reserve` does."""
         with self._lock:
             self._refuse_beyond(nbytes, what)
             self._owe(nbytes)
 
     def give_up(self, nbytes: int) -> None:
-        """Count on `nbytes` less of what is borrowed."""
+        """Return `nbytes` of the borrowed bytes."""
         with self._lock:
             self._owe(-nbytes)
 
     def hand_to(self, other: Account, category: Category, nbytes: int) -> None:
-        """Let `other` hold `nbytes` that it has borrowed from this account. It counted on them: nothing can be refused."""
+        """Transfer `nbytes` to `other`, which has borrowed them from this account. Cannot fail: `other` is committed to
+        them.
+        """
         with self._lock:
             self._change(category, -nbytes)
             other._change(category, nbytes, lent=nbytes)
@@ -143,7 +144,7 @@ class Account:
             self._change(category, -nbytes)
 
     def promise(self, nbytes: int) -> bool:
-        """From now on count on holding `nbytes` in all; True unless that would pass the budget. Less is always granted."""
+        """Commit to `nbytes` in all; whether the budget allows it. A decrease is always granted."""
         with self._lock:
             more = max(nbytes, self.total + self._borrowed) - self.commitment
             if more > self.shared.room and more > 0:
@@ -153,13 +154,13 @@ class Account:
             return True
 
     def extend(self, nbytes: int) -> bool:
-        """Count on `nbytes` more than is promised or held; False where that would pass the budget."""
+        """Commit to `nbytes` more than is promised or held; False where that would exceed the budget."""
         with self._lock:
             return self.promise(self.commitment + nbytes)
 
     @property
     def commitment(self) -> int:
-        """Bytes that it counts on."""
+        """The committed bytes."""
         return max(self._promised, self.total + self._borrowed)
 
     def _commit(self, more: int) -> None:
@@ -182,7 +183,7 @@ class Account:
         budget.history.note(now, budget.total)
 
     def restart_history(self) -> None:
-        """Begin a new account over time: a new run."""
+        """Clear the history, at the start of a run."""
         with self._lock:
             self._began = (time.perf_counter(), dict(self.by_category))
             self.changes = [(self._began[0], category, nbytes) for category, nbytes in self.by_category.items()]
@@ -190,7 +191,7 @@ class Account:
 
     @property
     def history(self) -> list[tuple[float, int]]:
-        """(seconds, bytes of all categories from then on)."""
+        """The history as (seconds, bytes of all categories from then on)."""
         with self._lock:
             begun, held = self._began[0], dict(self._began[1])
             moments = [(begun, sum(held.values()))]
@@ -200,14 +201,16 @@ class Account:
             return moments
 
     def average(self, until: float) -> float:
-        """Time-weighted mean of the total since the history began, in bytes; `until` as `time.perf_counter()` gives it."""
+        """The time-weighted mean of the total over the history up to `until`, in bytes; `until` in seconds of
+        `time.perf_counter()`.
+        """
         moments = [*self.history, (until, 0)]
         weighted = sum(held * (after - at) for (at, held), (after, _) in pairwise(moments))
         duration = until - moments[0][0]
         return weighted / duration if duration > 0 else float(moments[0][1])
 
     def clear(self) -> None:
-        """Hold nothing, and count on nothing."""
+        """Release everything: hold nothing and commit to nothing."""
         with self._lock:
             for category, nbytes in self.by_category.items():
                 self._change(category, -nbytes)

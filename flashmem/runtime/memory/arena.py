@@ -1,8 +1,8 @@
-"""Host memory that kernels use where it is, as the arena of a session, and the arrays that leave it.
+"""The arena of a session in host memory, and output arrays that take over its pages without a copy.
 
-An output is handed back without a copy: its pages move out of the arena into a mapping of their own (mremap), and the arena has
-new, empty pages in their place for the next run. So an output counts once, and memory does not grow as it is handed back.
-Where the system cannot move pages they are copied a piece at a time, and each piece is dropped from the arena behind the copy.
+The pages of an output are moved out of the arena into a mapping of their own (mremap), and the arena gets new, empty pages for
+the next run. So an output counts once, and memory does not grow when it is returned. If the system cannot move pages, they are
+copied piece by piece, and each piece is dropped from the arena after its copy.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ _PIECE_BYTES = 1 << 20
 
 
 def new_pages(nbytes: int) -> Bytes:
-    """Zeros on pages of their own, which the system gives as they are touched and takes back with the last array on them."""
+    """Zeroed memory on its own pages. The system allocates them at the first touch and frees them with the last array on
+    them.
+    """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     return np.frombuffer(mmap.mmap(-1, whole_pages(nbytes), **private), np.uint8)
 
 
 def move_out(arena: Bytes, places: Sequence[Place]) -> list[Bytes]:
-    """The bytes at `places` of `arena`, which `new_pages` gave, as writable arrays that it has no part in any more.
+    """Move the bytes at `places` out of an `arena` from `new_pages`; writable arrays that are independent of it.
 
-    The arena holds nothing that is defined on their pages afterwards.
+    The content of the arena on those pages is undefined afterwards.
     """
     taken: list[Bytes] = []
     blocks = {block: _moved(arena, block) for block in _blocks(places)}
@@ -48,7 +50,7 @@ def move_out(arena: Bytes, places: Sequence[Place]) -> list[Bytes]:
 
 
 def _blocks(places: Sequence[Place]) -> list[Place]:
-    """The pages of `places`, those that share one together."""
+    """The pages of `places`; places that share a page are joined."""
     blocks: list[Place] = []
     for offset, nbytes in sorted(places):
         first = offset // page_size() * page_size()
@@ -73,7 +75,7 @@ def _moved(arena: Bytes, block: Place) -> Bytes:
             return target
     for at in range(0, nbytes, _PIECE_BYTES):
         piece = min(_PIECE_BYTES, nbytes - at)
-        source_bytes = arena[first + at : first + at + piece]  # the arena may end before its last page
+        source_bytes = arena[first + at : first + at + piece]  # the arena can end inside its last page
         target[at : at + source_bytes.nbytes] = source_bytes
         libc.madvise(ctypes.c_void_p(source + at), ctypes.c_size_t(piece), ctypes.c_int(_MADV_DONTNEED))
     return target

@@ -1,8 +1,7 @@
-"""The ledger: the only way the runtime gets memory.
+"""The memory ledger: all allocations of the runtime go through it.
 
-It counts every byte held on the device and in host staging by category, refuses what would pass the budget, and remembers the
-total over time (`flashmem.runtime.memory.accounts`). Host arrays, buffers, textures and resident pages of the mapped weight
-file all count.
+It counts every byte on the device and in host staging by category, refuses allocations beyond the budget, and keeps a history
+(`flashmem.runtime.memory.accounts`). It counts host arrays, buffers, textures and resident pages of the mapped weight file.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from flashmem.runtime.opencl.context import Bytes, Context, Memory, release
 
 
 class Ledger(Account):
-    """The account of one placement, and the memory objects in it. Safe to use from several threads."""
+    """The account of one bound program, and its memory objects. Thread-safe."""
 
     def __init__(self, context: Context, budget: int | Budget | None) -> None:
-        """`budget`: one that several share, or the bytes of this one alone; None for no limit."""
+        """Open an account of a shared budget, or one with its own limit in bytes; None for no limit."""
         super().__init__(budget)
         self._context = context
         self._objects: list[tuple[Memory, Category, int]] = []
 
     def buffer(self, category: Category, nbytes: int, what: str, *, host_visible: bool = False) -> Memory:
-        """A device buffer that lives until it is given back. Raises RunError past the budget or if the device refuses."""
+        """Allocate a device buffer, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
         return self._allocate(category, nbytes, what, lambda: self._context.buffer(nbytes, host_visible=host_visible))
 
     def wrapped(self, category: Category, data: Bytes, what: str) -> Memory:
-        """Host memory that kernels use where it is, until it is given back. Raises RunError as `buffer` does."""
+        """Wrap host memory for kernels without a copy, until `give_back`. Raises RunError as `buffer` does."""
         return self._allocate(category, data.nbytes, what, lambda: self._context.scratch(data))
 
     def image(self, category: Category, width: int, height: int, channel: Channel, what: str) -> Memory:
-        """A texture that lives until it is given back. Raises RunError past the budget or if the device refuses."""
+        """Allocate a texture, until `give_back`. Raises RunError beyond the budget or if the device refuses."""
         nbytes = width * height * TEXEL_BYTES[channel]
         return self._allocate(category, nbytes, what, lambda: self._context.image(width, height, channel))
 
@@ -48,7 +47,7 @@ class Ledger(Account):
         return handle
 
     def give_back(self, *categories: Category) -> None:
-        """Give the memory objects of these categories back to the device, or all of them, the latest first."""
+        """Release the memory objects of these categories, or all, the latest first."""
         going = [each for each in self._objects if not categories or each[1] in categories]
         self._objects = [each for each in self._objects if categories and each[1] not in categories]
         while going:
@@ -57,7 +56,7 @@ class Ledger(Account):
             self.release(category, nbytes)
 
     def close(self) -> None:
-        """Give everything back to the device."""
+        """Release everything."""
         try:
             self.give_back()
         finally:

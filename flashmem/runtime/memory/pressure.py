@@ -1,15 +1,15 @@
-"""`budget="auto"`: how much memory the system can spare, from what Linux and Android say of it.
+"""`budget="auto"`: a budget that follows the free memory of the system, as reported by Linux and Android.
 
-`wanted` is a pure function of a sample and the state before; `sample` reads /proc and the cgroup of this process.
+`wanted` is a pure function of a sample and the previous state; `sample` reads /proc and the cgroup of this process.
 
-What there is: the least of `MemAvailable` and what is left below the memory limit of the cgroup and of every one above it
-(pages of files count as free in both), and the memory that flashmem holds beside such pages, which is its own to keep. Of that
-a share stays free (`RESERVE`, more under pressure), so that what else runs here need not be killed. Pressure is PSI
-(`/proc/pressure/memory` or the cgroup's `memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some
-task waited for memory. Under pressure the budget also falls below what is held.
+Available memory is `MemAvailable`, or what remains below the memory limit of the cgroup or one above it, whichever is least
+(file pages count as free), plus the memory that flashmem itself holds outside of file pages. A share of it stays free
+(`RESERVE`, more under pressure), so that other programs need not be killed. Pressure is PSI (`/proc/pressure/memory` or the
+cgroup's `memory.pressure`; Linux 4.20, Android 10): the share of the last 10 s in which some task waited for memory. Under
+pressure the budget also falls below what is held.
 
-Hysteresis: the budget falls at once, and rises only where at least an eighth more can be had and there was no pressure for
-`QUIET_SECONDS`, so that it does not go up and down with what flashmem holds itself.
+Hysteresis: the budget falls at once. It rises only if it would grow by an eighth and there was no pressure for `QUIET_SECONDS`,
+so that it does not oscillate with the memory that flashmem holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RESERVE = 0.1
-"""The share of what there is that stays free without pressure."""
+"""The share of available memory that stays free without pressure."""
 
 PRESSED = ((20.0, 0.5), (5.0, 0.35), (1.0, 0.2))
 """(percent of time that some task waited for memory, the share that stays free from there on)."""
@@ -29,16 +29,16 @@ PRESSED = ((20.0, 0.5), (5.0, 0.35), (1.0, 0.2))
 QUIET_SECONDS = 10.0
 RISE = 1.125
 STEP = 1 << 20
-"""Budgets are whole multiples of it."""
+"""Budgets are multiples of this many bytes."""
 
 SAMPLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the system said at `seconds`: bytes that can be had beside what is `held`, and PSI's `some avg10` in percent.
+    """The system's memory at `seconds`: `available` bytes beside the `held` ones, and PSI's `some avg10` in percent.
 
-    `held` leaves pages of files out. `available` is None where the system says nothing.
+    `held` excludes file pages. `available` is None where the system reports nothing.
     """
 
     seconds: float
@@ -49,14 +49,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class State:
-    """The budget in force, and since when there was no pressure."""
+    """The current budget, and the time since which there was no pressure."""
 
     budget: int | None
     quiet_since: float
 
 
 def wanted(state: State, now: Sample) -> State:
-    """The budget that follows from a sample. It never depends on anything else."""
+    """The budget that follows from a sample and the previous state."""
     free = next((share for percent, share in PRESSED if now.waited >= percent), RESERVE)
     quiet_since = now.seconds if free > RESERVE else min(state.quiet_since, now.seconds)
     if now.available is None:
@@ -84,7 +84,7 @@ def sample(seconds: float, held: int, root: Path = Path("/")) -> Sample:
 
 
 class Follower:
-    """A thread that samples every second and hands on the budgets that follow."""
+    """A thread that samples every second and reports the resulting budgets."""
 
     def __init__(
         self, held: Callable[[], int], apply: Callable[[int], object], clock: Callable[[], float], root: Path = Path("/")
@@ -96,7 +96,7 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="flashmem-pressure", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start the thread."""
         self._thread.start()
 
     def _follow(self) -> None:
@@ -106,7 +106,7 @@ class Follower:
                 self._apply(self.state.budget)
 
     def stop(self) -> None:
-        """End the thread, unless it is the one that asks."""
+        """Stop the thread and, unless this thread calls it, wait for its end."""
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -120,7 +120,7 @@ def _meminfo(path: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[Path]:
-    """The memory cgroup of this process and those above it, version 2 or 1, as far as they are visible."""
+    """The memory cgroup of this process and its visible ancestors, version 2 or 1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -145,7 +145,7 @@ _FILE_PAGES = ("inactive_file", "active_file")
 
 
 def _left(group: Path) -> int | None:
-    """Bytes below the limit of a cgroup; None without one. Pages of files, which it would rather drop, count as free."""
+    """Bytes left below the limit of a cgroup; None without a limit. File pages, which can be dropped, count as free."""
     path = _limit_file(group)
     limit = _text(path).strip() if path is not None else "max"
     if not limit.isdecimal() or int(limit) >= 1 << 60:
@@ -163,7 +163,7 @@ def _left(group: Path) -> int | None:
 
 
 def _waited(path: Path) -> float | None:
-    """`some avg10` of a PSI file."""
+    """The value `some avg10` of a PSI file."""
     for line in _text(path).splitlines():
         if line.startswith("some "):
             for part in line.split()[1:]:

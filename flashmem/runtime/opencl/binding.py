@@ -1,12 +1,7 @@
-"""pyopencl itself: imported here, its errors told in sentences, and what it does that flashmem does not want."""
+"""The import of pyopencl, its errors turned into `RunError`, and its compiler warnings turned off."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib
-import sqlite3
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,7 +10,7 @@ from typing import Any
 
 from flashmem.base.errors import NoDeviceError, RunError
 
-# Of pytools, where the package that it would like, which is compiled, is not installed: two lines on stderr in each process.
+# pytools prints two lines on stderr in each process if an optional compiled package is not installed.
 warnings.filterwarnings("ignore", "Unable to import recommended hash")
 
 try:
@@ -23,16 +18,7 @@ try:
 except ImportError as error:
     raise NoDeviceError(f"pyopencl cannot be loaded ({error}); install an OpenCL loader and pyopencl") from error
 
-cl: Any = pyopencl  # its type stubs lack what is needed here (enumerations that can be called, numpy scalar types)
-
-
-@functools.cache
-def library(*, locked: bool = False) -> Any:
-    """OpenCL's functions as C has them, looked up in the loader that pyopencl is linked with; `locked`: called with the
-    interpreter's lock held. What does not go through `cl` goes through here.
-    """
-    path: str = cl._cl.__file__
-    return ctypes.PyDLL(path) if locked else ctypes.CDLL(path)
+cl: Any = pyopencl  # its type stubs lack callable enumerations and numpy scalar types
 
 
 _HINTS = {
@@ -52,7 +38,7 @@ _HINTS = {
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn an OpenCL error inside into a RunError that says what failed, its OpenCL name, and what to do."""
+    """Turn an OpenCL error in the body into a RunError with the failed action, the error's name and a hint."""
     try:
         yield
     except (cl.Error, MemoryError) as error:
@@ -60,14 +46,14 @@ def explained(what: str) -> Iterator[None]:
 
 
 def run_error(what: str, error: Exception) -> RunError:
-    """What `explained` makes of an error: one of pyopencl's, or any that has its code as `code`."""
+    """The RunError for an OpenCL error of pyopencl, or for any exception with an error code as `code`."""
     code = getattr(error, "code", None)
     name = cl.status_code.to_string(code, "code %d") if isinstance(code, int) else type(error).__name__
     return RunError(f"OpenCL failed to {what}: {name} ({_HINTS.get(name, str(error).splitlines()[0])})")
 
 
 class _RefusedError(Exception):
-    """A driver's error code."""
+    """An error code that a C function returned."""
 
     def __init__(self, code: int) -> None:
         super().__init__("the driver refuses")
@@ -75,15 +61,15 @@ class _RefusedError(Exception):
 
 
 def checked(what: str, code: int) -> None:
-    """Raise the RunError of `run_error` where a call of `library()` gave an error's code."""
+    """Raise the RunError for `code`, the result of a function of `library()`, unless it is success."""
     if code:
         raise run_error(what, _RefusedError(code))
 
 
 class _Quiet:
-    """While any thread is inside, pyopencl does not warn that a compiler said something.
+    """Suppress pyopencl's warnings about compiler output while any thread is inside.
 
-    Filters of warnings are the process's: with each thread restoring what it found, one would end what another began.
+    Warning filters belong to the process: if each thread restored them, one would end what another began.
     """
 
     def __init__(self) -> None:
@@ -107,38 +93,3 @@ class _Quiet:
 
 
 QUIET = _Quiet()
-
-
-_INVOKERS = threading.RLock()
-
-
-@contextmanager
-def without_invokers() -> Iterator[None]:
-    """Kernels made inside cannot be called as Python functions, which flashmem never does.
-
-    pyopencl writes and compiles Python code for that, 0.2 ms a kernel object: for a model of 500 layers, a tenth of a second.
-    """
-    invoker = _invokers()
-    with _INVOKERS:  # two threads inside would each put back what the other had set
-        generate, thread = invoker.generate_enqueue_and_set_args, threading.get_ident()
-
-        def skip_here(*args: Any, **kwargs: Any) -> Any:
-            return (None, None) if threading.get_ident() == thread else generate(*args, **kwargs)
-
-        invoker.generate_enqueue_and_set_args = skip_here
-        try:
-            yield
-        finally:
-            invoker.generate_enqueue_and_set_args = generate
-
-
-def _invokers() -> Any:
-    """The module of pyopencl that writes those functions. It opens a database in the user's cache folder as it is imported."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None  # a database that was not opened cannot close
-    try:
-        return importlib.import_module("pyopencl.invoker")
-    except (OSError, sqlite3.Error):
-        cl._PYOPENCL_NO_CACHE = True
-    finally:
-        sys.unraisablehook = hook
-    return importlib.import_module("pyopencl.invoker")

@@ -1,8 +1,8 @@
-"""What a driver compiles for beyond what its device is called: the processor's instruction set, and variables that change code.
+"""The compile target of a driver: the processor's instruction set, and environment variables that change compiled code.
 
-A CPU runtime's device may have the same name on two processors of which one cannot run the other's code, and under variables
-that force an instruction set (`CL_CONFIG_CPU_TARGET_ARCH`, `POCL_LLVM_CPU_NAME`). So all variables of a driver count, but those
-that are known not to change code. Drivers read most of them once, as they start.
+Two processors can have the same device name in a CPU runtime, and one cannot run the other's code. Variables can force an
+instruction set too (`CL_CONFIG_CPU_TARGET_ARCH`, `POCL_LLVM_CPU_NAME`). So all variables of a driver are part of the target,
+except those known not to change code. Drivers read most of them once, at their start.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 _PROCESSORS = Path("/proc/cpuinfo")
 _FEATURES = ("flags", "Features", "isa", "features")
-"""Lines of /proc/cpuinfo that say which instructions a processor has: x86, Arm, RISC-V, z."""
+"""Lines of /proc/cpuinfo with a processor's instruction set extensions: x86, Arm, RISC-V, z."""
 _CONFIGURATION = "cl.cfg"
 """A file beside Intel's runtime that sets its variables for all processes."""
 
 
 def compile_target(platform_name: str, kind: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What decides, beside a device's names and versions, which code its driver makes: a line each."""
+    """The compile target beyond the names and versions of a device, one property a line."""
     lines = [f"{name}={value}" for name, value in sorted(driver_variables(platform_name, environment).items())]
     if kind == "cpu":
         lines.append(_instruction_set())
@@ -42,13 +42,15 @@ def compile_target(platform_name: str, kind: str, environment: Mapping[str, str]
 
 
 def driver_variables(platform_name: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of a platform's driver that may change what it compiles."""
+    """The environment variables of a platform's driver that may change compiled code."""
     prefixes = next((prefix for name, prefix in _PREFIXES.items() if name in platform_name.lower()), tuple[str, ...]())
     return {name: value for name, value in environment.items() if name.startswith(prefixes) and name not in _HARMLESS}
 
 
 def _instruction_set() -> str:
-    """The processor's kind and a hash of what it can do; processors of one machine that differ all count."""
+    """The processor's architecture and a hash of its instruction set extensions, over all different processors of the
+    machine.
+    """
     try:
         lines = _PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -58,12 +60,12 @@ def _instruction_set() -> str:
         for name, _, value in (line.partition(":") for line in lines)
         if name.strip() in _FEATURES
     }
-    told = "\n".join(sorted(found)) or platform.processor()
-    return f"{platform.machine()} {hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    features = "\n".join(sorted(found)) or platform.processor()
+    return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"
 
 
 def _configured(runtimes: Iterable[Path]) -> list[str]:
-    """What the configuration files beside `runtimes` set."""
+    """The settings in the configuration files beside `runtimes`."""
     found: list[str] = []
     for runtime in runtimes:
         try:

@@ -1,8 +1,9 @@
-"""OpenCL, as flashmem uses it. Only this file, `launching.py` and `copier.py` call it, all by way of `binding.py`: so that the
-binding can be changed, and every call be checked (tests/strict_device).
+"""Every use of OpenCL: devices, queues, memory objects, programs. Only this module, `launching.py` and `copier.py` call OpenCL,
+through `binding.py` and `undocumented.py`, so that tests can check every call (tests/support/strict_device).
 
-Memory objects are made by `Context` but asked for through the ledger (`flashmem.runtime.memory.ledger`), which counts them.
-Every OpenCL error becomes a `RunError` with the error's name and a hint.
+Only this module, `launching.py` and `copier.py` call OpenCL, through `binding.py` and `undocumented.py`, so that tests can
+check every call (tests/strict_device). `Context` creates memory objects; other modules request them from the ledger
+(`flashmem.runtime.memory.ledger`), which counts their bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import FlashmemWarning, RunError
 from flashmem.base.types import Channel
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import binding, undocumented
 from flashmem.runtime.opencl.binding import QUIET as _QUIET
 from flashmem.runtime.opencl.binding import cl as cl
 from flashmem.runtime.opencl.binding import explained as _explained
 from flashmem.runtime.opencl.binding import run_error as _run_error
-from flashmem.runtime.opencl.binding import without_invokers as _without_invokers
 from flashmem.runtime.opencl.compile_target import compile_target, driver_variables
 from flashmem.runtime.opencl.devices import IMAGE_FROM_BUFFER, Device, choose
 from flashmem.runtime.opencl.devices import descriptor_for as descriptor_for
@@ -46,23 +46,23 @@ from flashmem.runtime.opencl.launching import (
 from flashmem.runtime.opencl.pocl import check_room, one_thread_a_core, writable_pocl_cache
 
 Bytes = NDArray[np.uint8]
-Memory = Any  # cl.Buffer | cl.Image: handles that the rest of the runtime only passes on
+Memory = Any  # cl.Buffer | cl.Image: opaque handles for the rest of the runtime
 Kernel = Any
 Event = Any
 
-_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # pyopencl's wheels lack these two
+_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # not in pyopencl's wheels
 
-_NO_WARNINGS = "-w"  # PoCL's compiler counts them on stderr, whoever reads that
+_NO_WARNINGS = "-w"  # PoCL prints the number of compiler warnings on stderr
 
 _started_in: int | None = None
-"""The process that started the drivers: this one, or the one that it was forked from."""
+"""The process that started the drivers: this one, or the one it was forked from."""
 
 
 @functools.cache
 def list_devices() -> tuple[Device, ...]:
-    """All OpenCL devices, those of pip's drivers among them. Starts the drivers, once a process.
+    """All OpenCL devices, including those of drivers from pip. Starts the drivers once in a process.
 
-    An empty tuple means that there is no driver.
+    Empty if there is no driver.
     """
     global _started_in
     _started_in = os.getpid()
@@ -83,10 +83,10 @@ def list_devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str = "auto", prefer: str | None = None) -> Device:
-    """The device that `name` means (see `devices.choose`).
+    """The device called `name` (see `devices.choose`).
 
     Raises:
-        NoDeviceError: there is none, or none of that name.
+        NoDeviceError: there is no device, or none of that name.
     """
     return choose(list_devices(), name, prefer)
 
@@ -125,9 +125,9 @@ def _describe(platform: Any, device: Any) -> Device:
 
 
 def _raw_info(device: Any, parameter: int) -> int:
-    """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 where the driver does not know it either."""
+    """A cl_uint of clGetDeviceInfo that pyopencl has no name for; 0 if the driver does not know it."""
     value = ctypes.c_uint(0)
-    failed = binding.library().clGetDeviceInfo(
+    failed = undocumented.library().clGetDeviceInfo(
         ctypes.c_void_p(device.int_ptr), ctypes.c_uint(parameter), ctypes.c_size_t(4), ctypes.byref(value), None
     )
     return 0 if failed else value.value
@@ -141,74 +141,74 @@ class Queue:
         self.handle = cl.CommandQueue(context, device, properties)
 
     def prepare(self, kernel: Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None) -> Launch:
-        """A launch of `kernel`, whose arguments must be set, to be made on this queue again and again."""
+        """Prepare a launch of `kernel`, whose arguments are set, for repeated use on this queue."""
         return Launch(self.handle, kernel, global_size, local_size)
 
     def launch(self, launch: Launch) -> Event:
-        """Enqueue one kernel; the event completes when it has."""
+        """Enqueue one launch; its event."""
         try:
             return cl.enqueue_nd_range_kernel(self.handle, launch.kernel, launch.global_size, launch.local_size)
         except cl.Error as error:
             raise _run_error(f"launch {launch.kernel.function_name}", error) from error
 
     def launch_all(self, launches: Iterable[Launch], *, alone: bool = True) -> None:
-        """Enqueue kernels that nobody waits for: without events, which cost a driver more than the launch.
+        """Enqueue launches without events, which cost a driver more than the launch.
 
-        `alone`: no other thread is busy with this session.
+        `alone`: no other thread works for this session.
         """
         enqueue = enqueue_function(alone)
         for launch in launches:
             if enqueue(*launch.arguments):
-                self.launch(launch)  # pyopencl frees what nobody holds any more and tries again, or says what is wrong
+                self.launch(launch)  # pyopencl frees unreferenced objects and tries again, or raises the error
 
     def play(self, recording: Recording) -> Event:
-        """Enqueue recorded launches of this queue; the event completes when the last of them has. Raises RunError."""
+        """Enqueue recorded launches of this queue; the event of the last one. Raises RunError."""
         return cl.Event.from_int_ptr(recording.play(), retain=False)
 
     def flush(self) -> None:
-        """Have the device start what was enqueued, without waiting for it."""
+        """Submit the enqueued commands to the device without waiting."""
         with _explained("flush"):
             self.handle.flush()
 
     def follow(self, events: Sequence[Event]) -> None:
-        """Have what is enqueued from now on wait for `events`, of commands on other queues that were flushed.
+        """Make later commands wait for `events` of flushed commands on other queues.
 
-        Commands that read what another queue wrote have to (OpenCL 3.0, appendix A), even if the host knows that it is done.
+        A command needs this if it reads what another queue wrote (OpenCL 3.0, appendix A), even if the host has seen the write
+        complete.
         """
         handles = (ctypes.c_void_p * len(events))(*(event.int_ptr for event in events))
         queue = ctypes.c_void_p(self.handle.int_ptr)
-        failed = binding.library().clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
+        failed = undocumented.library().clEnqueueBarrierWithWaitList(queue, ctypes.c_uint(len(events)), handles, None)
         binding.checked("wait for another queue", failed)
 
     def marker(self) -> Event:
-        """An event that completes when everything enqueued so far has."""
+        """An event that completes after all commands enqueued so far."""
         with _explained("enqueue a marker"):
             return cl.enqueue_marker(self.handle)
 
     def write(self, buffer: Memory, data: NDArray[Any], *, offset: int = 0) -> None:
-        """Copy contiguous host memory into a buffer, `offset` bytes into it, and wait."""
+        """Copy contiguous host memory to byte `offset` of a buffer, and wait."""
         with _explained("write to a buffer"):
-            cl._cl._enqueue_write_buffer(self.handle, buffer, data, offset, is_blocking=False).wait()
+            undocumented.enqueue_write_buffer(self.handle, buffer, data, offset).wait()
 
     def read(self, data: NDArray[Any], buffer: Memory) -> None:
-        """Copy a buffer into a contiguous host array, and wait."""
+        """Copy a buffer to a contiguous host array, and wait."""
         with _explained("read a buffer"):
-            cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=True)
+            undocumented.enqueue_read_buffer(self.handle, buffer, data, blocking=True)
 
     def read_later(self, data: NDArray[Any], buffer: Memory) -> Event:
-        """Copy a buffer into a contiguous host array behind what was enqueued so far; the event completes when it is there."""
+        """Enqueue a copy of a buffer to a contiguous host array; its event."""
         with _explained("read a buffer"):
-            return cl._cl._enqueue_read_buffer(self.handle, buffer, data, is_blocking=False)
+            event: Event = undocumented.enqueue_read_buffer(self.handle, buffer, data, blocking=False)
+            return event
 
     def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> None:
-        """Copy `rows` rows of `width` texels, `row_pitch` bytes apart in host memory, into an image, and wait."""
+        """Copy `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image, and wait."""
         with _explained("write to a texture"):
-            cl._cl._enqueue_write_image(
-                self.handle, image, (0, first_row), (width, rows), data, row_pitch, is_blocking=False
-            ).wait()
+            undocumented.enqueue_write_image(self.handle, image, (0, first_row), (width, rows), data, row_pitch).wait()
 
     def map(self, buffer: Memory, nbytes: int, *, offset: int = 0, invalidate: bool = False) -> Bytes:
-        """Host view of a host-visible buffer; `unmap` gives it back. With `invalidate` the old content is not kept."""
+        """Map a host-visible buffer; the host view, until `unmap`. With `invalidate` the old content is lost."""
         flags = cl.map_flags.WRITE_INVALIDATE_REGION if invalidate else cl.map_flags.READ | cl.map_flags.WRITE
         with _explained("map a buffer"):
             array = cl.enqueue_map_buffer(self.handle, buffer, flags, offset, (nbytes,), np.uint8)
@@ -216,7 +216,7 @@ class Queue:
         return view
 
     def unmap(self, view: Bytes) -> Event:
-        """Give a mapped view back, and wait until the device sees what was written; another queue waits for the event."""
+        """Unmap a view; the event of the unmapping, after which the device sees the writes."""
         with _explained("unmap a buffer"):
             base: Any = view.base
             event = base.release(self.handle)
@@ -225,10 +225,10 @@ class Queue:
 
     @contextmanager
     def mapped(self, buffer: Memory, nbytes: int, *, offset: int, unmapped: Callable[[Event], None]) -> Iterator[Bytes]:
-        """Host view of bytes of a buffer, to be written as a whole; `unmapped` gets the event that other queues wait for.
+        """Map bytes of a buffer in the body, for writing all of them. `unmapped` receives the event that other queues must wait
+        for.
 
-        No command may touch `buffer` as long as this lasts: give one that is a part of a larger buffer, of which nobody uses
-        the whole.
+        No command may use `buffer` meanwhile. Pass a sub-buffer if other parts of the buffer are in use.
         """
         view = self.map(buffer, nbytes, offset=offset, invalidate=True)
         try:
@@ -237,7 +237,7 @@ class Queue:
             unmapped(self.unmap(view))
 
     def finish(self) -> None:
-        """Wait until everything enqueued has completed."""
+        """Wait until all enqueued commands have completed."""
         with _explained("finish"):
             self.handle.finish()
 
@@ -251,20 +251,20 @@ def wait(event: Event) -> None:
 
 
 def has_ended(event: Event) -> bool:
-    """Whether the command of `event` has completed or failed; `wait` then says which, at once."""
+    """Whether the command of `event` has completed or failed. `wait` then returns or raises at once."""
     with _explained("ask how far a command is"):
         status: int = event.command_execution_status
     return bool(status <= cl.command_execution_status.COMPLETE)
 
 
 def event_seconds(event: Event) -> tuple[float, float]:
-    """Start and end of a completed command on the device's clock (a queue with profiling)."""
+    """Start and end of a completed command in seconds of the device's clock, from a queue with profiling."""
     with _explained("read a command's times"):
         return event.profile.start * 1e-9, event.profile.end * 1e-9
 
 
 class Context:
-    """A device in use: what makes queues, memory objects, programs."""
+    """An OpenCL context of one device: creates queues, memory objects and programs."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -284,7 +284,7 @@ class Context:
             return Queue(self.handle, self.device.handle, profiling=profiling)
 
     def recorder(self, queue: Queue) -> Recorder | None:
-        """What records launches of `queue`; None where the driver has no extension for it, or, with a warning, refuses."""
+        """A recorder for launches of `queue`; None if the driver lacks an extension for it or, with a warning, refuses."""
         find, own = functions_of(self.device.handle.platform), queue.handle.int_ptr
         try:
             if COMMAND_BUFFERS in self.device.extensions:
@@ -296,23 +296,25 @@ class Context:
         return None
 
     def buffer(self, nbytes: int, *, host_visible: bool = False) -> Memory:
-        """A buffer; `host_visible` places it where the host can map it without a copy."""
+        """A new buffer; with `host_visible`, one that the host can map without a copy."""
         flags = cl.mem_flags.READ_WRITE | (cl.mem_flags.ALLOC_HOST_PTR if host_visible else 0)
         with _explained(f"allocate a buffer of {nbytes} bytes"):
             return cl.Buffer(self.handle, flags, size=nbytes)
 
     def wrap(self, data: Bytes) -> Memory:
-        """A read-only buffer that *is* the host memory `data`, which must outlive it."""
+        """A read-only buffer over the host memory `data`, without a copy. `data` must outlive it."""
         with _explained(f"use {data.nbytes} mapped bytes in place"):
             return cl.Buffer(self.handle, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
     def scratch(self, data: Bytes) -> Memory:
-        """A buffer that *is* the host memory `data`, which it keeps alive; kernels read and write it. For CPUs."""
+        """A buffer over the host memory `data`, without a copy, that kernels read and write. It keeps `data` alive. For
+        CPUs.
+        """
         with _explained(f"use {data.nbytes} bytes in place"):
             return cl.Buffer(self.handle, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=data)
 
     def sub_buffer(self, buffer: Memory, offset: int, nbytes: int) -> Memory:
-        """A part of a buffer, as a buffer."""
+        """A sub-buffer: `nbytes` bytes of a buffer from byte `offset` on."""
         with _explained(f"make a sub-buffer of {nbytes} bytes at {offset}"):
             return buffer.get_sub_region(offset, nbytes)
 
@@ -322,20 +324,20 @@ class Context:
             return cl.Image(self.handle, cl.mem_flags.READ_WRITE, _format(channel), desc=_image2d(width, height))
 
     def image_view(self, buffer: Memory, width: int, height: int, row_pitch: int, channel: Channel) -> Memory:
-        """A texture over a buffer's memory, rows `row_pitch` bytes apart (cl_khr_image2d_from_buffer)."""
+        """A texture over a buffer's memory, with rows `row_pitch` bytes apart (cl_khr_image2d_from_buffer)."""
         with _explained(f"lay a texture of {width} x {height} texels over a buffer"):
             shape = _image2d(width, height, row_pitch, buffer)
             return cl.Image(self.handle, cl.mem_flags.READ_ONLY, _format(channel), desc=shape)
 
     def build(self, source: str, options: Sequence[str]) -> Program:
-        """Compile OpenCL C: of version 3 what shuffles in subgroups, where the driver can."""
+        """Compile OpenCL C; version 3 for subgroup shuffles, where the driver supports it."""
         if "FM_SHUFFLE" in source and self.device.shuffles:
             options = [*options, "-cl-std=CL3.0"]
         with _explained("compile the kernels"), _QUIET:
             return Program(cl.Program(self.handle, source).build([*options, _NO_WARNINGS], cache_dir=False))
 
     def load(self, binary: bytes, options: Sequence[str]) -> Program:
-        """A program from what `Program.binary` gave."""
+        """Create a program from the result of `Program.binary`."""
         with _explained("load compiled kernels"), _QUIET:
             return Program(cl.Program(self.handle, [self.device.handle], [binary]).build(list(options)))
 
@@ -347,25 +349,26 @@ class Program:
         self._handle = handle
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> Kernel:
-        """A kernel object of its own with its arguments set: memory objects, `numpy.int32`, `numpy.float32`."""
+        """A new kernel object with its arguments set: memory objects, `numpy.int32`, `numpy.float32`."""
         with _explained(f"set up the kernel {name}"):
-            with _without_invokers():
+            with undocumented.without_invokers():
                 kernel = cl.Kernel(self._handle, name)
             if kernel.num_args != len(arguments):
                 raise RunError(f"kernel {name} takes {kernel.num_args} arguments, the program has {len(arguments)}")
-            memory: Callable[[int, Any], None] = kernel.set_arg
-            number: Callable[[int, Any], None] = kernel._set_arg_buf  # `set_arg` finds out what it is by exceptions, 5 us each
             for index, argument in enumerate(arguments):
-                (number if isinstance(argument, np.generic) else memory)(index, argument)
+                if isinstance(argument, np.generic):
+                    undocumented.set_number(kernel, index, argument)
+                else:
+                    kernel.set_arg(index, argument)
             return kernel
 
     def check(self, name: str) -> None:
-        """Make a kernel object and let it go: some drivers compile then. Raises RunError where there is no such kernel."""
-        with _explained(f"set up the kernel {name}"), _without_invokers():
+        """Create and drop a kernel object, since some drivers compile then. Raises RunError if there is no such kernel."""
+        with _explained(f"set up the kernel {name}"), undocumented.without_invokers():
             cl.Kernel(self._handle, name)
 
     def binary(self) -> bytes:
-        """The compiled form. Complete on every driver only after the kernels have run (docs/opencl-notes.md)."""
+        """The compiled binary. Some drivers complete it only after the kernels have run (docs/opencl-notes.md)."""
         with _explained("fetch compiled kernels"):
             binaries: list[bytes] = self._handle.get_info(cl.program_info.BINARIES)
             return binaries[0]
@@ -393,7 +396,7 @@ def _format(channel: Channel) -> Any:
 
 
 def release(*objects: Any) -> None:
-    """Give memory objects back now rather than when Python collects them."""
+    """Release memory objects now, without waiting for Python's garbage collection."""
     for handle in objects:
         with _explained("release memory"):
             handle.release()

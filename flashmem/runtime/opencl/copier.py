@@ -1,12 +1,12 @@
-"""Copies of weights from host memory to the device: one queue, which all loader threads feed.
+"""Copies of weights from host to device memory, on one queue that all loader threads share.
 
-OpenCL defines what a memory object holds only if one queue modifies it at a time, and if commands on other queues that use it
-wait for the events of those that modified it (OpenCL 3.0, appendix A, "Shared OpenCL objects"; docs/opencl-notes.md). So every
-copy has an event, for the thread that made it and for the queue of the layers.
+OpenCL defines the content of a memory object only if one queue at a time modifies it, and if commands on other queues wait for
+the events of those modifications (OpenCL 3.0, appendix A, "Shared OpenCL objects"; docs/opencl-notes.md). So every copy has an
+event, for its thread and for the queue of the layers.
 
-The calls go to the OpenCL library itself. pyopencl's events are waited for once more and released with the interpreter's lock
-held: where a driver has a lock too, every other thread stands still while one copies. Nor are the calls blocking ones: Intel's
-runtime returns from those before the copy is made, if nobody asks for its event (docs/opencl-notes.md).
+The calls go to the OpenCL library through ctypes. pyopencl waits for its events a second time and releases them with the
+interpreter lock held; if the driver has a lock too, all other threads stop during a copy. The calls are not blocking ones:
+Intel's runtime returns from a blocking copy too early if nobody requests its event (docs/opencl-notes.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Bytes, Context, Memory
 
@@ -25,17 +25,17 @@ _NOT_BLOCKING, _NO_EVENTS = ctypes.c_uint(0), ctypes.c_uint(0)
 
 
 class CopyEvent:
-    """The event of one copy. It is released with the last reference to it."""
+    """The event of one copy, released with its last reference."""
 
     __slots__ = ("_library", "int_ptr")
 
     def __init__(self, handle: int) -> None:
-        """Take over `handle`, a cl_event."""
+        """Take ownership of `handle`, a cl_event."""
         self.int_ptr = handle
-        self._library = binding.library()  # not looked up when the interpreter ends
+        self._library = undocumented.library()  # a lookup can fail while the interpreter shuts down
 
     def wait(self) -> None:
-        """Flush the queue, as clWaitForEvents does, and return when the copy is done; other threads run meanwhile.
+        """Flush the queue, as clWaitForEvents does, and wait for the copy; other threads run meanwhile.
 
         Raises:
             RunError: the copy failed.
@@ -47,8 +47,9 @@ class CopyEvent:
 
 
 class Copier:
-    """A queue for copies. Any thread may enqueue one. It waits for it before it writes to the source again, and before another
-    queue is made to wait for it.
+    """A queue for copies that any thread may use.
+
+    A thread must wait for its copy before it writes to the source again, and before another queue waits for the event.
     """
 
     def __init__(self, context: Context) -> None:
@@ -56,8 +57,8 @@ class Copier:
         self._handle = _POINTER(self.queue.handle.int_ptr)
 
     def write(self, buffer: Memory, data: Bytes, *, offset: int = 0) -> CopyEvent:
-        """Begin to copy contiguous host memory into a buffer, `offset` bytes into it. Raises RunError."""
-        enqueue = binding.library().clEnqueueWriteBuffer
+        """Start a copy of contiguous host memory to byte `offset` of a buffer. Raises RunError."""
+        enqueue = undocumented.library().clEnqueueWriteBuffer
         return self._begun(
             "write to a buffer",
             lambda event: enqueue(
@@ -67,11 +68,11 @@ class Copier:
         )  # fmt: skip
 
     def write_image(self, image: Memory, data: Bytes, *, first_row: int, width: int, rows: int, row_pitch: int) -> CopyEvent:
-        """Begin to copy `rows` rows of `width` texels, `row_pitch` bytes apart in host memory, into an image.
+        """Start a copy of `rows` rows of `width` texels from host memory, `row_pitch` bytes apart, to an image.
 
         Raises RunError.
         """
-        enqueue = binding.library().clEnqueueWriteImage
+        enqueue = undocumented.library().clEnqueueWriteImage
         return self._begun(
             "write to a texture",
             lambda event: enqueue(
@@ -83,7 +84,7 @@ class Copier:
     def _begun(self, what: str, enqueue: Callable[[Any], int]) -> CopyEvent:
         event = _POINTER()
         if enqueue(ctypes.byref(event)):
-            gc.collect()  # memory objects that nobody holds any more
+            gc.collect()  # frees unreferenced memory objects
             checked(what, enqueue(ctypes.byref(event)))
         return CopyEvent(event.value or 0)
 

@@ -1,6 +1,6 @@
-"""What is known of the OpenCL devices that are here, and which descriptor each of them gets.
+"""OpenCL devices of this machine as data, and the choice of a descriptor for each.
 
-Plain data and plain rules; `opencl.py` does the asking.
+`context.py` queries the drivers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HALF_ARITHMETIC = "cl_khr_fp16"
 
 @dataclass(frozen=True)
 class Device:
-    """An OpenCL device, as its driver describes it. Sizes in bytes, image limits in texels."""
+    """An OpenCL device as reported by its driver. Sizes in bytes, image limits in texels."""
 
     platform: str
     platform_version: str
@@ -38,43 +38,43 @@ class Device:
     image_max_width: int
     image_max_height: int
     image_pitch_alignment: int  # 0: no image2d from buffer
-    image_base_alignment: int  # of such an image's first texel
+    image_base_alignment: int  # of the first texel of such an image
     base_address_alignment: int  # of a sub-buffer
     max_alloc_bytes: int
     global_memory_bytes: int
     unified_memory: bool
     compute_units: int
     handle: Any = field(repr=False, compare=False)
-    local_memory_bytes: int = 0  # of a work-group; 0: not known
-    max_group_items: int = 0  # of a work-group; 0: not known
-    target: str = ""  # what its driver compiles for (`flashmem.runtime.opencl.compile_target`)
-    variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, as it was started
+    local_memory_bytes: int = 0  # of a work-group; 0: unknown
+    max_group_items: int = 0  # of a work-group; 0: unknown
+    target: str = ""  # compile target of its driver (`flashmem.runtime.opencl.compile_target`)
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False)  # of the driver, at its start
 
     @property
     def key(self) -> str:
-        """Everything that may change what a compiled program looks like."""
+        """All properties that may change a compiled program."""
         names = (self.platform, self.platform_version, self.vendor, self.name, self.version, self.driver_version)
         return "\n".join((*names, self.target))
 
     @property
     def survives_fork(self) -> bool:
-        """Whether a forked child can use the device though the driver was started before the fork (docs/opencl-notes.md)."""
+        """Whether a forked child can use the device after the parent started the driver (docs/opencl-notes.md)."""
         return self.kind == "cpu" and "intel" in self.platform.lower()
 
     @property
     def compiles_at_launch(self) -> bool:
-        """Whether the driver compiles a kernel when it is first launched, anew for other sizes (docs/opencl-notes.md)."""
+        """Whether the driver compiles a kernel at its first launch, and again for other sizes (docs/opencl-notes.md)."""
         return "portable computing language" in self.platform.lower()
 
     @property
     def shuffles(self) -> bool:
-        """Whether kernels can shuffle in subgroups: by an extension, in OpenCL C 3.0, which has functions for subgroups."""
+        """Whether kernels can use subgroup shuffles: an extension in OpenCL C 3.0, which has subgroup functions."""
         version = re.match(r"OpenCL (\d+)", self.version)
         return version is not None and int(version[1]) >= 3 and not self.extensions.isdisjoint(SHUFFLES)
 
     @property
     def descriptor_name(self) -> str:
-        """The shipped descriptor that fits best."""
+        """The name of the shipped descriptor that fits best."""
         return fitting_descriptor(self.kind, self.platform, self.name, self.version, descriptor_names())
 
     @property
@@ -84,11 +84,11 @@ class Device:
 
 
 def fitting_descriptor(kind: str, platform: str, name: str, version: str, shipped: Collection[str]) -> str:
-    """The descriptor, among those `shipped`, for what a driver calls its platform, its device and the device's version.
+    """The name of the descriptor among `shipped` for a driver's names of its platform, its device and the device's version.
 
-    A phone's GPU is known by its model: Adreno drivers put the number into the version ("OpenCL 3.0 Adreno(TM) 740"), some into
-    the name as well ("QUALCOMM Adreno(TM) 750"); Arm's say "Mali-G710 r0p0" or "Mali-G715-Immortalis MC11 r1p2". How many
-    cores a Mali has is not distinguished. A model without a descriptor of its own gets the generic one.
+    A phone's GPU is recognised by its model. Adreno drivers report the number in the version ("OpenCL 3.0 Adreno(TM) 740"),
+    some also in the name ("QUALCOMM Adreno(TM) 750"). Arm's report "Mali-G710 r0p0" or "Mali-G715-Immortalis MC11 r1p2"; the
+    number of cores of a Mali is ignored. A model without its own descriptor gets the generic one.
     """
     platform = platform.lower()
     if kind != "gpu":
@@ -106,9 +106,9 @@ _GPU_MODEL = re.compile(r"\badreno ?\(tm\) ?(?P<adreno>\d+)\b|\bmali-(?P<mali>g\
 
 
 def no_device(machine: str | None = None, *, android: bool | None = None) -> NoDeviceError:
-    """What is said where there is no OpenCL device: which driver there is for such a machine.
+    """The error for a machine without an OpenCL device; it names the driver to install.
 
-    `machine` is what `platform.machine` calls it, and `android` whether its system is Android; by default this one's.
+    `machine` is the name from `platform.machine`, `android` whether the system is Android; by default those of this machine.
     """
     machine, android = machine or platform.machine(), is_android() if android is None else android
     if android:
@@ -121,17 +121,17 @@ def no_device(machine: str | None = None, *, android: bool | None = None) -> NoD
 
 
 def is_android() -> bool:
-    """Whether this system is Android, Termux's Python included."""
+    """Whether this system is Android, including Termux."""
     return sys.platform == "android" or hasattr(sys, "getandroidapilevel") or Path("/system/build.prop").exists()
 
 
 def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> Device:
     """The device called `name`: a number in the list, a descriptor's name, or part of a platform's or device's name.
 
-    "auto" takes one with the descriptor `prefer` (the one a bundle was compiled for), else a GPU, then PoCL, then any other.
+    "auto" prefers a device with the descriptor `prefer` (the one a bundle was compiled for), then a GPU, then PoCL.
 
     Raises:
-        NoDeviceError: there is none, or none of that name.
+        NoDeviceError: there is no device, or none of that name.
     """
     if not devices:
         raise no_device()
@@ -152,9 +152,9 @@ def choose(devices: Sequence[Device], name: str, prefer: str | None = None) -> D
 
 
 def descriptor_for(device: Device) -> DeviceDescriptor:
-    """The shipped descriptor that fits `device`, its limits replaced by what the driver reports.
+    """The shipped descriptor for `device` with the limits that the driver reports.
 
-    Of the transfer modes those remain that the driver offers, in the descriptor's order.
+    It keeps the transfer modes that the driver supports, in the descriptor's order.
     """
     base = load_descriptor(device.descriptor_name)
     reasons = why_not(device)
@@ -174,8 +174,10 @@ def descriptor_for(device: Device) -> DeviceDescriptor:
 
 
 def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[TransferMode]) -> tuple[TransferMode, ...]:
-    """The modes that the descriptor lists for `path`, in its order, then others whose cost it states; without those that the
-    driver lacks for `reasons`.
+    """The supported transfer modes for `path`: those that the descriptor lists, in order, then others whose contention it
+    states.
+
+    `reasons` has the modes that the driver lacks.
     """
     listed = base.modes.get(path, ())
     others = (mode for mode in TRANSFER_MODES if mode not in listed and mode in base.rates.contention)
@@ -183,13 +185,13 @@ def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[Trans
 
 
 def _can(device: Device, variant: Variant) -> bool:
-    """Whether the driver has the extensions that `variant` takes."""
+    """Whether the driver has the extensions that `variant` needs."""
     half = not variant.half or HALF_ARITHMETIC in device.extensions
     return half and (not variant.subgroups or device.shuffles)
 
 
 def why_not(device: Device) -> dict[MemoryPath, dict[TransferMode, str]]:
-    """The transfer modes that `device` cannot do on each memory path, each with the reason."""
+    """By memory path, the transfer modes that `device` does not support, each with the reason."""
     everywhere: dict[TransferMode, str] = {}
     if device.kind != "cpu":
         everywhere["map"] = "only a CPU reads the mapped file in place"

@@ -1,8 +1,8 @@
-"""Embedded OpenCL: finds the CPU runtime that pip installed and shows it to the OpenCL loader.
+"""Discovery of OpenCL drivers installed by pip, for the OpenCL loader.
 
-`pip install intel-opencl-rt` brings a complete OpenCL driver for CPUs, yet no loader finds it: its `.icd` file names a path
-that does not exist. The loader inside pyopencl reads the folder named by OCL_ICD_VENDORS once, at the first OpenCL call,
-so that call is made inside `vendors_folder`: a temporary folder that lists the system's drivers and those of pip alike.
+`pip install intel-opencl-rt` installs a complete OpenCL driver for CPUs, but its `.icd` file names a path that does not exist,
+so that no loader finds it. The loader in pyopencl reads the folder OCL_ICD_VENDORS once, at the first OpenCL call. That call is
+made inside `vendors_folder`: a temporary folder that lists the system's drivers and pip's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIP_LIBRARIES = ("libintelocl.so",)
 
 
 def pip_runtimes() -> tuple[Path, ...]:
-    """OpenCL drivers installed by pip: they lie in the environment's `lib`, three folders above or beside site-packages."""
+    """OpenCL drivers installed by pip: in the environment's `lib`, three folders above site-packages or beside it."""
     folders = [Path(sys.prefix, "lib"), Path(sys.exec_prefix, "lib")]
     for entry in map(Path, sys.path):
         if entry.name in ("site-packages", "dist-packages"):
@@ -46,7 +46,7 @@ def system_icds() -> tuple[Path, ...]:
 
 
 def _leads_somewhere(icd: Path) -> bool:
-    """Whether the library that `icd` names can be there: a bare name is left to the dynamic linker."""
+    """Whether the library that `icd` names can exist: a bare name is left to the dynamic linker."""
     try:
         library = icd.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -56,10 +56,9 @@ def _leads_somewhere(icd: Path) -> bool:
 
 @contextmanager
 def vendors_folder() -> Iterator[Path | None]:
-    """While inside, the OpenCL loader sees the drivers of pip beside the system's.
+    """In the body, the OpenCL loader finds pip's drivers beside the system's.
 
-    Yields the folder, or None where nothing needs changing: no driver of pip is here, or the user named the drivers to use
-    by setting OCL_ICD_VENDORS.
+    Yields the folder, or None where nothing has to change: pip has installed no driver, or the user set OCL_ICD_VENDORS.
 
     Raises:
         UserError: no temporary folder can be written.

@@ -1,8 +1,8 @@
-"""Launches as C takes them, and recordings of many, which a driver plays in one call: through ctypes.
+"""Kernel launches through ctypes, and recordings of many launches that a driver replays in one call.
 
-A recording holds what does not change between runs: kernels with their arguments, and sizes. Two extensions make them:
-cl_khr_command_buffer (0.9 and 1.0, whose calls are the same), and Qualcomm's cl_qcom_recordable_queues, by its published header
-(cl_ext_qcom.h), which was never run on a device.
+A recording has what is constant between runs: kernels with their arguments, and sizes. Two extensions create them:
+cl_khr_command_buffer (0.9 and 1.0, with the same calls), and Qualcomm's cl_qcom_recordable_queues, written from its published
+header (cl_ext_qcom.h) and never run on a device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flashmem.base.errors import RunError
-from flashmem.runtime.opencl import binding
+from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 
 COMMAND_BUFFERS = "cl_khr_command_buffer"
@@ -28,12 +28,12 @@ _QUEUE_RECORDABLE, _RECORDABLE_QUEUE_MAX_SIZE = 1 << 30, 0x41DE  # CL_QUEUE_RECO
 
 @functools.lru_cache(4096)
 def _sizes(numbers: tuple[int, ...]) -> Any:
-    """As C takes them; launches of equal sizes share them."""
+    """The numbers as a C array, shared by launches of equal sizes."""
     return (ctypes.c_size_t * len(numbers))(*numbers)
 
 
 class Launch:
-    """One launch of a kernel on a queue: its sizes, and the call that makes it as C takes it, converted once."""
+    """One launch of a kernel on a queue: its sizes, and its arguments for the C call, converted once."""
 
     __slots__ = ("arguments", "global_size", "kernel", "local_size")
 
@@ -46,10 +46,11 @@ class Launch:
 
 
 def enqueue_function(alone: bool) -> Callable[..., int]:
-    """clEnqueueNDRangeKernel. Called with the interpreter's lock held if nobody else wants it: it is over before a thread could
-    be woken for it. Not so beside threads that copy, for which a driver may have it wait, or when it loads a kernel first.
+    """The function clEnqueueNDRangeKernel; with `alone`, its call keeps the interpreter lock, which is faster.
+
+    It must release the lock beside threads that copy, for which a driver may make it wait, and while a kernel is loaded.
     """
-    enqueue: Callable[..., int] = binding.library(locked=alone).clEnqueueNDRangeKernel
+    enqueue: Callable[..., int] = undocumented.library(locked=alone).clEnqueueNDRangeKernel
     return enqueue
 
 
@@ -58,8 +59,8 @@ Find = Callable[[str], int | None]
 
 
 def functions_of(platform: Any) -> Find:
-    """Those of the loader and, behind them, of a platform's extensions."""
-    library = binding.library()
+    """A lookup in the loader's functions first, then in a platform's extensions."""
+    library = undocumented.library()
     extension = library.clGetExtensionFunctionAddressForPlatform
     extension.restype = ctypes.c_void_p
 
@@ -72,22 +73,22 @@ def functions_of(platform: Any) -> Find:
 
 
 def not_recorded(error: RunError) -> str:
-    """The warning where a driver that has such an extension refuses to record."""
+    """The warning for a driver that has an extension for recording but refuses to record."""
     return f"{error}, so kernels are launched one by one instead of being recorded; answers are the same"
 
 
 class Recording:
-    """Launches that a driver holds. It is given back when nobody refers to it any more."""
+    """Launches recorded by a driver, released with the last reference."""
 
     def __init__(self, launches: Sequence[Launch], play: Callable[[Any], int], release: Callable[[], int]) -> None:
-        self._launches = launches  # whose kernels must live as long
+        self._launches = launches  # keeps their kernels alive
         self._play = play
         weakref.finalize(self, release)
 
     def play(self) -> int:
-        """Enqueue all launches, in their order; the event (a cl_event, the caller's) completes with the last of them.
+        """Enqueue all launches in order; the cl_event of the last one, which the caller owns.
 
-        Not before the last play has completed. Raises RunError.
+        The previous replay must have completed. Raises RunError.
         """
         event = _POINTER()
         checked("enqueue recorded launches", self._play(ctypes.byref(event)))
@@ -95,16 +96,16 @@ class Recording:
 
 
 class Recorder(Protocol):
-    """Records launches of one queue, at most `most` at a time."""
+    """Records launches of one queue, at most `most` in one recording."""
 
     most: int
 
     def record(self, launches: Sequence[Launch]) -> Recording:
-        """A recording of `launches`. Raises RunError where the driver refuses."""
+        """Record `launches`. Raises RunError if the driver refuses."""
 
 
 class CommandBuffers:
-    """A recorder by cl_khr_command_buffer. The queue is in order, and so is what is recorded for it."""
+    """A recorder that uses cl_khr_command_buffer. The queue is in order, and so are its recordings."""
 
     most = sys.maxsize
 
@@ -138,15 +139,15 @@ class CommandBuffers:
 
 
 class RecordableQueues:
-    """A recorder by cl_qcom_recordable_queues: what is enqueued on a queue of its own is recorded, not run. Never run."""
+    """A recorder that uses cl_qcom_recordable_queues: a special queue records commands instead of running them. Untested."""
 
     def __init__(self, find: Find, queue: int, context: int, device: int) -> None:
-        """Raises RunError: the driver lacks a function, or refuses a queue of that kind."""
+        """Raises RunError: the driver lacks a function, or refuses such a queue."""
         self._queue = queue
         self._new = _function(find, "clNewRecordingQCOM", _POINTER, *[_POINTER] * 2)
         self._end = _function(find, "clEndRecordingQCOM", _CODE, _POINTER)
         self._release = _function(find, "clReleaseRecordingQCOM", _CODE, _POINTER)
-        updates = [_SIZE, _POINTER] * 4  # of arguments, offsets, global and local sizes: none
+        updates = [_SIZE, _POINTER] * 4  # of arguments, offsets, global and local sizes: no updates
         self._play = _function(find, "clEnqueueRecordingQCOM", _CODE, *[_POINTER] * 2, *updates, _NUMBER, *[_POINTER] * 2)
         self._enqueue = _function(
             find, "clEnqueueNDRangeKernel", _CODE, *[_POINTER] * 2, _NUMBER, *[_POINTER] * 3, _NUMBER, *[_POINTER] * 2

@@ -1,7 +1,7 @@
-"""What PoCL takes from the environment as it starts: its own cache, and where its threads run.
+"""Environment of PoCL: its cache folder, and the placement of its threads.
 
-PoCL writes what it compiles, and what it unpacks of a binary, into its cache's folder. Where it cannot make a file there it has
-no device; where the disk is full, or POCL_CACHE_DIR empty, it ends the process.
+PoCL writes what it compiles and what it unpacks from a binary to its cache folder. If it cannot create files there, it has no
+device. If the disk is full, or POCL_CACHE_DIR is empty, it ends the process.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from flashmem.base.paths import folder_until_exit, has_room, why_unusable
 
 VARIABLE = "POCL_CACHE_DIR"
 ROOM_BYTES = 64 << 20
-"""What its cache must have free: a kernel takes 50 to 500 KB there, a model has up to a hundred."""
+"""Free bytes that PoCL's cache needs: a kernel has 50 to 500 KB there, a model up to a hundred kernels."""
 _AFFINITY = "POCL_AFFINITY"
 
 _folder_in_use: Path | None = None
-"""The folder that PoCL was started with."""
+"""The cache folder that PoCL was started with."""
 
 
 @contextmanager
 def writable_pocl_cache() -> Iterator[Path | None]:
-    """While inside, PoCL finds a folder that it can write and that has room; it asks for one once, as it starts.
+    """In the body, POCL_CACHE_DIR is a writable folder with free space. PoCL reads it once, at its start.
 
-    Yields a folder that is removed when this process ends, or None where PoCL's own is used.
+    Yields a temporary folder that is removed when this process ends, or None where PoCL's own folder is used.
     """
     global _folder_in_use
     given = os.environ.get(VARIABLE)
     own = _pocl_folder(given)
-    usable = given is not None or why_unusable(own) is None  # one that the user names may be somebody else's
+    usable = given is not None or why_unusable(own) is None  # a folder that the user named may belong to another user
     if given != "" and usable and has_room(own, ROOM_BYTES):
         _folder_in_use = own
         yield None
@@ -49,7 +49,7 @@ def writable_pocl_cache() -> Iterator[Path | None]:
 
 
 def check_room() -> None:
-    """Raise RunError where PoCL's cache has no room: it would end this process."""
+    """Raise RunError if PoCL's cache has no free space, because PoCL would end this process."""
     if _folder_in_use is not None and not has_room(_folder_in_use, ROOM_BYTES):
         raise RunError(
             f"PoCL keeps compiled kernels in {_folder_in_use}, where less than {ROOM_BYTES >> 20} MiB are free; free some, or "
@@ -58,17 +58,18 @@ def check_room() -> None:
 
 
 def one_thread_a_core() -> None:
-    """Have PoCL keep each of its threads on a core of its own, unless the user has said otherwise or bound the process to some.
+    """Make PoCL bind each of its threads to one core, unless the user chose otherwise or bound the process to some cores.
 
-    A thread that is woken for a kernel may be put on the core of the one that woke it, where it waits until the kernel is over:
-    kernels of a few milliseconds then ran on one core of two (docs/opencl-notes.md). Threads read the variable when they start.
+    A thread that is woken for a kernel can be scheduled on the core of the thread that woke it, where it waits until the kernel
+    is done: kernels of a few milliseconds then ran on one core of two (docs/opencl-notes.md). Threads read the variable at
+    their start.
     """
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count():
         os.environ.setdefault(_AFFINITY, "1")
 
 
 def _pocl_folder(given: str | None) -> Path:
-    """Where PoCL keeps compiled kernels; `given` is the value of POCL_CACHE_DIR."""
+    """PoCL's cache folder; `given` is the value of POCL_CACHE_DIR."""
     if given is not None:
         return Path(given)
     if home := os.environ.get("XDG_CACHE_HOME"):

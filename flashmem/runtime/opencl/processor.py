@@ -1,4 +1,4 @@
-"""Which processor a device is, and whether the rates of its descriptor were measured on that one."""
+"""Identification of a device's processor, and whether a descriptor's rates were measured on it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def processor_of(device: Device) -> str:
-    """The processor, as exactly as its rates depend on it: a GPU's name; of a CPU the name, family, model and cores.
+    """The processor's name as precisely as its rates depend on it: a GPU's name; for a CPU its name, family, model and cores.
 
-    Drivers of CPUs give a name that several generations share, so the system's own words are taken where it has some (Linux
-    on x86).
+    CPU drivers report one name for several generations, so /proc/cpuinfo is used where it has more (Linux on x86).
     """
     if device.kind != "cpu":
         return device.name
-    told = _first_processor()
-    name = told.get("model name", device.name)
-    generation = [f"{word} {told[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in told]
+    fields = _first_processor()
+    name = fields.get("model name", device.name)
+    generation = [f"{word} {fields[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in fields]
     cores = f"{device.compute_units} core{'s' if device.compute_units != 1 else ''}"
     return ", ".join((name, *([" ".join(generation)] if generation else []), cores))
 
 
 def rates_said(descriptor: DeviceDescriptor, device: Device | None = None) -> str:
-    """Where the descriptor's rates are from, for a report; of a `device` that is here, also whether they are its own."""
+    """The origin of the descriptor's rates, for a report; with `device`, also whether they were measured on it."""
     if not descriptor.measured:
         return "rates published or assumed"
     if not descriptor.measured_on:
@@ -38,12 +37,12 @@ def rates_said(descriptor: DeviceDescriptor, device: Device | None = None) -> st
 
 
 def rates_are_of(descriptor: DeviceDescriptor, device: Device) -> bool:
-    """Whether the rates were measured on a processor such as `device`."""
+    """Whether the rates were measured on a processor like that of `device`."""
     return descriptor.measured and descriptor.measured_on == processor_of(device)
 
 
 def _first_processor() -> dict[str, str]:
-    """What the system says of its first processor, by the words it uses; nothing where it says nothing."""
+    """The fields of the first processor in /proc/cpuinfo; empty where there is none."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The first plans of models, made beside the first run, which follows the plan of its bundle meanwhile."""
+"""The first plans of models, made in a thread while the first run follows the plan of its bundle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from flashmem.base.errors import BudgetError
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.serving.arbiter import Occupancy
+from flashmem.runtime.serving.arbiter import MemoryArbiter
 
 _TURN_SECONDS = 1e-4
 """As long as a plan keeps others from the interpreter while it is being made."""
@@ -41,32 +41,32 @@ class ShortTurns:
 
 
 class Planner:
-    """One thread while there is something to plan, and none else."""
+    """Makes plans in a thread, which ends when all models have one."""
 
-    def __init__(self, device: DeviceInUse, occupancy: Occupancy) -> None:
-        self._device, self._occupancy = device, occupancy
+    def __init__(self, device: DeviceInUse, arbiter: MemoryArbiter) -> None:
+        self._device, self._arbiter = device, arbiter
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def wake(self) -> None:
-        """Plan what was never planned. Called by one thread."""
+        """Make the plans that do not exist yet. One thread calls this."""
         if self._thread is not None and self._thread.is_alive():
             return
-        if self._occupancy.unplanned() is not None:
+        if self._arbiter.unplanned() is not None:
             self._thread = threading.Thread(target=self._work, name="flashmem-planner", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
         with ShortTurns():
             planned = []
-            while not self._closing and (tenant := self._occupancy.unplanned()) is not None:
-                planned.append(tenant)
-                with suppress(BudgetError):  # its turn will tell
-                    self._occupancy.made_plan(tenant)
-            for tenant in planned:
+            while not self._closing and (loaded := self._arbiter.unplanned()) is not None:
+                planned.append(loaded)
+                with suppress(BudgetError):  # raised again when its turn has come
+                    self._arbiter.made_plan(loaded)
+            for loaded in planned:
                 if not self._closing:
                     with suppress(BudgetError):
-                        _ = tenant.smallest  # asked for when the budget moves, while others wait
+                        _ = loaded.smallest  # asked for when the budget moves, while others wait
 
     def close(self) -> None:
         """End after the plan that is being made."""

@@ -1,28 +1,24 @@
-"""A bundle open in a runtime: its plans by budget, its placement while it has one, and the run that loads ahead."""
+"""A model of a runtime: an engine with a plan for each budget, and a promise of memory for each run."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from flashmem.base.errors import BudgetError, RunError
+from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.planning.carried_instance import carried_instance
 from flashmem.program.program import fixed_bytes
-from flashmem.runtime.engine.bound_program import Placement
-from flashmem.runtime.engine.compatibility import laid_out, playable
+from flashmem.runtime.compatibility import mode_for
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.opened import Kernels, OpenedBundle
-from flashmem.runtime.engine.prefetch import Preparation
-from flashmem.runtime.engine.run import Run
+from flashmem.runtime.engine.engine import Engine, Run
+from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.opencl.context import Queue
-from flashmem.runtime.options import choose_mode
 from flashmem.runtime.serving.sharing import Need, Turn
 from flashmem.schedule.loads import Load, kept_within, pages
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
@@ -36,9 +32,11 @@ def _never(load: Load) -> bool:
     return False
 
 
-class Tenant:
-    """Any thread may ask for plans, what is the smallest budget, and what is prepared. All else is called by one at a time: the
-    runtime's own, or the one that looks ahead for it.
+class LoadedModel(Engine):
+    """An engine whose plan and memory follow a budget that it shares with others.
+
+    Any thread may ask for plans, for the smallest budget, and wait for the warm-up. One thread at a time calls all other
+    methods: the runtime's own, or the one that loads ahead for it.
     """
 
     def __init__(
@@ -51,52 +49,43 @@ class Tenant:
         prepare: bool,
         verify_weights: bool = False,
     ) -> None:
-        """Open the bundle and its kernels; nothing on the device yet. The last three as for `Session`.
+        """Open the bundle and its kernels; nothing is allocated on the device yet. The last three as for `Session`.
 
         Raises:
             UserError: a mode that the device lacks, kernels that it does not take.
             RunError: the driver refuses the kernels.
         """
-        planned = bundle.meta.get("mode")
-        descriptor, path = playable(bundle, device.device, mode), bundle.program.memory_path
-        chosen = choose_mode(descriptor, mode, path=path, planned=planned, layouts=laid_out(bundle))
-        self.device = device
-        self.opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
-        self.placement: Placement | None = None
-        self.run: Run | None = None  # under way, or loading ahead
-        self.begun_under: int | None = None  # the limit when `run` began
-        self.placed_under: int | None = None  # the limit that the placement's plan is for, when its turn came
-        self.failure: str | None = None  # why it was closed
-        self.steady = False  # whether the run is played by steady kernels
-        self._preparation = Preparation(self.opened, device, apart=build_apart) if prepare else None
-        self._apart = build_apart
+        chosen = mode_for(bundle, device.device, mode)
+        opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
+        super().__init__(opened, device, apart=build_apart, warm_up=prepare)
+        self.begun_under: int | None = None  # the budget's limit when `current` began
+        self.bound_under: int | None = None  # the limit that the bound program's plan is for, when its turn came
         self._planning = threading.Lock()
         self._plans: dict[tuple[int | None, bool], OverlapPlan | BudgetError] = {}
-        self._kernels: Kernels
-        self._planned: OverlapPlan | None = None  # what the kernels are for
+        self._last_layout: tuple[OverlapPlan, PoolLayout] | None = None
         try:
-            program = self.opened.program
+            program = opened.program
             instance = carried_instance(program, bundle.plan, bundle.descriptor, chosen, bundle.meta)
             shares = device.device.unified_memory
             self._instance = instance if instance is None else replace(instance, shares_memory=shares)
-            self._kernels_for(bundle.plan)
+            self.kernels_for(bundle.plan)
         except BaseException:
-            self.opened.close()
+            opened.close()
             raise
 
     @property
     def streams_pages(self) -> bool:
-        """Whether weights come and go slice by slice (mode `map`); in every other mode a plan has places for all of them."""
+        """Whether slices are loaded and freed one by one (mode `map`); in all other modes a plan has places for all of them."""
         return self.opened.mode == "map"
 
     @cached_property
     def fixed(self) -> int:
-        """Bytes that a placement holds whatever the plan."""
+        """Bytes that a bound program holds under any plan."""
         return fixed_bytes(self.opened.program)
 
     @cached_property
     def smallest(self) -> int:
-        """The least budget in which it runs, in bytes."""
+        """The smallest budget in which the model runs, in bytes. Any thread may ask."""
         if self._instance is None:
             return self.fixed + self._layout(self.opened.bundle.plan).total_bytes
         from flashmem.planning.replanning import smallest_budget
@@ -124,7 +113,7 @@ class Tenant:
         return plan
 
     def plan_at_once(self, limit: int | None, *, alone: bool) -> OverlapPlan:
-        """As `plan_for`, but that of the bundle where it is within `limit` and none was ever made: nobody waits for the first.
+        """As `plan_for`, but the bundle's own plan if that fits `limit` and no plan was made yet: nobody waits for the first.
 
         Only in mode `map`, where the next run may follow another plan in the same places.
 
@@ -134,7 +123,7 @@ class Tenant:
         return self.opened.bundle.plan if self.awaits_plan(limit) else self.plan_for(limit, alone=alone)
 
     def awaits_plan(self, limit: int | None) -> bool:
-        """Whether it does with its bundle's plan until a first one of its own is made."""
+        """Whether it follows its bundle's plan until a first one is made for it."""
         return self.streams_pages and self._instance is not None and not self._plans and self._as_bundled(limit)
 
     def _as_bundled(self, limit: int | None) -> bool:
@@ -173,90 +162,83 @@ class Tenant:
         return plan
 
     def _layout(self, plan: OverlapPlan) -> PoolLayout:
-        opened, device = self.opened, self.device.device
-        return streamed_layout(opened.program, plan, opened.mode, shares_memory=device.unified_memory)
+        if (last := self._last_layout) is not None and last[0] is plan:
+            return last[1]
+        shares = self.device.device.unified_memory
+        layout = streamed_layout(self.opened.program, plan, self.opened.mode, shares_memory=shares)
+        self._last_layout = plan, layout
+        return layout
 
     def need(self, plan: OverlapPlan) -> Need:
-        """What a placement under `plan` holds, and a run beside it; in mode `map` without what stays resident."""
+        """Bytes of a bound program under `plan`, and of a run beside it; in mode `map` without slices that stay resident."""
         weights = self._layout(plan).total_bytes
         return Need(self.fixed, weights) if self.streams_pages else Need(self.fixed + weights, 0)
 
-    def _kernels_for(self, plan: OverlapPlan) -> Kernels:
-        """Kernels change with the plan where they move weights."""
-        if self._planned is None or (self.opened.mode == "interleave" and self._planned is not plan):
-            if self._planned is not None:
-                self._kernels.close()  # a thread may still load what only later runs need
-            self._kernels, self._planned = Kernels(self.opened, self.device, plan, apart=self._apart), plan
-        return self._kernels
-
-    def place(self, plan: OverlapPlan, queue: Queue) -> bool:
-        """Take places under `plan`; False where the budget has no room for them now. Raises RunError if the device refuses."""
-        kernels, layout, ledger = self._kernels_for(plan), self._layout(plan), self.device.ledger()
+    def try_bind(self, plan: OverlapPlan, queue: Queue) -> bool:
+        """Bind under `plan`; False where the budget has no room for it now. Raises RunError if the device refuses."""
+        layout, ledger = self._layout(plan), self.device.ledger()
+        self.kernels_for(plan)  # before memory is promised: it may fail
         if not ledger.promise(self.need(plan).fixed):
             return False
-        self.placement = Placement(self.device, self.opened, kernels, plan, layout, ledger, queue)  # or the ledger is closed
+        self.bind(plan, layout, ledger, queue)  # closes the ledger where it fails
         return True
 
     def follows(self, plan: OverlapPlan) -> bool:
-        """Whether its placement, if it has one, can run under `plan`; in mode `map` it then will. No run may be loading."""
-        placement = self.placement
-        if placement is None or placement.plan.weights == plan.weights:
+        """Whether what is bound can run under `plan`; in mode `map` it then will. No run may be loading."""
+        if self.bound is None or self.bound.weights.plan.weights == plan.weights:
             return True
         if self.streams_pages:
-            placement.follow(plan, self._layout(plan))
+            self.bound.weights.follow(plan, self._layout(plan))
         return self.streams_pages
 
-    def give_weights_back(self) -> None:
-        """Hold activations and constants only; `place_again` must follow. No run may be loading."""
-        assert self.placement is not None
-        self._bind_no_more()
-        self.placement.let_weights_go()
-        self.placement.ledger.promise(0)
+    def release_weights(self) -> None:
+        """Hold activations and constants only, and promise no more; `try_rebind` must follow. No run may be loading."""
+        super().release_weights()
+        assert self.bound is not None
+        self.bound.ledger.promise(0)
 
-    def place_again(self, plan: OverlapPlan) -> bool:
-        """Take places for the weights under another plan; False where there is no room.
+    def try_rebind(self, plan: OverlapPlan) -> bool:
+        """After `release_weights`, bind the weights under another plan; False where there is no room.
 
         Raises:
             RunError: the device refuses.
         """
-        assert self.placement is not None
-        kernels, layout = self._kernels_for(plan), self._layout(plan)
-        if not self.placement.ledger.promise(self.need(plan).fixed):
+        assert self.bound is not None
+        kernels, layout = self.kernels_for(plan), self._layout(plan)
+        if not self.bound.ledger.promise(self.need(plan).fixed):
             return False
-        self.placement.lay_out_again(plan, layout, kernels)
+        self.bound.rebind_weights(plan, layout, kernels)
         return True
 
-    def begin(self, resident_bytes: float, *, done: int = 0, admit: Callable[[Load], bool] = _never) -> Run:
-        """A run behind layer `done` that leaves up to `resident_bytes` of weights.
+    def begin_run(self, resident_bytes: float, *, done: int = 0, admit: Callable[[Load], bool] = _never) -> Run:
+        """Begin a run behind layer `done` that leaves up to `resident_bytes` of weights resident.
 
-        In mode `map`, what is loaded before the run is granted its memory (`grant`) is asked of `admit`.
+        In mode `map`, each load before `grant` is asked of `admit`.
         """
-        placement, self.begun_under = self.placement, self.device.budget.limit
-        assert placement is not None
+        assert self.bound is not None
+        weights, self.begun_under = self.bound.weights, self.device.budget.limit
         if not self.streams_pages:
-            self.run = Run(placement, placement.schedule(done=done), done=done)
-            return self.run
-        kept = kept_within(placement.plan, self.opened.slices, placement.resident, resident_bytes)
-        placement.drop(placement.resident - kept)
-        self.run = Run(placement, placement.schedule(kept=kept, done=done), done=done, admit=admit)
-        return self.run
+            return self.begin(weights.schedule(done=done), done=done)
+        kept = kept_within(weights.plan, self.opened.slices, weights.resident, resident_bytes)
+        weights.drop(weights.resident - kept)
+        return self.begin(weights.schedule(kept=kept, done=done), done=done, admit=admit)
 
     def end(self) -> None:
-        """Its run is over, or halted."""
-        self.run = None
-        if self.placement is not None:
-            self.placement.ledger.promise(0)
+        """The current run is over, or halted: nothing more than what is held is counted on."""
+        super().end()
+        if self.bound is not None:
+            self.bound.ledger.promise(0)
 
     def grant(self, run: Run, done: int = 0) -> bool:
-        """Promise `run` all that it will hold, and let it go on; False where that would pass the budget."""
-        placement = self.placement
-        assert placement is not None
+        """Promise `run` all memory that it will hold, and let its loads continue; False where that would pass the budget."""
+        bound = self.bound
+        assert bound is not None
         if self.streams_pages:
-            ledger, fixed, peaks = placement.ledger, self.fixed, run.schedule.peaks()
+            ledger, fixed, peaks = bound.ledger, self.fixed, run.schedule.peaks()
             if not ledger.promise(fixed + peaks[done]):
                 return False
 
-            def give_back(layer: int) -> None:  # what the layer used last is no longer held
+            def give_back(layer: int) -> None:  # slices are freed after their last use
                 ledger.promise(fixed + peaks[layer])
 
             if run.loader is not None:
@@ -265,87 +247,48 @@ class Tenant:
             run.loader.admit_all()
         return True
 
-    def choose(self, done: int) -> None:
-        """The run behind layer `done` is about to begin: play it by steady kernels, if they are ready and may be."""
-        assert self.placement is not None
-        self.steady = done == 0 and self._preparation is not None and self._preparation.choose(self.placement)
-
-    def prepare(self) -> None:
-        """A run is over: steady kernels are made ready for the next one, in a thread."""
-        if self._preparation is not None and self.placement is not None:
-            self._preparation.begin(self.placement)
-
-    def wait_prepared(self) -> None:
-        """Return when what is being made ready is."""
-        if self._preparation is not None:
-            self._preparation.wait()
-
-    def _bind_no_more(self) -> None:
-        if self._preparation is not None:
-            self._preparation.leave()
-
     @property
     def committed(self) -> int:
-        """Bytes that it counts on now."""
-        return 0 if self.placement is None else self.placement.ledger.commitment
+        """Bytes that it holds, or has been promised."""
+        return 0 if self.bound is None else self.bound.ledger.commitment
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights that stay where they are between two runs, or will when its run is over (mode `map`)."""
-        if self.placement is None or not self.streams_pages:
+        """Bytes of weights that stay resident between two runs, or will after the current one (mode `map`)."""
+        if self.bound is None or not self.streams_pages:
             return 0
-        run = self.run
+        run = self.current
         if run is not None:
             return run.schedule.held[-1]
-        return sum(pages(self.opened.slices[name]) for name in self.placement.resident)
+        return sum(pages(self.opened.slices[name]) for name in self.bound.weights.resident)
 
     @property
-    def placed_bytes(self) -> int:
-        """Bytes that its placement holds whatever is loaded."""
-        return 0 if self.placement is None else self.need(self.placement.plan).fixed
+    def bound_bytes(self) -> int:
+        """Bytes that the bound program holds without any load."""
+        return 0 if self.bound is None else self.need(self.bound.weights.plan).fixed
 
-    def turn(self) -> Turn[Tenant]:
-        """Its next run; nothing yet where it is not placed."""
-        if self.placement is None:
+    def turn(self) -> Turn[LoadedModel]:
+        """Memory of its next run; 0 where it is not bound."""
+        if self.bound is None:
             return Turn(self, 0, 0, 0, 0)
-        need = self.need(self.placement.plan)
+        need = self.need(self.bound.weights.plan)
         rest = need.fixed + self.resident_bytes
         return Turn(self, self.committed, rest + need.room, rest, need.fixed)
 
     def lacks(self, run: Run, done: int) -> float:
-        """Bytes that the budget has too few of to `grant` it."""
+        """Bytes that the budget lacks to `grant` `run`."""
         peak = self.fixed + run.schedule.peak(done) if self.streams_pages else self.committed
         return peak - self.committed - self.device.budget.room
 
     def drop_residents(self, nbytes: float = inf) -> None:
-        """Let resident slices go, the last ones in use first, until at least `nbytes` are given back."""
-        placement = self.placement
-        if placement is None or not self.streams_pages or self.run is not None:
+        """Free resident slices, the last ones in use first, until at least `nbytes` are given back."""
+        bound = self.bound
+        if bound is None or not self.streams_pages or self.current is not None:
             return
-        uses = {w.name: w.first_use for w in placement.plan.weights}
-        for name in sorted(placement.resident, key=lambda name: -uses[name]):
+        uses = {w.name: w.first_use for w in bound.weights.plan.weights}
+        for name in sorted(bound.weights.resident, key=lambda name: -uses[name]):
             if nbytes <= 0:
                 break
-            placement.drop([name])
+            bound.weights.drop([name])
             nbytes -= pages(self.opened.slices[name])
-        placement.ledger.promise(0)
-
-    def leave(self) -> None:
-        """Give all places back; what loads ahead stops."""
-        run, placement, self.run, self.placement = self.run, self.placement, None, None
-        if run is not None:
-            with suppress(RunError):  # nobody waits for those loads any more
-                run.stop()
-        if placement is not None:
-            self._bind_no_more()
-            placement.close()
-
-    def close(self, why: str) -> None:
-        """Give everything back, for good."""
-        if self.failure is None:
-            self.failure = why
-            self.leave()
-            if self._preparation is not None:
-                self._preparation.close()
-            self._kernels.close()
-            self.opened.close()
+        bound.ledger.promise(0)

@@ -1,8 +1,8 @@
-"""How several models share one budget: pure rules, without OpenCL.
+"""Rules by which several models share one budget: pure functions, without OpenCL.
 
-A model's *fixed* bytes are its activations, constants and host scratch, held while it is placed; its *room* is what its plan
+A model's *fixed* bytes are its activations, constants and host scratch, held while it is bound; its *room* is what its plan
 has in flight beside them, held while it runs. Where all fixed bytes and the largest room fit the budget at once, every model
-stays placed, and what is left holds weights that stay resident. Where they do not, models take turns, and nothing stays.
+stays bound, and what is left holds weights that stay resident. Where they do not, models take turns, and nothing stays.
 The queue says who needs what is left soonest.
 """
 
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a model holds while it is placed, and those that a run holds beside them."""
+    """Bytes that a model holds while it is bound, and bytes that a run holds beside them."""
 
     fixed: int
     room: int
@@ -34,11 +34,18 @@ def may_keep(
     model: Model,
     queue: Sequence[Model],
 ) -> float:
-    """Bytes of weights that `model`, whose turn it is, may leave resident until its next turn in the `queue` of those behind:
-    what the turns before that one leave over; 0 where models have to take turns.
+    """Bytes of weights that `model`, whose turn it is, may leave resident until its next turn in the `queue`.
 
-    `resident`: bytes that others leave behind. Those who come before its next turn keep theirs, the rest gives them up for it;
-    but not those who have loaded `ahead` so many bytes. Where `model` has no other turn, all others may come first.
+    These are the bytes that the turns before that one do not need; 0 where models have to take turns.
+
+    Args:
+        limit: the budget; None for no limit.
+        needs: bytes of each model.
+        resident: bytes that others have resident. Models with a turn before the next one of `model` keep theirs; all others
+            give them up for it.
+        ahead: bytes that others have loaded ahead, which they keep.
+        model: without another turn in the queue, all others may run before its next one.
+        queue: the turns after this one.
     """
     if limit is None:
         return inf
@@ -51,9 +58,7 @@ def may_keep(
 
 @dataclass(frozen=True)
 class Turn(Generic[Model]):
-    """A turn of a model, in bytes: what the model counts on now, at most while it has the turn, and after it; of that `fixed`
-    where it has given its residents up.
-    """
+    """Bytes that a model counts on: now (`committed`), at most during its turn, after it, and without residents (`fixed`)."""
 
     model: Model
     committed: int
@@ -63,10 +68,10 @@ class Turn(Generic[Model]):
 
 
 def spare(limit: float, beside: int, turns: Sequence[Turn[Model]]) -> float:
-    """Bytes more that the model of the last one of `turns` may count on now, so that each turn before it finds its peak.
+    """Bytes more that the model of the last one of `turns` may count on now, so that each turn before it has its peak.
 
-    The first turn is under way, and counts on its peak. A model may have several turns; after the last one its residents give
-    way. `beside`: what all those count on that have none.
+    The first turn is under way, and counts on its peak. A model may have several turns; after the last one its residents are
+    freed. `beside`: bytes that models without a turn count on.
     """
     counted = {turn.model: turn.committed for turn in turns}
     left = limit - beside - sum(counted.values())
@@ -79,8 +84,10 @@ def spare(limit: float, beside: int, turns: Sequence[Turn[Model]]) -> float:
 
 
 def latest_needed(models: Iterable[Model], queue: Sequence[Model]) -> list[Model]:
-    """`models` in the order in which they are to give memory up: those that nobody waits for (`models` has the one that ran
-    longest ago first), then those whose next turn in the `queue` is farthest.
+    """`models` in the order in which they give memory up.
+
+    First those without a turn in the `queue`, in the order of `models` (the one that ran longest ago first); then those whose
+    next turn is the latest.
     """
     turns = {model: turn for turn, model in reversed(list(enumerate(queue)))}
     return sorted(models, key=lambda model: -turns.get(model, len(queue)))

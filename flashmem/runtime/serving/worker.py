@@ -1,151 +1,278 @@
-"""Plays the requests of a runtime, one after the other: layers now, the next models' loads as far as there is room for them."""
+"""The thread of a runtime: takes requests in their order, and runs each of them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from numpy.typing import NDArray
 
-from flashmem.base.errors import RunError
-from flashmem.program.tensors import Port
+from flashmem.base.errors import BudgetError, RunError
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.failures import of_the_request
-from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
-from flashmem.runtime.engine.run import Played, Run, check_status, collect, write_inputs
-from flashmem.runtime.serving.arbiter import Occupancy
+from flashmem.runtime.engine.engine import Run
+from flashmem.runtime.engine.failures import RequestError, forget_locals
+from flashmem.runtime.serving.arbiter import MemoryArbiter
 from flashmem.runtime.serving.first_plans import Planner
-from flashmem.runtime.serving.loaded_model import Tenant
-from flashmem.runtime.serving.requests import Answer
-from flashmem.schedule.loads import Span
+from flashmem.runtime.serving.loaded_model import LoadedModel
+from flashmem.runtime.serving.requests import Answer, FencedFuture, Model, complete, complete_cancelled
 
 Array = NDArray[Any]
 
-_GLANCE = 0.05
-"""Seconds after which a thread looks again at what it is not told of."""
+
+class _ArbitratedMemory:
+    """The memory of one run, as the arbiter grants it."""
+
+    def __init__(self, loaded: LoadedModel, arbiter: MemoryArbiter, planner: Planner) -> None:
+        self._loaded, self._arbiter, self._planner = loaded, arbiter, planner
+
+    def begin(self, done: int) -> Run | None:
+        """The run behind layer `done`; None where the budget has changed meanwhile."""
+        return self._arbiter.begin(self._loaded, done)
+
+    @contextmanager
+    def executing(self, run: Run) -> Iterator[Callable[[], bool]]:
+        """While `run` executes: plans are made that do not exist yet, and the next models load."""
+        self._planner.wake()
+        with self._arbiter.loading_ahead(self._loaded, run):
+            yield self._arbiter.pressed.is_set
+
+    def give_way(self) -> None:
+        """The run was halted: go on in less memory."""
+        self._arbiter.give_way(self._loaded)
 
 
-class Player:
-    """All but `close` is called by the runtime's own thread."""
+class Worker:
+    """A queue of requests, and the thread that answers them. Any thread may call its public methods."""
 
-    def __init__(self, device: DeviceInUse, occupancy: Occupancy, relieved: Callable[[], None]) -> None:
-        """`relieved` is called when memory has been given back."""
-        self._device, self._occupancy, self._relieved = device, occupancy, relieved
-        self._planner = Planner(device, occupancy)
-        self._ahead: tuple[threading.Thread, threading.Event] | None = None  # that looks ahead, and what stops it
-        self.pressed = threading.Event()  # the run under way has to give memory back
+    def __init__(self, device: DeviceInUse) -> None:
+        """`start` starts the thread."""
+        self._device = device
+        self.arbiter = MemoryArbiter(device, self._queue, self._tell_relieved)
+        self._planner = Planner(device, self.arbiter)
+        self._state = threading.Condition()  # of what follows
+        self._waiting: deque[Answer] = deque()
+        self._chores: deque[tuple[Callable[[], None], FencedFuture[None]]] = deque()  # for the thread, between runs
+        self._running: LoadedModel | None = None
+        self._relieved: list[FencedFuture[None]] = []  # done when the budget is kept
+        self.closing: str | None = None  # why
+        self._thread = threading.Thread(target=self._work, name="flashmem-runtime", daemon=True)
 
-    def play(self, answer: Answer) -> list[Array]:
-        """The outputs of a request, in the order of its names; its report is filled in.
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
 
-        The thread that looks ahead may still be at work then, as `settle` says: no answer waits for it.
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs in the worker's thread, where waiting for an answer would never end."""
+        return threading.current_thread() is self._thread
 
-        Raises:
-            BudgetError: the budget is too small for the model.
-            RequestError: what was asked cannot be answered, for instance an index outside a table; the model is as it was.
-            RunError: the run failed, or the model is closed.
+    def refuse_closed(self) -> None:
+        """Raise RunError if the runtime is closed."""
+        if self.closing is not None:
+            raise RunError(f"the runtime is closed ({self.closing}); make a new one")
+
+    def enter(self, models: Sequence[LoadedModel]) -> None:
+        """Have models share the budget. Raises RunError if the runtime is closed."""
+        with self._state:
+            self.refuse_closed()
+            for loaded in models:
+                self.arbiter.enter(loaded)
+
+    def submit(self, answer: Answer) -> None:
+        """Append a request to the queue. Raises RunError if its model or the runtime is closed."""
+        with self._state:
+            self.refuse_closed()
+            if answer.model.failure is not None:
+                raise RunError(f"the model is closed ({answer.model.failure}); open it again")
+            self._waiting.append(answer)
+            self._state.notify_all()
+
+    def set_limit(self, limit: int | None, *, halt_always: bool) -> Future[None]:
+        """Change the budget's limit. The future is done when no more than that is held.
+
+        `halt_always`: the run under way halts although its model cannot run in `limit`. Raises RunError once closed.
         """
-        self.settle()
-        tenant, budget = answer.tenant, self._device.budget
-        if tenant.failure is not None:
-            raise RunError(f"the model is closed ({tenant.failure}); open it again")
-        placement = self._occupancy.placed(tenant)
-        placement.ledger.restart_history()
-        ports = {port.name: port for port in tenant.opened.program.outputs}
-        wanted = [ports[name] for name in dict.fromkeys(answer.names)]
-        with of_the_request():
-            write_inputs(placement, answer.inputs)
-        loads: list[Span] = []
-        read: dict[str, Array] = {}
-        done, last = 0, len(tenant.opened.program.launches)
-        while True:
-            played = self._play_from(tenant, wanted, done)
-            loads += played.loads
-            read |= played.read
-            if played.done == last:
-                break
-            self._give_way(tenant)
-            done = played.done
-            if tenant.opened.mode == "interleave":  # what kernels were to move before is not at home
-                done, read = 0, {}
-                write_inputs(placement, answer.inputs)
-        with of_the_request():
-            check_status(placement)
-        results = collect(placement, wanted, read)
-        ended = perf_counter()
-        answer.report = RunReport(
-            Latency(ended - answer.started, 0.0, ended - answer.started),
-            MemoryUse.of(placement.ledger, ended, budget.limit, self._device.start_rss),
-            tuple(loads),
-            (),
-            tenant.steady,
-        )
-        return [results[name] for name in answer.names]
+        done, budget = FencedFuture[None](), self._device.budget
+        with self._state:
+            self.refuse_closed()
+            budget.limit = limit
+            if budget.room >= 0:
+                done.set_result(None)
+                self._state.notify_all()
+                return done
+            self._relieved.append(done)
+            running = self._running
+            self._state.notify_all()
+        # Whether the run can go on in less may need a plan, for which nobody waits who holds the lock.
+        if running is None or halt_always or limit is None or running.runs_in(limit):
+            with self._state:
+                if budget.room < 0:  # nobody has given it back meanwhile
+                    self.arbiter.pressed.set()
+                    self._state.notify_all()
+        return done
 
-    def relieve(self) -> None:
-        """Between two runs: give back what passes the budget."""
-        self.settle()
-        self.pressed.clear()
-        self._occupancy.relieve()
-        self._relieved()
+    def have_done(self, chore: Callable[[], None]) -> None:
+        """Have the thread do it between two runs, and wait for that."""
+        done = FencedFuture[None]()
+        with self._state:
+            if not self.is_current_thread and self._thread.is_alive() and self.closing is None:
+                self._chores.append((chore, done))
+                self._state.notify_all()
+            else:
+                done.cancel()
+        if not done.cancelled():
+            done.result()
+        elif self.is_current_thread:
+            chore()
+        else:
+            self._thread.join()  # it gives everything back as it ends
 
-    def settle(self) -> None:
-        """Return when nothing that was begun beside the last run goes on: from then on models may be placed, and closed."""
-        if self._ahead is not None:
-            thread, stop = self._ahead
-            self._stop_looking(stop)
-            thread.join()
-            self._ahead = None
+    def close_model(self, model: Model) -> None:
+        """Close a model between two runs. Its waiting requests fail."""
+        with self._state:
+            mine = [answer for answer in self._waiting if answer.model is model]
+            self._waiting = deque(answer for answer in self._waiting if answer.model is not model)
+        raised = []
+        for answer in mine:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(RunError("the model was closed before its turn came; open it again"))
+                raised.append(answer.raised())
+        self.have_done(lambda: self._close_variants(model, "close was called"))
+        for error in raised:
+            if error is not None:  # of a callback, KeyboardInterrupt for instance: now that all is closed
+                raise error
 
     def close(self) -> None:
-        """No plan is made any more, and nothing loaded ahead."""
-        self.settle()
-        self._planner.close()
+        """Close all models after the run under way. Waiting requests are cancelled. Closing again does nothing."""
+        with self._state:
+            self.closing = self.closing or "close was called"
+            self._state.notify_all()
+        if not self.is_current_thread:
+            self._thread.join()
 
-    def _play_from(self, tenant: Tenant, wanted: Sequence[Port], done: int) -> Played:
-        """Play the layers behind `done`; meanwhile the next models load, and plans are made that are not there."""
-        run = self._occupancy.begin(tenant, done)
-        if run is None:  # the budget has been moved
-            return Played((), (), {}, done)
-        tenant.choose(done)
-        self._planner.wake()
-        stop = threading.Event()
-        if len(self._occupancy.tenants()) > 1:
-            ahead = threading.Thread(target=self._look_ahead, args=(tenant, run, stop), name="flashmem-ahead", daemon=True)
-            ahead.start()
-            self._ahead = ahead, stop
+    # What follows runs in the worker's thread.
+
+    def _work(self) -> None:
         try:
-            return run.play(wanted, halted=self.pressed.is_set)
+            self._serve_all()
+            why = self.closing or ""
+        except BaseException as error:  # nothing that a request may cause, but nobody must wait for ever
+            why = f"its thread failed: {type(error).__name__}: {error}"
+        with self._state:
+            self.closing = self.closing or why
+            left, self._waiting = self._waiting, deque()
+            chores, self._chores = self._chores, deque()
+            relieved, self._relieved = self._relieved, []
+        try:
+            self.arbiter.settle()
+            self._planner.close()
+            for loaded in self.arbiter.models():
+                self.arbiter.leave(loaded)
+                loaded.close(why)
         finally:
-            self._stop_looking(stop)
-            tenant.end()
+            for answer in left:
+                complete_cancelled(answer)
+            _tell([*(done for _, done in chores), *relieved])
 
-    def _stop_looking(self, stop: threading.Event) -> None:
-        stop.set()
-        with self._device.budget.changed:
-            self._device.budget.changed.notify_all()
+    def _serve_all(self) -> None:
+        while True:
+            with self._state:
+                while not (self._waiting or self._chores or self.closing or self.arbiter.pressed.is_set()):
+                    self._state.wait()
+                chores, self._chores = self._chores, deque()
+                answer = self._waiting.popleft() if self._waiting and not chores and not self.closing else None
+                if answer is not None and answer.set_running_or_notify_cancel():
+                    self._running = answer.loaded
+                else:
+                    answer = None
+            for chore, done in chores:
+                try:
+                    chore()
+                except BaseException as error:
+                    done.set_exception(error)
+                else:
+                    done.set_result(None)
+            if answer is not None:
+                self._serve(answer)
+                answer = None  # while this waits for the next one
+            elif self.closing and not chores:
+                return
+            self.arbiter.relieve()
 
-    def _look_ahead(self, tenant: Tenant, run: Run, stop: threading.Event) -> None:
-        """While `run` plays: when its loads wait, those of the next models go on, as far as there is memory."""
-        budget = self._device.budget
-        while not stop.is_set():
-            if not self.pressed.is_set() and (run.loader is None or run.loader.idle):
-                self._occupancy.load_ahead(tenant, run)
-            with budget.changed:
-                if not stop.is_set():
-                    budget.changed.wait(_GLANCE)
+    def _serve(self, answer: Answer) -> None:
+        """Answer one request. A failure is the request's, and its model's."""
+        answer.started = perf_counter()
+        outcome = self._outcome(answer)
+        answer.inputs.clear()
+        if isinstance(outcome, BaseException):
+            forget_locals(outcome)  # it is the user's now
+            outcome = self._failed(answer, outcome)
+        answer.finished = perf_counter()
+        with self._state:
+            self._running = None
+        self.arbiter.has_run(answer.loaded)
+        if isinstance(outcome, BaseException):
+            complete(answer, partial(answer.set_exception, outcome))
+        else:
+            answer.model.last_run = answer.report
+            complete(answer, partial(answer.set_result, outcome))
+            answer.loaded.prepare()
+        del answer, outcome  # the calls of an error, which somebody may keep, know who called them
 
-    def _give_way(self, tenant: Tenant) -> None:
-        """It was halted: it gives its weights back, others what is still too much, and it goes on under another plan.
+    def _outcome(self, answer: Answer) -> list[Array] | BaseException:
+        """The outputs of a request, whose report is filled in, or what it raised."""
+        loaded = answer.loaded
+        try:
+            self.arbiter.settle()
+            if loaded.failure is not None:
+                raise RunError(f"the model is closed ({loaded.failure}); open it again")
+            self.arbiter.bind(loaded)
+            memory = _ArbitratedMemory(loaded, self.arbiter, self._planner)
+            results, answer.report = loaded.run(answer.names, answer.inputs, memory, since=answer.started)
+            return results
+        except BaseException as error:
+            return error
 
-        Raises:
-            BudgetError: there is none.
-        """
-        self.settle()
-        self.pressed.clear()
-        tenant.give_weights_back()
-        self._occupancy.relieve(but=tenant)
-        self._relieved()
-        self._occupancy.place_again(tenant)
+    def _failed(self, answer: Answer, failure: BaseException) -> BaseException:
+        """End a run that failed. Returns the error for the user."""
+        loaded = answer.loaded
+        if not isinstance(failure, RequestError):
+            self.arbiter.settle()
+        if isinstance(failure, BudgetError):  # it can run again in a larger budget
+            loaded.unbind()
+            return failure
+        error = loaded.failed(failure)
+        if loaded.failure is not None:
+            self._close_variants(answer.model, loaded.failure)
+        return error
+
+    def _close_variants(self, model: Model, why: str) -> None:
+        """Close a model, outside of runs."""
+        self.arbiter.settle()
+        for loaded in model.variants:
+            self.arbiter.leave(loaded)
+            loaded.close(why)
+
+    def _tell_relieved(self) -> None:
+        with self._state:
+            if self._device.budget.room < 0:
+                return
+            relieved, self._relieved = self._relieved, []
+        _tell(relieved)
+
+    def _queue(self) -> list[LoadedModel]:
+        with self._state:
+            return [each.loaded for each in self._waiting if not each.cancelled() and each.loaded.failure is None]
+
+
+def _tell(waiting: Iterable[FencedFuture[None]]) -> None:
+    """Complete futures, some of which may have been cancelled."""
+    for done in waiting:
+        if done.set_running_or_notify_cancel():
+            complete(done, partial(done.set_result, None))

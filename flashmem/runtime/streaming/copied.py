@@ -11,7 +11,7 @@ from flashmem.runtime.opencl.context import Bytes, Context, Memory, Queue
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import WORD, Band, whole_words
+from flashmem.schedule.loads import WORD, Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 
 
@@ -51,8 +51,8 @@ class _Homes:
         return copier.write(memory, data, offset=first_byte)
 
 
-def _write_from(copier: Copier, buffer: Memory, start: int, data: Bytes, first_byte: int) -> CopyEvent:
-    return copier.write(buffer, data, offset=start + first_byte)
+def _write_to(copier: Copier, buffer: Memory, data: Bytes, first_byte: int) -> CopyEvent:
+    return copier.write(buffer, data, offset=first_byte)
 
 
 class _Ring:
@@ -64,7 +64,7 @@ class _Ring:
         self._part_bytes = nbytes // threads // WORD * WORD
         self._mapped: Bytes | None = None
         if nbytes:
-            memory = ledger.buffer("staging", nbytes, "the part of staging that loads pass through", host_visible=True)
+            memory = ledger.buffer("staging", nbytes, "the ring that loads pass through", host_visible=True)
             self._mapped = queue.map(memory, nbytes)
 
     def part(self, thread: int) -> Bytes:
@@ -102,13 +102,13 @@ class _MovingTransfer(Transfer):
         """A part of the pool, if they lie there as in the file."""
         return self._homes.joined(whole, parts)
 
-    def _copy_home(self, part: Slice, band: Band, through: Bytes, turn: Turn) -> None:
-        """Read a band into `through`, and copy it to where kernels read the slice."""
-        self._copy(part, band, through, turn, partial(self._homes.write, self._copier, part))
+    def _copy_home(self, part: Slice, segment: Segment, through: Bytes, turn: Turn) -> None:
+        """Read a segment into `through`, and copy it to where kernels read the slice."""
+        self._copy(part, segment, through, turn, partial(self._homes.write, self._copier, part))
 
 
 class DmaTransfer(_MovingTransfer):
-    """`dma`: read into the thread's part of staging, then copied home."""
+    """`dma`: read into the thread's part of the ring, then copied home."""
 
     reads_ahead = True
 
@@ -122,24 +122,24 @@ class DmaTransfer(_MovingTransfer):
         after: DmaTransfer | None = None,
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after)
-        self._ring = _Ring(self._copier.queue, ledger, layout.staging_bytes, layout.threads)
+        self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
-        """Read and copy, a staging part at a time."""
-        self._copy_home(part, band, self._ring.part(thread), turn)
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+        """Read and copy, a part of the ring at a time."""
+        self._copy_home(part, segment, self._ring.part(thread), turn)
 
     def leave(self) -> None:
-        """Unmap staging."""
+        """Unmap the ring."""
         self._ring.close()
 
 
 class InterleaveTransfer(_MovingTransfer):
     """`interleave`: read into the slice's place in staging; kernels move it home as the plan's x_{w,l} say.
 
-    Where host and device share memory, each slice is a part of staging that is mapped only while a band of it is read.
-    Elsewhere staging is the device's, and loads are copied there out of a ring that is the host's: were staging mapped, the
-    driver would keep a second one on the host (docs/opencl-notes.md). Preloaded slices are copied home out of that ring, or
-    out of the entrance that staging has for W, while layers run.
+    Where host and device share memory, the place is a part of one buffer, which is mapped only while a segment is read.
+    Elsewhere it is a staging slot, a buffer that no other slice is in at the time, and loads are copied there out of a ring
+    that is the host's: were staging mapped, the driver would keep a second one on the host (docs/opencl-notes.md). Preloaded
+    slices are copied home out of the ring in either case.
     """
 
     def __init__(
@@ -152,46 +152,39 @@ class InterleaveTransfer(_MovingTransfer):
         after: InterleaveTransfer | None = None,
     ) -> None:
         super().__init__(context, ledger, file, slices, layout, after)
-        self._context, self._layout = context, layout
-        self.reads_ahead = bool(layout.ring_bytes)
-        self.staged: dict[str, tuple[Memory, int]] = {}  # what stream lanes read, and from which byte on
-        self._shared: Queue | None = None  # what staging is mapped by, where it is shared
-        if layout.staging_bytes:
-            if not layout.ring_bytes:
-                self._shared = context.queue()
-            self._stage(ledger, slices)
+        self.reads_ahead = bool(layout.staging_slots)
+        self._maps = context.queue() if layout.staging else None
+        self.staged: dict[str, Memory] = _staging(context, ledger, slices, layout)  # what stream lanes read
         # The last thing to be made: it is mapped, and memory that is mapped must not be released by a failure behind it.
         self._ring = _Ring(self._copier.queue, ledger, layout.ring_bytes, layout.threads)
 
-    def _stage(self, ledger: Ledger, slices: Sequence[Slice]) -> None:
-        layout, shared = self._layout, self._shared is not None
-        self._staging = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=shared)
-        for part in slices:
-            start, nbytes = layout.staging[part.name], whole_words(part.file_bytes)
-            if start + nbytes <= layout.staging_bytes:  # else it is of W, and passes through in pieces
-                place = self._context.sub_buffer(self._staging, start, nbytes) if shared else self._staging
-                self.staged[part.name] = place, 0 if shared else start
-
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read into staging."""
-        here, start = self.staged[part.name]
-        if self._shared is None:
-            self._copy(part, band, self._ring.part(thread), turn, partial(_write_from, self._copier, here, start))
+        place = self.staged[part.name]
+        if self._maps is None:
+            self._copy(part, segment, self._ring.part(thread), turn, partial(_write_to, self._copier, place))
             return
-        with self._shared.mapped(here, band.nbytes, offset=band.first, unmapped=partial(self._arrives, part)) as place:
-            self._read(part, band, place, turn)
+        with self._maps.mapped(place, segment.nbytes, offset=segment.first, unmapped=partial(self._arrives, part)) as view:
+            self._read(part, segment, view, turn)
 
-    def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read, and copy home."""
-        if self._shared is None:
-            self._copy_home(part, band, self._ring.part(thread), turn)
-            return
-        nbytes = self._layout.entrance_bytes
-        entrance = self._context.sub_buffer(self._staging, self._layout.staging[part.name] + thread * nbytes, nbytes)
-        with self._shared.mapped(entrance, nbytes, offset=0, unmapped=partial(self._arrives, part)) as through:
-            self._copy_home(part, band, through, turn)
+        self._copy_home(part, segment, self._ring.part(thread), turn)
 
     def leave(self) -> None:
-        """Unmap the ring."""
+        """Give staging up, and unmap the ring."""
         self.staged.clear()
         self._ring.close()
+
+
+def _staging(context: Context, ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Memory]:
+    """The memory object in which each streamed slice waits."""
+    slots = [ledger.buffer("staging", nbytes, f"staging slot {number}") for number, nbytes in enumerate(layout.staging_slots)]
+    if not layout.staging:
+        return {name: slots[number] for name, number in layout.staging_slot_of.items()}
+    whole = ledger.buffer("staging", layout.staging_bytes, "staging", host_visible=True)
+    return {
+        part.name: context.sub_buffer(whole, layout.staging[part.name], whole_words(part.file_bytes))
+        for part in slices
+        if part.name in layout.staging
+    }

@@ -1,4 +1,4 @@
-"""Transfers that read slices to where kernels use them: `map`, the file as it is mapped, and `alias`, a pool."""
+"""Transfers that read slices to where kernels use them: `map`, the mapped file, and `alias`, a pool."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from functools import partial
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Memory, Queue
-from flashmem.runtime.streaming.shared_pages import Place, Places
+from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer, Turn, in_pool, view
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import Band, whole_words
+from flashmem.schedule.loads import Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 
 
 class MapTransfer(Transfer):
     """`map`: slices are used in place from the mapped file; loading brings pages in, freeing drops them.
 
-    With `places`, a slice that another placement on the device has too is used where that one has it. A placement is known by
+    A slice that another model on the device has too is used where that one has it mapped (`places`). A model is identified by
     its ledger.
     """
 
@@ -30,20 +30,20 @@ class MapTransfer(Transfer):
         ledger: Ledger,
         file: WeightFile,
         slices: Sequence[Slice],
-        places: Places,
-        identities: Mapping[str, bytes],
+        places: SharedSlices,
+        content_hashes: Mapping[str, bytes],
         together: Mapping[str, Slice],
         after: MapTransfer | None = None,
     ) -> None:
         super().__init__(file)
         file.missed = True  # populating does not tell
         self._ledger = ledger
-        self._all, self._identities = places, identities
-        self._places: dict[str, Place] = {}
+        self._all, self._content_hashes = places, content_hashes
+        self._places: dict[str, SharedSlice] = {}
         self._together: dict[str, Memory] = {}  # by the slices that they join
         try:
             for part in slices:
-                self._places[part.name] = places.take(file, part, identities[part.name])
+                self._places[part.name] = places.take(file, part, content_hashes[part.name])
             elsewhere = {part.name for part in slices if not self._places[part.name].is_in(file, part.offset)}
             apart = {whole.name for name, whole in together.items() if name in elsewhere}
             for part in slices:
@@ -68,18 +68,18 @@ class MapTransfer(Transfer):
         """The buffer of which they are parts."""
         return self._together.get(whole.name)
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Bring the pages in."""
         place = self._places[part.name]
-        place.load(band, (self._ledger, part.name), self._ledger, f"slice {part.name}")
-        self._check(part, place.mapped[band.first : band.first + band.nbytes])
+        place.load(segment, (self._ledger, part.name), self._ledger, f"slice {part.name}")
+        self._check(part, place.mapped[segment.first : segment.first + segment.nbytes])
         turn.did("copy")
 
-    def expect(self, part: Slice, band: Band) -> None:
-        """A band of `part` will be loaded soon, if it is not there."""
+    def expect(self, part: Slice, segment: Segment) -> None:
+        """A segment of `part` will be loaded soon, if it is not there."""
         place = self._places[part.name]
-        if not place.holds(band):
-            place.file.expect(place.offset + band.first, band.nbytes)
+        if not place.holds(segment):
+            place.file.expect(place.offset + segment.first, segment.nbytes)
 
     def free(self, part: Slice) -> None:
         """Drop the pages, unless somebody else uses them."""
@@ -91,7 +91,7 @@ class MapTransfer(Transfer):
         self._together.clear()
 
     def close(self) -> None:
-        """Let all pages go, and their places."""
+        """Free all pages."""
         super().close()
         self._give_places_up()
 
@@ -100,14 +100,14 @@ class MapTransfer(Transfer):
         for name, place in self._places.items():
             if name not in but:
                 place.free((self._ledger, name))
-            self._all.give_up(place, self._identities[name])
+            self._all.give_up(place, self._content_hashes[name])
         self._places.clear()
 
 
 class AliasTransfer(Transfer):
     """`alias`: one host-visible pool; the read lands where kernels look.
 
-    Each slice is a part of the pool, mapped only while a band of it is read: kernels may not touch memory that is mapped for
+    Each slice is a part of the pool, mapped only while a segment of it is read: kernels may not touch memory that is mapped for
     writing, and the pool as a whole is not touched by anyone.
     """
 
@@ -137,11 +137,11 @@ class AliasTransfer(Transfer):
             self._places[part.name] = place
             self.memories[part.name] = view(context, place, part)
 
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
         """Read straight into the pool."""
         here, arrives = self._places[part.name], partial(self._arrives, part)
-        with self._queue.mapped(here, band.nbytes, offset=band.first, unmapped=arrives) as place:
-            self._read(part, band, place, turn)
+        with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:
+            self._read(part, segment, place, turn)
 
     def joined(self, whole: Slice, parts: Sequence[Slice]) -> Memory | None:
         """A part of the pool, if they lie there as in the file."""

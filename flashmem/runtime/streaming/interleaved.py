@@ -1,8 +1,8 @@
-"""Stream lanes: the plan's x_{w,l} turned into kernel arguments (transfer mode `interleave`; FlashMem section 4.4).
+"""Interleaved copy streams: the plan's x_{w,l} as kernel arguments (transfer mode `interleave`; FlashMem section 4.4).
 
 A launch makes up to four moves (`program.lane_places`), each of units of one slice from staging to its home: texels of an
-image, or 16-byte words of a plain buffer. Seven arguments describe a move, last in every kernel of the lane source: lane_src,
-lane_dst, lane_base, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/lane.cl.j2).
+image, or 16-byte words of a plain buffer. Six arguments describe a move, last in every kernel of the lane source: lane_src,
+lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/lane.cl.j2).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Ride:
+class CopyStream:
     """The moves that one launch makes: no more than its lane, of `kind`, has places for, and one of that kind at least."""
 
     kind: LaneKind
@@ -70,12 +70,8 @@ class Ride:
         units = sum(move.numbers(self.kind)[1] for move in self.moves)
         return min(-(-units // COPY_GROUP) * COPY_GROUP, _MOST_COPY_ITEMS)
 
-    def arguments(
-        self, source: Callable[[Slice], tuple[T, int]], home: Callable[[Slice], T], number: Callable[[int], T]
-    ) -> list[T]:
-        """The lane's arguments: memory by the slice that is moved, numbers as `number` makes them.
-
-        `source`: where a slice is staged, and its first byte there.
+    def arguments(self, source: Callable[[Slice], T], home: Callable[[Slice], T], number: Callable[[int], T]) -> list[T]:
+        """The lane's arguments: memory by the slice that is moved, numbers as `number` makes them. `source`: where it waits.
 
         A place without a move counts no units; what it is given as its memory is another move's, and not touched: a texture
         that the kernel reads must not be among those that it may write.
@@ -87,12 +83,10 @@ class Ride:
             move = next((move for move in waiting if move.kind == place), None)
             if move is not None:
                 waiting.remove(move)
-                staging, first = source(move.part)
-                numbers = (first // LANE_UNIT[self.kind], *move.numbers(self.kind))
-                arguments += [staging, home(move.part), *map(number, numbers)]
+                arguments += [source(move.part), home(move.part), *map(number, move.numbers(self.kind))]
                 continue
-            staging, _ = source(idle)
-            arguments += [staging, staging if place == "buffer" else home(idle), *map(number, (0, 0, 0, 1, 1))]
+            staging = source(idle)
+            arguments += [staging, staging if place == "buffer" else home(idle), *map(number, (0, 0, 1, 1))]
         assert not waiting
         return arguments
 
@@ -104,21 +98,21 @@ class LayerMoves:
     `leading` moves, by launches of their own too, come before the layer's kernel, which needs what they bring.
     """
 
-    riding: Ride | None
-    separate: tuple[Ride, ...] = ()
-    leading: tuple[Ride, ...] = ()
+    interleaved: CopyStream | None
+    separate: tuple[CopyStream, ...] = ()
+    leading: tuple[CopyStream, ...] = ()
 
     @property
     def all(self) -> tuple[Move, ...]:
         """Every move of the layer."""
-        rides = (*self.leading, *((self.riding,) if self.riding else ()), *self.separate)
-        return tuple(move for ride in rides for move in ride.moves)
+        streams = (*self.leading, *((self.interleaved,) if self.interleaved else ()), *self.separate)
+        return tuple(move for stream in streams for move in stream.moves)
 
 
 def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: LaneKind, *, lanes: bool = True) -> dict[int, LayerMoves]:
     """The moves of each layer that has any. `lane`: what the lanes of kernels write (`program.lane_kind`).
 
-    The largest moves ride, as far as the lane has places for them. Without `lanes` nothing rides: all moves are launches of
+    The largest moves are interleaved, as far as the lane has places for them. Without `lanes` all moves are launches of
     their own, as many of them in one launch as it has places for.
     """
     beside: dict[int, list[Move]] = {}
@@ -129,13 +123,13 @@ def layer_moves(plan: OverlapPlan, slices: Mapping[str, Slice], lane: LaneKind, 
     result = {}
     for layer in beside.keys() | before.keys():
         moves = beside.get(layer, [])
-        riding = _taken(moves, lane) if lanes else None
-        left = [move for move in moves if riding is None or move not in riding.moves]
-        result[layer] = LayerMoves(riding, _launches(left), _launches(before.get(layer, ())))
+        interleaved = _taken(moves, lane) if lanes else None
+        left = [move for move in moves if interleaved is None or move not in interleaved.moves]
+        result[layer] = LayerMoves(interleaved, _launches(left), _launches(before.get(layer, ())))
     return result
 
 
-def _taken(moves: Iterable[Move], lane: LaneKind) -> Ride | None:
+def _taken(moves: Iterable[Move], lane: LaneKind) -> CopyStream | None:
     """The largest moves that a lane has places for; None without one of its own kind, whose texture it needs."""
     places = list(lane_places(lane))
     taken = []
@@ -143,20 +137,20 @@ def _taken(moves: Iterable[Move], lane: LaneKind) -> Ride | None:
         if move.kind in places:
             places.remove(move.kind)
             taken.append(move)
-    return Ride(lane, tuple(taken)) if any(move.kind == lane for move in taken) else None
+    return CopyStream(lane, tuple(taken)) if any(move.kind == lane for move in taken) else None
 
 
-def _launches(moves: Sequence[Move]) -> tuple[Ride, ...]:
+def _launches(moves: Sequence[Move]) -> tuple[CopyStream, ...]:
     """Launches that make `moves` and nothing else: textures of one channel type in each, buffers in the place that is left."""
     waiting = list(moves)
-    rides = []
+    streams = []
     while waiting:
         kind = next((move.kind for move in waiting if move.kind != "buffer"), waiting[0].kind)
-        ride = _taken(waiting, kind)
-        assert ride is not None
-        waiting = [move for move in waiting if move not in ride.moves]
-        rides.append(ride)
-    return tuple(rides)
+        stream = _taken(waiting, kind)
+        assert stream is not None
+        waiting = [move for move in waiting if move not in stream.moves]
+        streams.append(stream)
+    return tuple(streams)
 
 
 def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[int, tuple[str, ...]]:

@@ -1,8 +1,8 @@
 """Loader threads: the plan's loads, in the order and behind the gates that the plan sets.
 
 A `LoaderRun` serves one run (or the preloading of W). Its threads take loads in the order of what waits for them, the first one
-whose gate is open: w may come in once the layer is done that was the last to need its place (mode `map`: layer g_w - 1) and
-everything freed by then has been let go, so that no two slices are ever resident that the plan kept apart. Loads that pass
+whose gate is open: w may be loaded once the layer is done that was the last to need its place (mode `map`: layer g_w - 1) and
+all slices freed by then are gone, so that no two slices are ever resident that the plan kept apart. Loads that pass
 through staging of a thread's own are read there before that, and copied on when the gate opens.
 """
 
@@ -17,7 +17,7 @@ from itertools import islice
 from flashmem.base.errors import RunError
 from flashmem.program.tensors import Slice
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.schedule.loads import LOOKED_AT, Load, Span, Step
+from flashmem.schedule.loads import LOOKED_AT, Load, Step, TimedInterval
 
 
 class _Turn:
@@ -62,8 +62,8 @@ class LoaderRun:
         `admit_all`: whether there is memory for it. Until then nothing is read ahead of its gate.
         """
         self.loaded = {load.part.name: False for load in loads}
-        self._missing = Counter(load.part.name for load in loads)  # bands, by slice
-        self.spans: list[Span] = []
+        self._missing = Counter(load.part.name for load in loads)  # segments, by slice
+        self.intervals: list[TimedInterval] = []
         self._transfer = transfer
         self._loads = loads
         self._frees = frees if transfer.frees else {}
@@ -79,7 +79,7 @@ class LoaderRun:
         self._admit = admit
         self._loading = 0  # threads that have a load
         self._at_gates = 0  # of those, the ones that wait for its gate
-        self.when_freed: Callable[[int], None] | None = None  # told of layers that are done and have no slice left to free
+        self.when_freed: Callable[[int], None] | None = None  # called with a layer that is done, once its slices are freed
         self._to_free: list[Slice] = []
         self._freeing = 0
         self._failure: str | None = None  # no exception: its traceback would hold on to what is loaded, and to this
@@ -153,7 +153,7 @@ class LoaderRun:
             self._wanted = None
 
     def stop(self) -> None:
-        """End the threads, and let go what is still to be freed. Raises RunError if a load failed."""
+        """End the threads, and free the slices that are due. Raises RunError if a load failed."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -170,12 +170,12 @@ class LoaderRun:
             while (load := self._take()) is not None:
                 turn, name = _Turn(self, load.gate), load.part.name
                 if load.preload:
-                    self._transfer.preload(load.part, load.band, thread, turn)
+                    self._transfer.preload(load.part, load.segment, thread, turn)
                 else:
-                    self._transfer.load(load.part, load.band, thread, turn)
-                span = Span(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
+                    self._transfer.load(load.part, load.segment, thread, turn)
+                interval = TimedInterval(name, turn.start, time.perf_counter(), thread, tuple(turn.steps))
                 with self._changed:
-                    self.spans.append(span)
+                    self.intervals.append(interval)
                     self._loading -= 1
                     self._missing[name] -= 1
                     if not self._missing[name]:
@@ -224,7 +224,7 @@ class LoaderRun:
                     ahead = self._announce(number) if self._announces or self._transfer.file.missed else ()
             if load is not None:
                 for each in ahead:
-                    self._transfer.expect(each.part, each.band)
+                    self._transfer.expect(each.part, each.segment)
                 return load
             for part in frees:
                 self._transfer.free(part)
@@ -259,7 +259,7 @@ class LoaderRun:
         return islice((number for number in range(self._first, last) if not taken[number]), most)
 
     def _announce(self, taken: int) -> Sequence[Load]:
-        """The load just taken and a few that come next behind open gates, so that the disk reads on."""
+        """Announce the load just taken and a few next ones behind open gates, so that the disk reads on."""
         ahead = [taken, *(number for number in self._waiting(self._ahead) if self.is_open(self._loads[number].gate))]
         ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:

@@ -13,12 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from flashmem.bundle.checksums import Digest, digest
+from flashmem.bundle.checksums import Checksum, checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl.context import Bytes, Context, Event, Memory
 from flashmem.runtime.opencl.copier import CopyEvent
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.schedule.loads import Band, Step, whole_words
+from flashmem.schedule.loads import Segment, Step, whole_words
 
 
 class Turn(Protocol):
@@ -42,8 +42,8 @@ class Transfer(ABC):
     reads_ahead = False
     """Whether a load may begin before its gate is open: what it reads waits in a part of staging that is its thread's own."""
 
-    digests: Mapping[str, Digest] | None = None
-    """What each slice must have when it comes in, as a whole then; None: that is not checked."""
+    checksums: Mapping[str, Checksum] | None = None
+    """The checksum of each slice, compared when it is loaded, as a whole then; None: not compared."""
 
     def __init__(self, file: WeightFile) -> None:
         self.file = file
@@ -52,12 +52,12 @@ class Transfer(ABC):
         self.arrived: dict[str, list[Event]] = {}  # by slice: what brought it in and the layers' queue does not wait for yet
 
     @abstractmethod
-    def load(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
-        """Bring a band of a streamed slice in, from the disk to where the plan's next step takes it from."""
+    def load(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+        """Bring a segment of a streamed slice in, from the disk to where the plan's next step takes it from."""
 
-    def preload(self, part: Slice, band: Band, thread: int, turn: Turn) -> None:
-        """Bring a band of a slice of W in, all the way."""
-        self.load(part, band, thread, turn)
+    def preload(self, part: Slice, segment: Segment, thread: int, turn: Turn) -> None:
+        """Bring a segment of a slice of W in, all the way."""
+        self.load(part, segment, thread, turn)
 
     def take_arrived(self, names: Iterable[str]) -> list[Event]:
         """The events in `arrived` of these slices, which are forgotten: the layers' queue is made to wait for them now."""
@@ -80,35 +80,37 @@ class Transfer(ABC):
         """
         return None
 
-    def expect(self, part: Slice, band: Band) -> None:
-        """A band of `part` will be loaded soon."""
-        self.file.expect(part.offset + band.first, band.nbytes)
+    def expect(self, part: Slice, segment: Segment) -> None:
+        """A segment of `part` will be loaded soon."""
+        self.file.expect(part.offset + segment.first, segment.nbytes)
 
-    def _read(self, part: Slice, band: Band, place: Bytes, turn: Turn) -> None:
-        """Read the band into `place`. Raises RunError where the slice is damaged, or cannot be read."""
-        self.file.read_into(place, part.offset + band.first)
+    def _read(self, part: Slice, segment: Segment, place: Bytes, turn: Turn) -> None:
+        """Read the segment into `place`. Raises RunError where the slice is damaged, or cannot be read."""
+        self.file.read_into(place, part.offset + segment.first)
         self._check(part, place)
         turn.did("read")
 
     def _check(self, part: Slice, place: Bytes) -> None:
-        if self.digests is not None:
-            self.file.check_digest(f"slice {part.name!r}", digest(place.data), self.digests[part.name])
+        if self.checksums is not None:
+            self.file.compare_checksum(f"slice {part.name!r}", checksum(place.data), self.checksums[part.name])
 
-    def _copy(self, part: Slice, band: Band, through: Bytes, turn: Turn, begin: Callable[[Bytes, int], CopyEvent]) -> None:
-        """Read the band into staging and copy it on, a piece after the other; images in whole rows.
+    def _copy(
+        self, part: Slice, segment: Segment, through: Bytes, turn: Turn, begin: Callable[[Bytes, int], CopyEvent]
+    ) -> None:
+        """Read the segment into staging and copy it on, a piece after the other; images in whole rows.
 
         `begin` gets a piece and its first byte in the slice, once its gate is open, and enqueues the copy, which is done before
         the next piece is read. RunError: the slice is damaged, and its last piece is not copied.
         """
         step = through.nbytes // part.row_pitch * part.row_pitch if part.is_image else through.nbytes
-        end, value = band.first + band.nbytes, digest(b"")
-        for first in range(band.first, end, step):
+        end, value = segment.first + segment.nbytes, 0
+        for first in range(segment.first, end, step):
             piece = through[: min(step, end - first)]
             self.file.read_into(piece, part.offset + first)
-            if self.digests is not None:
-                value = digest(piece.data, value)
+            if self.checksums is not None:
+                value = checksum(piece.data, value)
                 if first + step >= end:
-                    self.file.check_digest(f"slice {part.name!r}", value, self.digests[part.name])
+                    self.file.compare_checksum(f"slice {part.name!r}", value, self.checksums[part.name])
             turn.did("read")
             turn.opened()
             copy = begin(piece, first)

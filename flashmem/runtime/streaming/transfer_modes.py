@@ -7,13 +7,13 @@ from types import MappingProxyType
 from typing import cast
 
 from flashmem.base.types import TransferMode
-from flashmem.bundle.checksums import Digest
+from flashmem.bundle.checksums import Checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.copied import DmaTransfer, InterleaveTransfer
 from flashmem.runtime.streaming.in_place import AliasTransfer, MapTransfer
-from flashmem.runtime.streaming.shared_pages import Places
+from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.plan import PoolLayout
@@ -26,13 +26,13 @@ def make_transfer(
     file: WeightFile,
     slices: Sequence[Slice],
     layout: PoolLayout,
-    places: Places,
-    identities: Mapping[str, bytes],
-    digests: Mapping[str, Digest] | None = None,
+    places: SharedSlices,
+    content_hashes: Mapping[str, bytes],
+    checksums: Mapping[str, Checksum] | None = None,
     together: Mapping[str, Slice] = MappingProxyType({}),
     after: Transfer | None = None,
 ) -> Transfer:
-    """The transfer of `mode`, which checks slices against `digests`. `together`: by slice, the whole that may be asked for by
+    """The transfer of `mode`, which checks slices against `checksums`. `together`: by slice, the whole that may be asked for by
     `joined`. `after`: one of the same mode for another shape variant of the bundle, which has left; its places of weights,
     which are those of `layout` (`residence.share_places`), are taken over.
 
@@ -41,12 +41,12 @@ def make_transfer(
     """
     made: Transfer
     if mode == "map":
-        made = MapTransfer(context, ledger, file, slices, places, identities, together, cast(MapTransfer | None, after))
+        made = MapTransfer(context, ledger, file, slices, places, content_hashes, together, cast(MapTransfer | None, after))
     elif mode == "alias":
         made = AliasTransfer(context, ledger, file, slices, layout, cast(AliasTransfer | None, after))
     elif mode == "dma":
         made = DmaTransfer(context, ledger, file, slices, layout, cast(DmaTransfer | None, after))
     else:
         made = InterleaveTransfer(context, ledger, file, slices, layout, cast(InterleaveTransfer | None, after))
-    made.digests = digests
+    made.checksums = checksums
     return made

@@ -32,7 +32,7 @@ from flashmem.base.errors import BundleError, RunError
 from flashmem.base.files import open_regular
 from flashmem.base.pages import SYSTEM_PAGE
 from flashmem.bundle.cache import forget
-from flashmem.bundle.checksums import Digest, Piece, digest
+from flashmem.bundle.checksums import Checksum, ChecksummedRange, checksum
 from flashmem.bundle.version_directories import hold_shared
 
 Bytes = NDArray[np.uint8]
@@ -251,8 +251,8 @@ class WeightFile:
             return False
         return True
 
-    def check_digest(self, what: str, value: Digest, expected: Digest) -> None:
-        """Raise RunError if `what` has another digest than it was written with; the bundle cache then forgets the bundle."""
+    def compare_checksum(self, what: str, value: Checksum, expected: Checksum) -> None:
+        """Raise RunError if `what` has another checksum than it was written with; the bundle cache then forgets the bundle."""
         if value != expected:
             forget(self.path.parent)
             raise RunError(f"{self.path} is damaged: {what} is not what was written; compile the model again")
@@ -276,10 +276,10 @@ class WeightFile:
 
 
 class CheckedTable:
-    """The table of one row gather, read by blocks whose digests are compared."""
+    """The table of one row gather, read by blocks whose checksums are compared."""
 
-    def __init__(self, file: WeightFile, blocks: list[Piece], digests: tuple[Digest, ...]) -> None:
-        self._file, self._blocks, self._digests = file, blocks, digests
+    def __init__(self, file: WeightFile, blocks: list[ChecksummedRange], checksums: tuple[Checksum, ...]) -> None:
+        self._file, self._blocks, self._checksums = file, blocks, checksums
         self._size = blocks[0].nbytes  # of all but the last one
         self._held: int | None = None  # the block in `_scratch`
         self._scratch = np.empty(self._size, np.uint8)
@@ -307,6 +307,6 @@ class CheckedTable:
         if self._held != number:
             self._held = None
             self._file.read_into(content, part.offset)
-            self._file.check_digest(part.name, digest(content.data), self._digests[number])
+            self._file.compare_checksum(part.name, checksum(content.data), self._checksums[number])
             self._held = number
         return content

@@ -1,7 +1,7 @@
-"""Design of an application: which model, in which precision, on which device, with how much memory, for each of its tasks.
+"""Design of an application: the model, precision, device and memory budget for each of its tasks.
 
-The method is CARIn's (Panopoulos et al., 2024). `application.py` reads what is asked for, `profiles.py` finds what each
-candidate takes, `metrics.py` puts candidates together into decisions and gives their metrics, `rass.py` solves the problem
-once and picks designs and the policy that switches between them, and `written.py` compiles and writes them. What a device needs
-at run time is in `flashmem.runtime`: `designs.py`, `watch.py` and `manager.py`.
+The method is CARIn's (Panopoulos et al., 2024). `application.py` reads the requirements, `profiles.py` measures each candidate,
+`metrics.py` combines candidates into decisions and computes their metrics. `rass.py` solves the problem once: it selects
+designs and the policy that switches between them. `writer.py` compiles and writes them. The runtime part is
+`flashmem.runtime.application`.
 """

@@ -1,7 +1,7 @@
-"""What an application asks for (`app.toml`): tasks and the models that solve them, devices, budgets, and its objectives.
+"""The requirements of an application (`app.toml`): tasks and their models, devices, budgets, and objectives.
 
-Service-level objectives are of two kinds (CARIn, section 4.1): *broad* ones, metrics to be minimised or maximised, and *narrow*
-ones, a statistic of a metric held to a bound. Where only narrow ones are given, their metrics are the objectives too.
+Service-level objectives are of two kinds (CARIn, section 4.1): *broad* ones are metrics to minimise or maximise, *narrow* ones
+bound a statistic of a metric. If there are only narrow ones, their metrics are the objectives too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Metric = Literal[
 Statistic = Literal["average", "deviation", "minimum", "maximum", "p50", "p90", "p95", "p99"]
 
 TOGETHER: tuple[Metric, ...] = ("turnaround", "system-throughput", "fairness")
-"""Metrics of all tasks together (CARIn, section 4.1.2); the others are a task's own."""
+"""Metrics of all tasks together (CARIn, section 4.1.2); the other metrics belong to one task."""
 
 VARYING: tuple[Metric, ...] = ("latency", "throughput")
-"""Metrics that differ from run to run, so that a statistic of them has to be named; others have one value."""
+"""Metrics that vary between runs, so that a statistic of them must be named; the others have one value."""
 
 BETTER_HIGH: tuple[Metric, ...] = ("accuracy", "throughput", "system-throughput", "fairness")
 
@@ -38,7 +38,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Variant:
-    """One model that solves a task. `accuracy`: as the user gives it, the higher the better; None if it is not said."""
+    """One model that solves a task. `accuracy` is the user's number, higher is better; None if it is not given."""
 
     path: Path
     precision: Precision
@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """The model's name, its precision, and the shapes that were asked for."""
+        """The model's name, its precision, and the requested shapes."""
         sizes = ["x".join(map(str, shape)) for shape in self.shapes.values()]
         return "-".join([self.path.parent.name if self.path.stem == "model" else self.path.stem, self.precision, *sizes])
 
@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Processor:
-    """A device, and the processor that it is. Devices of one processor disturb each other: they are one compute engine."""
+    """A device and its processor. Devices of one processor slow each other: they are one compute engine."""
 
     device: str
     name: str
@@ -70,7 +70,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Measure:
-    """A statistic of a metric: of one task, or of all (None)."""
+    """A statistic of a metric, of one task or of all (None)."""
 
     metric: Metric
     statistic: Statistic
@@ -83,7 +83,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Objective:
-    """A broad objective; `weight` says how much it counts beside the others."""
+    """A broad objective; `weight` is its importance relative to the others."""
 
     measure: Measure
     maximise: bool
@@ -92,7 +92,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A narrow objective: at most, or at least, `bound` (seconds, bytes, or the metric's own unit)."""
+    """A narrow objective: at most or at least `bound` (seconds, bytes, or the metric's own unit)."""
 
     measure: Measure
     at_most: bool
@@ -101,7 +101,9 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Application:
-    """What `app.toml` says. `budgets` in bytes; None is no limit. Without `processors`, the devices that are here are meant."""
+    """The content of `app.toml`. `budgets` in bytes; None is no limit. Without `processors`, all devices of this machine are
+    used.
+    """
 
     tasks: tuple[Task, ...]
     processors: tuple[Processor, ...]
@@ -111,11 +113,11 @@ class Application:
 
 
 def read_application(path: Path) -> Application:
-    """The application in a TOML file; docs/design.md lists what may stand there.
+    """Read an application from a TOML file; docs/design.md lists the keys.
 
     Raises:
-        MissingFileError: no such file.
-        UserError: something in it has to be changed.
+        MissingFileError: there is no such file.
+        UserError: the file has an error.
     """
     if not path.is_file():
         raise MissingFileError(f"{path}: no such application")

@@ -1,8 +1,8 @@
-"""Decisions, and their metrics (CARIn, section 4.1).
+"""Decisions and their metrics (CARIn, section 4.1).
 
-A decision takes one candidate for each task. Tasks run at the same time, each with one request after another. Those on one
-processor take turns there, so that each waits for one run of every other: T_i,multi = T_i + Σ_j T_j over the others on its
-processor. Tasks on different processors do not disturb each other.
+A decision selects one candidate for each task. Tasks run at the same time, each with one request after another. Those on one
+processor run in turn, so that each waits for one run of every other: T_i,multi = T_i + Σ_j T_j over the others on its
+processor. Tasks on different processors do not slow each other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flashmem.tools.design.application import Application, Measure, Processor, S
 from flashmem.tools.turnaround import fairness, normalised_progress, normalised_turnaround, system_throughput
 
 MOST_DECISIONS = 1_000_000
-"""All of them are looked at; more than this is an application to be cut down."""
+"""The most decisions that are enumerated; a larger application must be reduced."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a candidate takes alone. Seconds of the first answer and of later ones, bytes, multiply-adds."""
+    """The cost of a candidate that runs alone: seconds of the first answer and of later ones, bytes, multiply-adds."""
 
     first: float
     later: tuple[float, ...]
@@ -36,7 +36,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An execution configuration of a task: a model, where it runs, and with how much memory."""
+    """An execution configuration of a task: a model, its processor and its memory budget."""
 
     task: str
     variant: Variant
@@ -46,14 +46,14 @@ class Candidate:
 
 
 Decision = tuple[Candidate, ...]
-"""One candidate for each task, in their order."""
+"""One candidate for each task, in the order of the tasks."""
 
 
 def decisions(application: Application, candidates: Sequence[Candidate]) -> list[Decision]:
     """All decisions.
 
     Raises:
-        UserError: a task has no candidate, or there are more decisions than can be looked at.
+        UserError: a task has no candidate, or there are too many decisions.
     """
     each = [[one for one in candidates if one.task == task.name] for task in application.tasks]
     for task, found in zip(application.tasks, each, strict=True):
@@ -66,7 +66,7 @@ def decisions(application: Application, candidates: Sequence[Candidate]) -> list
 
 
 def value(decision: Decision, measure: Measure) -> float:
-    """The metric of `decision`: seconds, bytes, multiply-adds, runs per second, or a ratio."""
+    """The value of a metric for `decision`: seconds, bytes, multiply-adds, runs per second, or a ratio."""
     if measure.task is None:
         return _together(decision, measure)
     number = next(number for number, one in enumerate(decision) if one.task == measure.task)
@@ -105,7 +105,7 @@ def mapping(decision: Decision) -> tuple[str, ...]:
 
 
 def allowed(decision: Decision, application: Application) -> bool:
-    """Whether all constraints are kept."""
+    """Whether the decision satisfies all constraints."""
     for constraint in application.constraints:
         found = value(decision, constraint.measure)
         if (found > constraint.bound) if constraint.at_most else (found < constraint.bound):

@@ -1,4 +1,4 @@
-"""What each candidate takes alone (CARIn, section 4.2): measured by a session on the device, or played by the simulator."""
+"""Profiles of candidates that run alone (CARIn, section 4.2): measured by a session on the device, or simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashmem.tools.simulation.simulator import simulate
 
 @dataclass(frozen=True)
 class Profiling:
-    """`runs` later answers are measured after the first, or one is simulated (`simulated`); `seed` draws the inputs."""
+    """`runs` answers are measured after the first one; with `simulated`, one is simulated. `seed` is that of the inputs."""
 
     runs: int = 20
     simulated: bool = False
@@ -29,10 +29,10 @@ class Profiling:
 
 
 def processors_here() -> tuple[Processor, ...]:
-    """The devices that are here, by their descriptors' names. All runtimes of the CPU are one processor.
+    """The devices of this machine by the names of their descriptors. All runtimes of the CPU are one processor.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no device.
     """
     found = {
         device.descriptor_name: Processor(device.descriptor_name, "cpu" if device.kind == "cpu" else device.descriptor_name)
@@ -46,11 +46,12 @@ def processors_here() -> tuple[Processor, ...]:
 def candidates(
     application: Application, profiling: Profiling, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Candidate]:
-    """Every model of every task on every device within every budget, profiled as it comes. What needs more memory than a budget
-    is left out, and `say` gets the sentence.
+    """Profile every model of every task on every device within every budget.
+
+    A candidate that needs more memory than its budget is left out; `say` receives the message.
 
     Raises:
-        UserError: a model or a device has to be changed.
+        UserError: a model or a device cannot be used.
         RunError: a run failed.
     """
     for task in application.tasks:
@@ -67,7 +68,7 @@ def candidates(
 
 
 def compiled(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
-    """The candidate's bundle in the user's cache. Kernels are built if the device is `here`."""
+    """The candidate's bundle in the user's cache. Its kernels are built if the device is on this machine (`here`)."""
     device, shapes = processor.device, dict(variant.shapes)
     return compile_model(variant.path, device=device, precision=variant.precision, shapes=shapes, budget=budget, build=here)
 

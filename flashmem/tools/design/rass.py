@@ -1,16 +1,17 @@
-"""RASS (CARIn, section 4.3): decisions sorted by optimality, the few designs to keep, and when to use which.
+"""RASS (CARIn, section 4.3): ranks decisions by optimality, selects a few designs, and derives the policy to switch between
+them.
 
-x is a decision, f_i(x) its i-th objective with weight w_i, X the decisions that keep all constraints. Over X: σ_i² is the
+x is a decision, f_i(x) its i-th objective with weight w_i, X the decisions that satisfy all constraints. Over X, σ_i² is the
 variance of f_i, and the utopia point u has the best value of each objective. Then
 
     d(x) = sqrt(Σ_i w_i · (f_i(x) − u_i)² / σ_i²)          weighted Mahalanobis distance (objectives taken as uncorrelated)
-    D    = sqrt(Σ_i w_i · (max f_i − min f_i)² / σ_i²)      the largest there can be
+    D    = sqrt(Σ_i w_i · (max f_i − min f_i)² / σ_i²)      the largest possible distance
     optimality(x) = D / d(x)                                from 1, worst in everything, to infinity at the utopia point
 
-An objective that is the same for all of X says nothing about which to take, and is left out.
+An objective with one value for all of X does not distinguish decisions, and is left out.
 
-Designs are kept for sets of processors that decisions use, those with the best optimality first. A set that contains one kept
-before is not viable for switching: it has trouble whenever that one has, so that no rule could ever name it.
+A design is selected for each set of processors that decisions use, in the order of the best optimality. A set that contains an
+earlier one is not viable: it has trouble whenever the earlier one has, so that no rule could ever select it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from numpy.typing import NDArray
 from flashmem.runtime.application.designs import SwitchingRule
 
 MOST_SETS = 3
-"""Sets of processors that designs are kept for (section 4.3.4)."""
+"""The most sets of processors with a design (section 4.3.4)."""
 
 SAME = 1e-9
-"""Values of an objective that differ by less than this share are the same: they come from sums in different orders."""
+"""Relative difference below which values of an objective are equal: they are sums in different orders."""
 
 Rows = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """`designs`: rows of the decisions, each once, with what it is kept for (`roles`); `sets` of processors, in the order in
-    which the rules name them; `optimality` of every decision, NaN where a constraint is broken.
+    """The selected designs and the policy.
+
+    `designs` are rows of the decisions, each once, with its `roles`. `sets` of processors are in the order of the rules'
+    entries. `optimality` has every decision, NaN where a constraint is violated.
     """
 
     designs: tuple[int, ...]
@@ -51,10 +54,10 @@ def optimality(values: Rows, maximise: Sequence[bool], weights: Sequence[float])
     signs = np.where(np.asarray(maximise), -1.0, 1.0)
     costs = values * signs
     variance = costs.var(axis=0)
-    told = np.ptp(costs, axis=0) > SAME * np.abs(costs).max(axis=0)
-    scale = np.asarray(weights, np.float64)[told] / variance[told]
-    best, worst = costs.min(axis=0)[told], costs.max(axis=0)[told]
-    distance = np.sqrt((scale * (costs[:, told] - best) ** 2).sum(axis=1))
+    varying = np.ptp(costs, axis=0) > SAME * np.abs(costs).max(axis=0)
+    scale = np.asarray(weights, np.float64)[varying] / variance[varying]
+    best, worst = costs.min(axis=0)[varying], costs.max(axis=0)[varying]
+    distance = np.sqrt((scale * (costs[:, varying] - best) ** 2).sum(axis=1))
     largest = float(np.sqrt((scale * (worst - best) ** 2).sum()))
     with np.errstate(divide="ignore"):
         return np.where(distance > 0, largest / np.where(distance > 0, distance, 1.0), np.inf)
@@ -69,12 +72,12 @@ def solve(
     memory: Rows,
     workload: Rows,
 ) -> Solution | None:
-    """The designs and the policy; None if no decision keeps all constraints.
+    """The designs and the policy; None if no decision satisfies all constraints.
 
     Args:
-        values: objectives [decisions, objectives], of which those in `maximise` are the better the higher.
+        values: objectives [decisions, objectives]; those in `maximise` are better when higher.
         weights: of each objective.
-        allowed: whether each decision keeps all constraints.
+        allowed: whether each decision satisfies all constraints.
         mappings: the processors of each decision's tasks.
         memory: bytes of each decision, all tasks together.
         workload: multiply-adds of each, all tasks together.
@@ -99,7 +102,7 @@ def solve(
 
 
 def _viable(ranked: Sequence[int], mappings: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
-    """The sets of processors to switch between, and the best row on each."""
+    """The sets of processors to switch between, with the best row for each."""
     best: dict[tuple[str, ...], int] = {}
     for row in ranked:
         if len(best) < MOST_SETS and not any(set(known) <= set(mappings[row]) for known in best):
@@ -108,13 +111,13 @@ def _viable(ranked: Sequence[int], mappings: Sequence[tuple[str, ...]]) -> dict[
 
 
 def _normalised(values: Rows, kept: NDArray[Any]) -> Rows:
-    """Each value between the least (0) and the most (1) of those kept."""
+    """Values scaled so that the smallest of the kept rows is 0 and the largest 1."""
     low, high = values[kept].min(), values[kept].max()
     return (values - low) / (high - low) if high > low else np.zeros_like(values)
 
 
 def _policy(sets: int, chosen: Sequence[int]) -> tuple[SwitchingRule, ...]:
-    """The shape of CARIn's Tables 7 and 8; the first rule that holds is meant."""
+    """The policy in the form of CARIn's Tables 7 and 8; the first matching rule applies."""
     *best, small, light, both = chosen
     rules = [
         SwitchingRule((True,) * number + (False,) + (None,) * (sets - number - 1), False, best[number])

@@ -1,1 +1,1 @@
-"""`flashmem doctor`: why OpenCL does or does not work on this machine, and what to type next."""
+"""`flashmem doctor`: diagnosis of OpenCL on this machine, and the commands that repair it."""

@@ -1,4 +1,4 @@
-"""What the surroundings mean: one step after the other, and the line to type where a step fails."""
+"""Diagnosis from the facts in `surroundings`: one step after the other, with the commands to type where a step fails."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flashmem.tools.doctor.surroundings import FORBIDDEN, Driver, Surroundings
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that was looked at. `ok`: it is as it should be; None: it does not matter here.
+    """One checked item. `ok` is None if the item does not matter on this machine.
 
-    `then` are the lines to type, in order; only the first failing step's are worth typing.
+    `then` are the commands to type, in order. Only those of the first failing step are useful.
     """
 
     what: str
@@ -29,13 +29,13 @@ PYOPENCL_LINES = (
     "pip install scikit-build-core nanobind pytools platformdirs typing_extensions",
     "pip install --no-build-isolation --no-deps pyopencl",
 )
-"""There is no wheel of pyopencl for Android; without isolation its build uses Termux's numpy rather than compile one."""
+"""Commands that build pyopencl on Android, for which there is no wheel. Without build isolation it uses Termux's numpy."""
 
 OWN_FOLDER = "$HOME/.opencl"
 
 
 def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
-    """What there is to say of the way to a device, from the bottom up. `devices`: names of those that OpenCL lists."""
+    """The steps to a working device, from the bottom up. `devices` are the names that OpenCL lists."""
     found = [_driver(around)]
     if around.android:
         found += [*_namespaces(around), *_termux(around)]
@@ -44,7 +44,7 @@ def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[Step]:
 
 
 def next_lines(found: Sequence[Step]) -> tuple[str, ...]:
-    """What to type now: the lines of the first step that fails and has any."""
+    """The commands to type now: those of the first failing step with any."""
     return next((step.then for step in found if step.ok is False and step.then), ())
 
 
@@ -68,7 +68,7 @@ _FAMILIES = {"adreno": "Qualcomm Adreno", "mali": "Arm Mali", "powervr": "Imagin
 
 
 def _namespaces(around: Surroundings) -> list[Step]:
-    """Whether Android lets programs load the driver where it lies."""
+    """Whether Android lets programs load the driver from its folder."""
     found = []
     if around.listed is not None:
         said = "libOpenCL.so is" if around.listed else "libOpenCL.so is not"
@@ -77,7 +77,7 @@ def _namespaces(around: Surroundings) -> list[Step]:
         if not driver.refusal:
             found.append(Step("linker", True, f"{driver.path} can be loaded"))
         elif FORBIDDEN in driver.refusal:
-            copies = driver.family == "adreno"  # of a Mali's, `opencl-vendor-driver` makes a copy
+            copies = driver.family == "adreno"  # the package `opencl-vendor-driver` copies a Mali's
             found.append(
                 Step("linker", False if copies and _adreno_is_first(around) else None, driver.refusal, _copied(driver))
             )
@@ -87,7 +87,7 @@ def _namespaces(around: Surroundings) -> list[Step]:
 
 
 def _copied(driver: Driver) -> tuple[str, ...]:
-    """Copies of the driver and what it loads, where programs may load them."""
+    """Commands that copy the driver and its dependencies to a folder from which programs may load them."""
     names = "libOpenCL*.so libadreno_*.so libgsl.so libCB.so libllvm-*.so libq3dtools_adreno.so"
     return (
         f"mkdir -p {OWN_FOLDER}",
@@ -113,14 +113,14 @@ def _termux(around: Surroundings) -> list[Step]:
 
 
 def _adreno_is_first(around: Surroundings) -> bool:
-    """Whether the linker meets the vendor's libOpenCL.so before Termux's."""
+    """Whether the linker finds the vendor's libOpenCL.so before Termux's."""
     vendors = [i for i, part in enumerate(around.search) if "vendor/lib" in part or part.endswith("/.opencl")]
     own = [i for i, part in enumerate(around.search) if part.rstrip("/") == f"{around.prefix}/lib"]
     return bool(vendors) and (not own or vendors[0] < own[0])
 
 
 def _adreno(around: Surroundings) -> Step:
-    """An Adreno's driver is no ICD: it has to take the loader's place."""
+    """An Adreno's driver is not an ICD: it must replace the loader."""
     if _adreno_is_first(around):
         return Step("library path", True, "the vendor's folder comes before Termux's in LD_LIBRARY_PATH")
     said = "LD_LIBRARY_PATH does not name the vendor's folder, so Termux's loader is used, which cannot use this driver"
@@ -131,7 +131,7 @@ def _adreno(around: Surroundings) -> Step:
 
 
 def _copying_package(around: Surroundings, driver: Driver) -> Step:
-    """Mali and PowerVR: the package copies the driver to where Termux's loader may load it."""
+    """For Mali and PowerVR: the package copies the driver to a folder from which Termux's loader may load it."""
     usual = {"libGLES_mali.so": "egl", "libPVROCL.so": "lib64"}
     path = PurePosixPath(driver.path)
     override = "" if path.parent.name == usual.get(path.name) else f"OVERRIDE_LIBOPENCL={driver.path} "
@@ -147,7 +147,7 @@ def _copying_package(around: Surroundings, driver: Driver) -> Step:
 
 
 def _loader(around: Surroundings) -> Step:
-    """The libOpenCL.so that programs are linked to; where pyopencl is here, the one that it has loaded."""
+    """The libOpenCL.so that programs are linked with; if pyopencl is installed, the one that it has loaded."""
     if around.loaded:
         return Step("loader", True, around.loaded)
     if around.loaders:

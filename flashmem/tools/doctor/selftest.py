@@ -1,7 +1,7 @@
-"""Two seconds of a device: whether what flashmem needs of it works, and how fast it is about.
+"""A self test of a device in two seconds: whether it supports what flashmem needs, and its approximate speed.
 
-`python -m flashmem.tools.doctor.selftest NUMBER FOLDER` tests one device in a process of its own, which a driver may end, and
-prints a line of JSON for each test as it is done. Rates are rough: `flashmem profile` measures.
+`python -m flashmem.tools.doctor.selftest NUMBER FOLDER` tests one device in its own process, which a driver may end. It prints
+a line of JSON after each test. Rates are approximate: `flashmem profile` measures them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ __kernel void busy(__global float* numbers, int steps) {
 
 @dataclass(frozen=True)
 class Result:
-    """One test. `ok`: None where the device does not offer what is tested. `rate` is bytes per second, where it is one."""
+    """The result of one test. `ok` is None if the device does not support the feature. `rate` is bytes per second, if
+    measured.
+    """
 
     test: str
     ok: bool | None
@@ -64,7 +66,7 @@ class Result:
 
 
 def run_apart(number: int, folder: Path) -> list[Result]:
-    """The tests of device `number` in the list of devices, in a process of its own; files are made in `folder`."""
+    """Run the tests of device `number` in the list of devices, in a new process; it creates files in `folder`."""
     command = python_module("flashmem.tools.doctor.selftest", str(number), str(folder))
     try:
         done = subprocess.run(command, env=module_environment(), capture_output=True, text=True, timeout=_LONGEST, check=False)
@@ -73,7 +75,7 @@ def run_apart(number: int, folder: Path) -> list[Result]:
         out, ended = (error.stdout or b"").decode(errors="replace"), f"it did not end within {_LONGEST:.0f} s"
     found = []
     for line in out.splitlines():
-        with suppress(ValueError, TypeError):  # a driver may print, too
+        with suppress(ValueError, TypeError):  # a driver may print to the same stream
             found.append(Result(**json.loads(line)))
     return [*found, Result("the self test", False, f"{ended}, after {len(found)} tests")] if ended else found
 
@@ -84,7 +86,7 @@ def _ending(code: int, errors: str) -> str:
 
 
 def tests(number: int, folder: Path) -> Iterator[Result]:
-    """The tests of one device, one after the other."""
+    """Run the tests of one device, one after the other."""
     from flashmem.runtime.opencl.context import Context, list_devices
 
     device = list_devices()[number]
@@ -108,7 +110,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
     wanted = content.sum(1, dtype=np.float32)
 
     def summed(image: object, queue: Queue) -> bool:
-        """Whether a kernel reads what `queue` wrote. On another queue it would have to wait for an event of that one."""
+        """Whether a kernel reads what `queue` wrote. On another queue it would have to wait for an event of this one."""
         sums = context.buffer(4 * _ROWS)
         kernel = context.build(_SUMS, ["-cl-std=CL1.2"]).kernel("sum_rows", [image, sums, np.int32(_WIDTH)])
         queue.launch(queue.prepare(kernel, (_ROWS,), (1,)))
@@ -132,7 +134,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
         pitch = -(-_WIDTH // device.image_pitch_alignment) * device.image_pitch_alignment * _TEXEL
         padded = np.zeros((_ROWS, pitch), np.uint8)
         padded[:, : _WIDTH * _TEXEL] = content.view(np.uint8)
-        start = 4096  # in a pool, not at its start, as slices lie
+        start = 4096  # not at the start of the pool, like most slices
         pool, queue = context.buffer(start + padded.nbytes, host_visible=True), context.queue()
         queue.write(pool, padded, offset=start)
         part = context.sub_buffer(pool, start, padded.nbytes)
@@ -191,7 +193,7 @@ def tests(number: int, folder: Path) -> Iterator[Result]:
 
 
 def disk(folder: Path) -> Result:
-    """How fast the disk under `folder` is read, cold as far as the system lets go of a file, and from the page cache."""
+    """Measure the read rate of the disk under `folder`: cold, if the system drops the file's pages, and from the page cache."""
     block = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
     try:
         make_private(folder)
@@ -219,9 +221,9 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    """Test one device, and print a line for each test."""
+    """Test one device and print a line for each test."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a driver prints is no answer
+    os.dup2(2, 1)  # a driver's output must not mix with the results
     for result in tests(int(sys.argv[1]), Path(sys.argv[2])):
         answers.write(json.dumps(asdict(result)) + "\n")
         answers.flush()

@@ -1,7 +1,7 @@
-"""What of OpenCL lies where on this machine: facts, by looking at files and asking the dynamic linker. Nothing is judged here.
+"""Facts about OpenCL on this machine, from its files and its dynamic linker. `advice` interprets them.
 
-Android's vendors keep their drivers in a few places, and Termux has packages that make use of them; which, and how, is taken
-from the script that installs Termux's `opencl-vendor-driver` (docs/android.md has the links).
+Android's vendors install their drivers in a few folders, and Termux has packages that use them. The names are from the script
+that installs Termux's `opencl-vendor-driver` (docs/android.md has the links).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NAMES: dict[Family, tuple[str, ...]] = {
     "powervr": ("libPVROCL.so",),
     "adreno": ("libOpenCL.so",),
 }
-"""Of what is in such a folder, what holds OpenCL. Mali and PowerVR may have a libOpenCL.so as well, Adreno has nothing else."""
+"""The libraries with OpenCL in such a folder. Mali and PowerVR may have a libOpenCL.so too; Adreno has only that."""
 
 _LISTS = ("vendor/etc/public.libraries.txt", "system/etc/public.libraries.txt", "system/vendor/etc/public.libraries.txt")
 _VENDORS = "etc/OpenCL/vendors"
 _LOADER_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib", "lib")
 _PROBE = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
 FORBIDDEN = "not accessible for the namespace"
-"""What Android's linker says of a library that programs may not load."""
+"""The message of Android's linker for a library that programs may not load."""
 
 
 @dataclass(frozen=True)
 class Driver:
-    """An OpenCL driver of the vendor. `refusal`: what the linker says when it is asked for it; "" if it loads."""
+    """An OpenCL driver of the vendor. `refusal` is the linker's message when it fails to load, else ""."""
 
     family: Family
     path: str
@@ -48,7 +48,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Icd:
-    """A file that names a driver to the OpenCL loader. `broken`: why that cannot work, or ""."""
+    """A file that names a driver for the OpenCL loader. `broken` is the reason why it cannot work, or ""."""
 
     path: str
     library: str
@@ -57,7 +57,7 @@ class Icd:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The facts. Paths are as programs on the machine see them."""
+    """The facts. Paths are those that programs on the machine see."""
 
     machine: str
     system: str
@@ -67,16 +67,16 @@ class Surroundings:
     prefix: str  # Termux's; "" elsewhere
     search: tuple[str, ...]  # LD_LIBRARY_PATH
     drivers: tuple[Driver, ...]  # the vendor's
-    listed: bool | None  # whether the vendor lets apps load libOpenCL.so; None where there is no such list
-    loaders: tuple[str, ...]  # files called libOpenCL that lie where programs find them, Termux's own first
+    listed: bool | None  # whether the vendor lets apps load libOpenCL.so; None if there is no such list
+    loaders: tuple[str, ...]  # libOpenCL files where programs find them, Termux's own first
     icds: tuple[Icd, ...]
-    copied: str  # the vendor's driver as `opencl-vendor-driver` has copied it; "" if it has not
-    outdated: bool  # that copy is older than the driver
-    pip: tuple[str, ...]  # drivers that pip installed
-    pyopencl: str  # its version; "" if it cannot be loaded
+    copied: str  # the copy of the driver made by `opencl-vendor-driver`, or ""
+    outdated: bool  # the copy is older than the driver
+    pip: tuple[str, ...]  # drivers installed by pip
+    pyopencl: str  # version; "" if it cannot be loaded
     pyopencl_error: str = ""
-    loaded: str = ""  # the libOpenCL that pyopencl has loaded
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that drivers and loaders look at
+    loaded: str = ""  # the libOpenCL loaded by pyopencl
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that drivers and loaders read
 
 
 def look(
@@ -87,9 +87,9 @@ def look(
     machine: str | None = None,
     open_library: Callable[[str], str] | None = None,
 ) -> Surroundings:
-    """The facts of this machine, or of a tree of files at `root` that stands for one.
+    """The facts of this machine, or of a file tree at `root` that represents one.
 
-    `open_library` asks the linker for a library and gives what it answers, "" if it could be loaded.
+    `open_library` asks the linker for a library; its result is the linker's message, "" if the library was loaded.
     """
     android = is_android() if android is None else android
     open_library = open_library or _refusal
@@ -97,7 +97,7 @@ def look(
     found = _drivers(root)
     copied = f"{prefix}/opt/vendor/lib/libOpenCL.so" if prefix else ""
     copy = root / copied.lstrip("/") if copied else None
-    if copy is None or not copy.is_file() or copy.stat().st_size == 0:  # the package holds an empty file until it is set up
+    if copy is None or not copy.is_file() or copy.stat().st_size == 0:  # the package has an empty file until it is set up
         copied, copy = "", None
     version, error, loaded = _pyopencl() if root == Path("/") else ("", "", "")
     return Surroundings(
@@ -127,7 +127,7 @@ _VARIABLES = ("LD_LIBRARY_PATH", "OCL_ICD_VENDORS", "OCL_ICD_FILENAMES", "POCL_C
 
 
 def _drivers(root: Path) -> list[tuple[Family, str]]:
-    """The vendor's OpenCL libraries, one of each family, in the first folder that has any."""
+    """The vendor's OpenCL libraries, one of each family, in the first folder with any."""
     for folder in _LIBRARIES:
         there = root / folder
         if not there.is_dir():
@@ -174,7 +174,7 @@ def _icds(root: Path, prefix: str) -> tuple[Icd, ...]:
 
 
 def _refusal(path: str) -> str:
-    """What the linker says of `path`, in a process of its own: a driver may end it."""
+    """The linker's message for `path`, from a new process, because a driver may end it."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _PROBE, path], capture_output=True, text=True, timeout=30, check=False
@@ -188,7 +188,7 @@ def _refusal(path: str) -> str:
 
 
 def _pyopencl() -> tuple[str, str, str]:
-    """The version of pyopencl, why it cannot be loaded, and the libOpenCL that it has."""
+    """The version of pyopencl, why it cannot be loaded, and its libOpenCL."""
     try:
         import pyopencl
     except ImportError as error:
@@ -197,7 +197,7 @@ def _pyopencl() -> tuple[str, str, str]:
 
 
 def _mapped(name: str) -> str:
-    """The first file of such a name that this process has mapped."""
+    """The first file of that name that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -210,7 +210,7 @@ def _system_name(root: Path, android: bool) -> str:
         return f"{platform.system()} {platform.release()}"
     try:
         lines = (root / "system/build.prop").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # programs of an app may not read it
+    except OSError:  # programs in an app may not read it
         lines = []
     properties = dict(line.split("=", 1) for line in lines if "=" in line)
     return f"Android {properties.get('ro.build.version.release', '')}".strip()

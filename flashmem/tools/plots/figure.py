@@ -1,4 +1,4 @@
-"""Figures as PNG files: matplotlib without a display, one look, files written whole."""
+"""Figures as PNG files: matplotlib without a display, a common style, atomic writing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#882255")
-"""Distinguished by everyone (Okabe and Ito, without yellow and black)."""
+"""Colours that colour-blind readers can distinguish (Okabe and Ito, without yellow and black)."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
@@ -23,16 +23,16 @@ _DPI = 160
 
 
 def require_matplotlib() -> None:
-    """Raises UserError where matplotlib is missing: better before the work than after it."""
+    """Raise UserError if matplotlib is not installed. Called before the work whose result is drawn."""
     need("drawing", "matplotlib")
 
 
 @contextmanager
 def figure(path: Path, *, rows: int = 1, columns: int = 1, size: tuple[float, float], **grid: Any) -> Iterator[Any]:
-    """A figure and its axes, as `(figure, axes)`; written to `path` when all went well. `size` in inches.
+    """A figure and its axes, as `(figure, axes)`, written to `path` when the body succeeds. `size` in inches.
 
     Raises:
-        UserError: matplotlib is missing.
+        UserError: matplotlib is not installed.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -45,18 +45,18 @@ def figure(path: Path, *, rows: int = 1, columns: int = 1, size: tuple[float, fl
 
 
 def plain_axes(axes: Axes) -> None:
-    """Grid behind, no frame on top and at the right."""
+    """Draw the grid behind the data, and no frame at the top and right."""
     axes.grid(True, color="#e0e0e0", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def legend_below(drawn: Figure, axes: Axes, *, columns: int = 4) -> None:
-    """One legend under the figure, where it covers nothing."""
+    """Draw one legend below the figure."""
     handles, labels = axes.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=min(columns, max(1, len(labels))), frameon=False)
 
 
 def model_name(path: Path) -> str:
-    """What a reader calls the model: its file's name, or its folder's where the file is just `model.onnx`."""
+    """The model's name for readers: that of its file, or of the folder if the file is `model.onnx`."""
     return path.parent.name if path.stem == "model" and path.parent.name else path.stem

@@ -1,4 +1,4 @@
-"""Memory over time of several models that take turns, beside sessions that preload each (FlashMem, Figure 6)."""
+"""Plot of memory over time for several models that run in turn, beside sessions that preload each (FlashMem, Figure 6)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OverTime = Sequence[tuple[float, int]]
 
 
 def draw_queue(path: Path, rows: Mapping[str, OverTime], budget: int | None) -> None:
-    """Write the PNG, one of `rows` (by title) above the other. Raises UserError where matplotlib is missing."""
+    """Write the PNG with one plot for each of `rows`, by title. Raises UserError if matplotlib is not installed."""
     with figure(path, rows=len(rows), size=(11, 0.5 + 2.5 * len(rows)), sharex=True, sharey=True) as (_, axes):
         for at, (title, moments) in enumerate(rows.items()):
             times, held = [when for when, _ in moments], [nbytes / 1e6 for _, nbytes in moments]

@@ -1,7 +1,7 @@
 """The two plots of a sweep: latency against peak memory with the Pareto front, and FlashMem's Figure 8.
 
-Figure 8 shows integrated and execution latency against the preload ratio, or against memory where nothing but memory differs.
-Execution is a later run, which finds W resident.
+Figure 8 shows integrated and execution latency against the preload ratio, or against memory where only memory differs.
+Execution is a later run with W resident.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LINEAR_RANGE = 8
 
 
 def draw_sweep(path: Path, rows: Iterable[Row]) -> list[Path]:
-    """Write NAME.png (Pareto) and NAME-figure8.png for the feasible `rows`; returns both paths.
+    """Write NAME.png (Pareto) and NAME-figure8.png for the feasible `rows`; both paths.
 
     Raises:
-        UserError: no row is feasible, or matplotlib is missing.
+        UserError: no row is feasible, or matplotlib is not installed.
     """
     feasible = [row for row in rows if row["integrated_ms"]]
     if not feasible:
@@ -39,7 +39,7 @@ def draw_sweep(path: Path, rows: Iterable[Row]) -> list[Path]:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats in both coordinates (less is better), by the first coordinate."""
+    """The points that no other point beats in both coordinates (less is better), sorted by the first coordinate."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(points):
         if not front or y < front[-1][1]:
@@ -48,7 +48,7 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows of one device, precision and source, and what to call them."""
+    """Rows grouped by device, precision and source, each group with a title."""
 
     def key(row: Row) -> tuple[str, ...]:
         return row["device"], row["precision"], row["mode"], row["disk"], row["source"]
@@ -121,7 +121,7 @@ def _draw_figure8(path: Path, rows: Sequence[Row]) -> None:
         for name, group in _models(rows)
         for label, own in _series_like(group, rows)
     ]
-    # Plans for a budget seldom preload anything: then memory is what the limits changed.
+    # Plans for a budget rarely preload weights; memory then is the axis that the limits change.
     by_ratio = len({row["preload_ratio"] for row in rows}) > 1
     place = _ratio if by_ratio else _peak
     with figure(path, columns=2, size=(10.5, 4.9)) as (drawn, (integrated, execution)):
@@ -139,7 +139,7 @@ def _draw_figure8(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _series_like(group: Sequence[Row], everything: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """The series of `everything`, as far as `group` has rows of them."""
+    """The series of `everything`, restricted to the rows in `group`."""
     own = {id(row) for row in group}
     found = ((label, [row for row in rows if id(row) in own]) for label, rows in _series(everything))
     return [(label, rows) for label, rows in found if rows]
@@ -154,7 +154,7 @@ def _peak(row: Row) -> float:
 
 
 def _draw_latency(axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]], place: Callable[[Row], float], column: str) -> None:
-    """A line for each series: where `place` puts its rows, and their latency in `column`."""
+    """Draw a line for each series: the latency in `column` against the coordinate `place`."""
     most = max(_peak(row) for _, rows in lines for row in rows)
     for number, (label, rows) in enumerate(lines):
         ordered = sorted(rows, key=lambda row: (place(row), _peak(row)))
@@ -168,7 +168,7 @@ def _draw_latency(axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]], place:
 
 
 def _scale_latency(axes: Axes, values: Sequence[float]) -> None:
-    """From 0, or logarithmic where models are too far apart to be read on one scale."""
+    """Scale the axis from 0, or logarithmically if models differ too much for one linear scale."""
     low, high = min(values), max(values)
     if low <= 0 or high / low < _LINEAR_RANGE:
         axes.set_ylim(0, 1.08 * high)

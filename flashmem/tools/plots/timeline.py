@@ -1,4 +1,4 @@
-"""A simulated run over time: who is at work (compute, loader threads, disk) above, the memory held below."""
+"""Plot of a simulated run over time: the work of compute, loader threads and disk above, held memory below."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashmem.schedule.loads import Span
+from flashmem.schedule.loads import TimedInterval
 from flashmem.tools.plots.figure import COLOURS, figure, plain_axes
 from flashmem.tools.simulation.simulator import Prediction
 
@@ -17,12 +17,12 @@ _MB = 1e6
 
 
 def draw_timeline(path: Path, prediction: Prediction, *, title: str) -> None:
-    """Write the PNG. Raises UserError where matplotlib is missing."""
+    """Write the PNG. Raises UserError if matplotlib is not installed."""
     report = prediction.report
     threads = max(prediction.load_threads, default=-1) + 1
-    tracks: list[tuple[str, str, Sequence[Span]]] = [("compute", COLOURS[0], report.layers)]
+    tracks: list[tuple[str, str, Sequence[TimedInterval]]] = [("compute", COLOURS[0], report.layers)]
     for number in range(threads):
-        loads = [span for span, thread in zip(report.loads, prediction.load_threads, strict=True) if thread == number]
+        loads = [interval for interval, thread in zip(report.loads, prediction.load_threads, strict=True) if thread == number]
         tracks.append((f"loader {number + 1}", COLOURS[1], loads))
     if prediction.disk:
         tracks.append(("disk", COLOURS[6], prediction.disk))
@@ -34,10 +34,10 @@ def draw_timeline(path: Path, prediction: Prediction, *, title: str) -> None:
         drawn.suptitle(title, fontsize=11)
 
 
-def _draw_work(axes: Axes, tracks: Sequence[tuple[str, str, Sequence[Span]]], *, init: float) -> None:
-    for at, (_, colour, spans) in enumerate(reversed(tracks)):
-        bars = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans]
-        shades = [colour if number % 2 == 0 else f"{colour}99" for number in range(len(bars))]  # neighbours stay apart
+def _draw_work(axes: Axes, tracks: Sequence[tuple[str, str, Sequence[TimedInterval]]], *, init: float) -> None:
+    for at, (_, colour, intervals) in enumerate(reversed(tracks)):
+        bars = [(1e3 * interval.start, 1e3 * (interval.end - interval.start)) for interval in intervals]
+        shades = [colour if number % 2 == 0 else f"{colour}99" for number in range(len(bars))]  # two shades separate neighbours
         axes.broken_barh(bars, (at - 0.36, 0.72), facecolors=shades, linewidth=0)
     axes.axvline(init, color="#444444", linewidth=1, linestyle="--")
     axes.annotate(
@@ -68,7 +68,7 @@ def _draw_memory(axes: Axes, prediction: Prediction) -> None:
 
 
 def _label_lines(axes: Axes, lines: Sequence[tuple[str, float]]) -> None:
-    """Names at the right edge, outside; those too close to be read apart share one."""
+    """Label lines outside of the right edge; labels that would overlap are joined."""
     top = axes.get_ylim()[1]
     groups: list[tuple[float, list[str]]] = []
     for label, nbytes in sorted(lines, key=lambda line: line[1]):

@@ -1,9 +1,9 @@
-"""Discrete events over shared resources: processes that work, wait, and work on.
+"""Discrete-event simulation of processes that share resources.
 
-A process is a generator. It yields `Work` (an amount of one resource, which takes as long as the resource's speed makes it) or
-a condition (it goes on once that holds). Between two events every speed is constant, so time advances to the next completion.
-How works share a resource (a bus) or disturb one another (compute beside a copy) is one function: from what is busy to speeds.
-A resource may do one work after the other instead (a disk, a copy engine).
+A process is a generator. It yields `Work` (an amount of one resource, whose speed decides the time) or a condition to wait for.
+Between two events all speeds are constant, so time advances to the next completion. One function maps the busy resources to
+speeds; it models how works share a resource (a bus) or slow each other (kernels beside a copy). A resource can also be used by
+one work at a time (a disk, a copy engine).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 Condition = Callable[[], bool]
 Speeds = Callable[[Mapping[str, int]], Mapping[str, float]]
-"""From how many works each resource has at hand to units per second of each of these works; more than 0 for one at least."""
+"""Maps the number of active works of each resource to units per second for each of them; at least one is positive."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class _Waiting:
 
 @dataclass
 class Events:
-    """The clock. `now` is in seconds; `busy` adds up for how long each resource had any work.
+    """The simulation clock. `now` is in seconds; `busy` is the time in which each resource had any work.
 
-    `in_turn`: resources that do one work at a time, in the order in which they were begun.
+    `in_turn` has the resources that do one work at a time, in order of arrival.
     """
 
     speeds: Speeds
@@ -56,11 +56,11 @@ class Events:
     _waiting: list[_Waiting] = field(default_factory=list)
 
     def start(self, process: Process) -> None:
-        """Let `process` begin now."""
+        """Start `process` at the current time."""
         self._resume(process)
 
     def run(self, process: Process) -> None:
-        """Start `process` and play until it ends; others are left where they are then.
+        """Start `process` and simulate until it ends; other processes stop where they are.
 
         Raises:
             RuntimeError: every process waits for another one.
@@ -89,7 +89,7 @@ class Events:
                 return
 
     def _wake(self) -> bool:
-        """Resume the process that waited longest of those whose condition holds; whether there was one."""
+        """Resume the process that waits longest among those whose condition holds; whether there was one."""
         for waiting in self._waiting:
             if waiting.ready():
                 self._waiting.remove(waiting)
@@ -98,7 +98,7 @@ class Events:
         return False
 
     def _advance(self) -> None:
-        """To the next completion."""
+        """Advance to the next completion."""
         at_work = self._at_work()
         speeds = self.speeds(Counter(running.resource for running in at_work))
         times = [running.left / speeds[running.resource] for running in at_work if speeds[running.resource] > 0]
@@ -111,7 +111,7 @@ class Events:
         finished: list[_Running] = []
         for running in at_work:
             speed = speeds[running.resource]
-            # Works that end together by arithmetic end together here, whatever the rounding.
+            # Works that end at the same time end together despite rounding.
             if running.left <= step * speed * (1 + 1e-12):
                 finished.append(running)
             running.left -= step * speed
@@ -121,7 +121,7 @@ class Events:
             self._resume(running.process)
 
     def _at_work(self) -> list[_Running]:
-        """Those that do not wait for their turn."""
+        """The works in progress, without those that wait for their turn."""
         taken: set[str] = set()
         found = []
         for running in self._running:

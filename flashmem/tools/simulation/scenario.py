@@ -1,7 +1,7 @@
-"""What is to be played: a machine, and the loads, layers and memory of one session on it, as plain data.
+"""The input of a simulation: a machine, and the loads, layers and memory of one session on it, as data.
 
-`describe` takes them from a program, a plan and a descriptor. The order of loads, their gates, what each layer needs, what is
-freed when, and every allocation come from the runtime's own functions, so that the simulation plays what a session would.
+`describe` derives them from a program, a plan and a descriptor. The order of loads, their gates, the needs of each layer, the
+frees and all allocations are computed by the runtime's own functions, so that the simulation matches a session.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Slice, panel_bytes
 from flashmem.runtime.memory.accounts import Category
-from flashmem.runtime.streaming.interleaved import LayerMoves, Ride, layer_moves, needed_slices
-from flashmem.schedule.loads import Band, Load, planned_frees, planned_loads, read_while_opening
+from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
+from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout
 from flashmem.target.descriptor import DeviceDescriptor
 
 Disk = Literal["cold", "cached"]
 Piece = tuple[Literal["read", "copy"], int]
-"""Bytes that a loader thread reads out of the page cache, or copies to where kernels read them (or populates, when mapped)."""
+"""A step of a load: bytes to read from the page cache, or to copy to the device (or to populate, when mapped)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources. Rates in bytes per second; `disk_bandwidth` None: the whole file is in the page cache.
+    """The resources of a machine. Rates in bytes per second; `disk_bandwidth` is None if the whole file is in the page cache.
 
-    A call that announces reads (posix_fadvise) returns while up to `disk_queue_bytes` are still to be read; what does not fit
-    a disk's queue, Linux makes the caller wait for. `copy_engine`: the device has memory of its own, and copies to it are
-    made one after the other.
+    A call that announces reads (posix_fadvise) returns when at most `disk_queue_bytes` are left to read; Linux blocks the
+    caller until then. With `copy_engine` the device has memory of its own, and makes one copy after the other.
     """
 
     read_bandwidth: float
@@ -51,10 +50,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """A band of slice `name`, from its byte `first` on, to bring in once layer `gate` is done.
+    """The load of a segment of slice `name`, from byte `first` of it on, which starts when layer `gate` is done.
 
-    `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find it if it is of W or to
-    `keep`. One that `reads_ahead` waits for its gate only when it has something to copy.
+    `held` bytes are counted from its start until the slice is freed (mode `map`). Later runs find the slice resident if it is
+    in W or has `keep`. A load with `reads_ahead` waits for its gate only before it copies.
     """
 
     name: str
@@ -69,13 +68,13 @@ class SimulatedLoad:
 
     @property
     def last_of_file(self) -> int:
-        """Index of the last piece that needs the file's bytes: it ends no sooner than the disk has brought them."""
+        """Index of the last piece that needs bytes of the file; it cannot end before the disk has read them."""
         return max((index for index, (resource, _) in enumerate(self.pieces) if resource == "read"), default=0)
 
 
 @dataclass(frozen=True)
 class SimulatedLayer:
-    """`seconds` on the device with what is moved beside it; starts when all of `needs` are loaded."""
+    """A layer that takes `seconds` on the device, including the copies beside it, once all of `needs` are loaded."""
 
     name: str
     seconds: float
@@ -84,7 +83,7 @@ class SimulatedLayer:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes that the session holds from its opening to its end."""
+    """Bytes that a session holds from its opening to its end."""
 
     category: Category
     nbytes: int
@@ -92,12 +91,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One session and its first run. Loads are in the order in which threads take them.
+    """A session and its first run. Loads are in the order in which threads start them.
 
-    The first `announced` loads are announced to the disk when the session begins. `context_seconds` pass before memory is
-    accounted for, `kernel_seconds` (and layers') before anything is allocated. `constants_bytes` are read while opening;
-    `gathered_bytes` (table rows) and `input_bytes` before layer 1; `output_bytes`, of outputs that are copied, after the last.
-    `later_layers`: those of later runs, where they differ. `resident_first`: every load belongs to the opening (strategy
+    The first `announced` loads are announced to the disk when the session begins. Memory is counted after `context_seconds`,
+    and allocated after `kernel_seconds`, including the time for layers. `constants_bytes` are read while opening,
+    `gathered_bytes` (table rows) and `input_bytes` before layer 1, `output_bytes` of copied outputs after the last layer.
+    `later_layers` are those of later runs, where they differ. With `resident_first` all loads belong to the opening (strategy
     preload).
     """
 
@@ -117,7 +116,7 @@ class Scenario:
     later_layers: tuple[SimulatedLayer, ...] = ()
 
     def later(self) -> Scenario:
-        """A later run of the same session: W and what was kept are there, the file is in the page cache, nothing is opened."""
+        """A later run of the same session: W and kept slices are resident, the file is in the page cache, nothing is opened."""
         kept = {load.name for load in self.loads if load.preload or load.keep}
         held = sum(load.held for load in self.loads if load.preload or load.keep)
         return replace(
@@ -138,9 +137,9 @@ class Scenario:
 
 
 def layout_for(program: Program, plan: OverlapPlan, mode: TransferMode, strategy: Strategy = "stream") -> PoolLayout:
-    """Where the runtime would put slices: the plan's layout for `mode`, made now if the plan has none for it."""
+    """The runtime's layout of slices: the plan's layout for `mode`, computed here if the plan has none."""
     if strategy == "preload":
-        return preloaded_layout(program, mode, plan.loader_threads, shares_memory=plan.shares_memory)
+        return preloaded_layout(program, mode, plan.loader_threads)
     return (
         plan.layouts[mode]
         if mode in plan.layouts
@@ -158,10 +157,10 @@ def describe(
     strategy: Strategy = "stream",
     lanes: bool = True,
 ) -> Scenario:
-    """The first run of a session that plays `plan` on a device, `mode` being how weights travel.
+    """Describe the first run of a session with `plan` on a device, in transfer `mode`.
 
-    "cold": nothing of the weight file is in the page cache. Seconds of layers are those of `schedule.instance`. `lanes`: as
-    `flashmem.Session` has it.
+    `disk` "cold": nothing of the weight file is in the page cache. The seconds of layers are those of `schedule.instance`.
+    `lanes` is the argument of `flashmem.Session`.
     """
     rates = descriptor.rates
     slices = {part.name: part for part in program.slices}
@@ -196,12 +195,12 @@ def describe(
         loads=tuple(
             SimulatedLoad(
                 load.part.name,
-                load.band.nbytes,
+                load.segment.nbytes,
                 travel.pieces(load),
                 load.gate,
                 load.preload,
-                travel.held(load.band),
-                load.band.first,
+                travel.held(load.segment),
+                load.segment.first,
                 load.part.name in kept,
                 travel.reads_ahead,
             )
@@ -226,21 +225,21 @@ def describe(
 
 
 def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
-    """What moves between the host and the tensors of `ports`."""
+    """Bytes that are copied between the host and the tensors of `ports`."""
     sizes = {tensor.name: ITEMSIZE[tensor.dtype] for tensor in program.tensors}
     return sum(sizes[port.tensor] * prod(port.shape) for port in ports if port.tensor is not None)
 
 
 @dataclass(frozen=True)
 class _Travel:
-    """How slices travel in one mode (runtime/streaming/transfer_modes.py)."""
+    """The steps and the memory of loads in one transfer mode (runtime/streaming/transfer_modes.py)."""
 
     mode: TransferMode
     layout: PoolLayout
     page: int  # bytes
 
     def pieces(self, load: Load) -> tuple[Piece, ...]:
-        part, total = load.part, load.band.nbytes
+        part, total = load.part, load.segment.nbytes
         if self.mode == "map":
             return (("copy", total),)
         if self.mode == "alias":
@@ -253,25 +252,24 @@ class _Travel:
         return tuple(piece for a, b in pairwise(ends) for piece in (("read", b - a), ("copy", b - a)))
 
     def _passed_through(self, preload: bool) -> int:
-        """Bytes of what a load is copied out of, a thread's own; 0: it is read to where it stays, or where kernels fetch it."""
+        """Bytes of the thread's staging that a load is copied from; 0 if it is read in place or fetched by kernels."""
         layout = self.layout
-        if self.mode == "interleave" and not layout.ring_bytes:
-            return layout.entrance_bytes if preload else 0
-        ring = layout.staging_bytes if self.mode == "dma" else layout.ring_bytes
-        return ring // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
+        if layout.staging and not preload:
+            return 0
+        return layout.ring_bytes // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a load passes through staging of a thread's own, and is read there before its gate opens."""
-        return self.mode == "dma" or bool(self.layout.ring_bytes)
+        """Whether a streamed load passes through memory of a thread's own, and is read there before its gate opens."""
+        return self.mode == "dma" or bool(self.layout.staging_slots)
 
-    def held(self, band: Band) -> int:
-        """Pages that count while they are mapped in; in every other mode the layout is allocated when the session opens."""
-        return -(-band.nbytes // self.page) * self.page if self.mode == "map" else 0
+    def held(self, segment: Segment) -> int:
+        """Bytes of pages to count while they are mapped. In other modes the layout is allocated when the session opens."""
+        return -(-segment.nbytes // self.page) * self.page if self.mode == "map" else 0
 
 
 def _moved_beside(plan: OverlapPlan) -> Counter[int]:
-    """Bytes that the plan moves beside each layer, in whole chunks, as the planner's clock counts them."""
+    """Bytes that the plan copies beside each layer, in whole chunks, as the planner counts them."""
     beside = Counter[int]()
     for w in plan.weights:
         for layer, chunks in w.moves:
@@ -281,46 +279,45 @@ def _moved_beside(plan: OverlapPlan) -> Counter[int]:
 
 def _riding_bytes(moves: Mapping[int, LayerMoves]) -> dict[int, int]:
     """Bytes that the lanes of each layer's own kernel move."""
-    return {layer: _moved_bytes(moving.riding) for layer, moving in moves.items() if moving.riding is not None}
+    return {layer: _moved_bytes(moving.interleaved) for layer, moving in moves.items() if moving.interleaved is not None}
 
 
 def _own_launches(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
-    """Seconds of the moves before a layer that are launches of their own."""
+    """Seconds of the copies before a layer that are launches of their own."""
     rates, own = descriptor.rates, (*moving.leading, *moving.separate)
-    return sum(rates.launch_seconds + _moved_bytes(ride) / rates.copy_bandwidth for ride in own)
+    return sum(rates.launch_seconds + _moved_bytes(stream) / rates.copy_bandwidth for stream in own)
 
 
-def _moved_bytes(ride: Ride) -> int:
-    return sum(move.nbytes for move in ride.moves)
+def _moved_bytes(stream: CopyStream) -> int:
+    return sum(move.nbytes for move in stream.moves)
 
 
 def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
-    """Distinct kernels of the plain and of the lane program."""
+    """The number of different kernels in the plain and the lane program."""
     plain: set[str] = set()
     lane: set[str] = set()
     for layer, launch in enumerate(program.launches, start=1):
         moving = moves.get(layer)
-        (lane if moving is not None and moving.riding is not None else plain).add(launch.kernel)
-        lane.update(ride.copier for ride in ((*moving.leading, *moving.separate) if moving else ()))
+        (lane if moving is not None and moving.interleaved is not None else plain).add(launch.kernel)
+        lane.update(stream.copier for stream in ((*moving.leading, *moving.separate) if moving else ()))
     return len(plain) + len(lane)
 
 
 def _gathered_bytes(program: Program) -> int:
-    """Bytes of the panels that a run reads from tables at most: one for each index, none twice."""
+    """The most bytes that a run reads from tables: one panel for each index, none twice."""
     shapes = {port.name: port.shape for port in program.inputs}
-    return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.row_gathers)
+    return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.host_embeddings)
 
 
 def _allocations(program: Program, layout: PoolLayout) -> tuple[Allocation, ...]:
     """In the engine's order; mapped pages are not among them, they come and go."""
-    homes = layout.pool_bytes + sum(slot.nbytes for slot in layout.slots)
     return (
         Allocation("arena", program.arena_bytes),
         Allocation("constants", program.constants_bytes),
         Allocation("outputs", output_bytes(program)),
         Allocation("staging", scratch_bytes(program)),
-        Allocation("weights", homes),
-        Allocation("staging", layout.staging_bytes + layout.ring_bytes),
+        Allocation("weights", layout.home_bytes),
+        Allocation("staging", layout.all_staging_bytes + layout.ring_bytes),
     )
 
 

@@ -1,15 +1,14 @@
-"""A scenario played: host, loader threads and disk as processes over shared resources.
+"""The simulator: runs a scenario with host, loader threads and disk as processes that share resources.
 
-What runs at the same time, and what waits for what, is as in runtime/{session,run,executor,loader}.py:
+It models the concurrency and the waits of runtime/{session,run,executor,loader}.py:
 
-- the disk reads what was announced, in that order, and takes so much ahead: who announces more waits. A read out of the page
-  cache ends no sooner than the disk brought it in;
-- loader threads free what may be freed, then take the next load whose gate is open; where loads pass through staging of a
-  thread's own, they read it there before that, and copy it then. They share one read rate, and one copy rate or a copy engine,
-  which does one copy after the other. What slices cost beside their bytes is the interpreter's time, one thread's at a time;
-- the device runs layers in order, each once its slices are there, for as long as the planner's clock says that it takes with
-  what the plan moves beside it. The host costs nothing and is never late: it always waits for the oldest layer in flight, so
-  gates open when a layer is done.
+- The disk reads what was announced, in order. Its queue is limited, and a thread that announces more waits. A read from the
+  page cache cannot end before the disk has read the data.
+- Loader threads free slices, then take the next load with an open gate. If loads pass through staging of a thread, it reads one
+  ahead of its gate and copies it when the gate opens. Threads share one read rate, and one copy rate or a copy engine, which
+  makes one copy after the other. The fixed cost of a slice is interpreter time, for one thread at a time.
+- The device runs layers in order, each when its slices are loaded, for the time that the planner computes with the copies
+  beside it. The host costs nothing: it always waits for the oldest layer in flight, so gates open when a layer is done.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from itertools import pairwise
 
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.memory.accounts import Category
-from flashmem.schedule.loads import LOOKED_AT, Span
+from flashmem.schedule.loads import LOOKED_AT, TimedInterval
 from flashmem.tools.simulation.events import Events, Process, Work
 from flashmem.tools.simulation.scenario import Machine, Scenario, SimulatedLoad
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The first run as a session would report it, times counted from the session's creation; `later` runs in seconds.
+    """The predicted report of a first run, with times since the session's creation, and the seconds of `later` runs.
 
-    `busy`: for how many seconds of the first run each resource was at work: disk, read, copy and compute; "slice" is what a
-    load costs beside its bytes, "time" what nothing shares. `load_threads` has the thread that made each of `report.loads`;
-    `disk` is what a cold disk read when.
+    `busy` is the seconds of the first run in which each resource worked: disk, read, copy and compute; "slice" is the fixed
+    cost of loads, "time" is time without a shared resource. `load_threads` has the thread of each of `report.loads`. `disk` has
+    the reads of a cold disk.
     """
 
     report: RunReport
     later: float
     busy: dict[str, float]
     load_threads: tuple[int, ...]
-    disk: tuple[Span, ...]
+    disk: tuple[TimedInterval, ...]
 
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
-    """Play the first run of a session, and a later one. `budget` is only written into the report."""
-    first = _Player(scenario)
-    integrated = first.play()
-    later = _Player(scenario.later()).play()
+    """Simulate the first run of a session, and a later one. `budget` is only written to the report."""
+    first = _SimulatedRun(scenario)
+    integrated = first.simulate_run()
+    later = _SimulatedRun(scenario.later()).simulate_run()
     memory = first.memory
     report = RunReport(
         Latency(integrated, first.opened, integrated - first.opened),
@@ -58,14 +57,14 @@ def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
             None,
             tuple(memory.history),
         ),
-        tuple(span for span, _ in first.loads),
+        tuple(interval for interval, _ in first.loads),
         tuple(first.layers),
     )
     return Prediction(report, later, first.events.busy, tuple(thread for _, thread in first.loads), tuple(first.disk))
 
 
 def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
-    """Units per second of each work: bytes (disk, read, copy), or seconds (compute, slices, time that nothing changes)."""
+    """Units per second of each work: bytes (disk, read, copy), or seconds (compute, slices, fixed times)."""
     return {
         "disk": machine.disk_bandwidth or 0.0,
         "slice": 1.0,
@@ -78,7 +77,7 @@ def speeds(machine: Machine, busy: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass
 class _Memory:
-    """Bytes held over time, as the ledger counts them."""
+    """Bytes held over time, with the ledger's rules."""
 
     history: list[tuple[float, int]] = field(default_factory=list)
     total: int = 0
@@ -101,8 +100,8 @@ class _Memory:
         return sum(held * (after - at) for (at, held), (after, _) in pairwise(moments)) / seconds
 
 
-class _Player:
-    """One run of one scenario."""
+class _SimulatedRun:
+    """One simulated run of a scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -111,22 +110,22 @@ class _Player:
         self.events = Events(lambda busy: speeds(self.machine, busy), in_turn)
         self.memory = _Memory()
         self.opened = 0.0
-        self.loads: list[tuple[Span, int]] = []
-        self.layers: list[Span] = []
-        self.disk: list[Span] = []
+        self.loads: list[tuple[TimedInterval, int]] = []
+        self.layers: list[TimedInterval] = []
+        self.disk: list[TimedInterval] = []
         self._disk_queue: deque[SimulatedLoad] = deque()
-        self._backlog = 0  # bytes announced and not read yet
-        self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the band
+        self._backlog = 0  # bytes announced and not yet read
+        self._announced: set[tuple[str, int]] = set()  # slice, and first byte of the segment
         self._in_cache: set[tuple[str, int]] = set()
 
-    def play(self) -> float:
-        """Seconds until the outputs are in host memory."""
+    def simulate_run(self) -> float:
+        """Simulate the run; seconds until the outputs are in host memory."""
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
         self.events.run(self._host())
         return self.events.now
 
-    # What the session does, in order.
+    # The actions of the session, in order.
 
     def _host(self) -> Process:
         scenario = self.scenario
@@ -144,10 +143,10 @@ class _Player:
         yield Work("copy", scenario.output_bytes)
 
     def _open(self) -> Process:
-        """Everything that is not weights."""
+        """Everything except weights."""
         scenario = self.scenario
         yield Work("time", scenario.context_seconds)
-        self.memory.history.append((self.events.now, 0))  # the ledger begins
+        self.memory.history.append((self.events.now, 0))  # the ledger's first entry
         yield Work("time", scenario.kernel_seconds)
         for allocation in scenario.allocations:
             self.memory.change(self.events.now, allocation.category, allocation.nbytes)
@@ -155,46 +154,46 @@ class _Player:
                 yield from self._storage(scenario.constants_bytes)
 
     def _storage(self, nbytes: int) -> Process:
-        """The host itself reads a part of the file that nobody announced."""
+        """The host reads a part of the file that was not announced."""
         rates = (self.machine.read_bandwidth, self.machine.disk_bandwidth or float("inf"))
         yield Work("time", nbytes / min(rates))
 
     def _bring_in(self, loads: Sequence[SimulatedLoad], threads: int) -> Process:
-        """Loads before the first layer, waited for."""
+        """Loads before the first layer, with a wait for all of them."""
         loader = _Loader(self, loads, {}, threads)
         yield lambda: not loader.is_missing_any
         loader.stop()
 
     def _execute(self, loader: _Loader) -> Process:
-        """Executor and compute queue: layers in order, each once its slices are there."""
+        """Executor and compute queue: layers in order, each when its slices are loaded."""
         for number, layer in enumerate(self.scenario.layers, start=1):
             for name in layer.needs:
                 yield lambda name=name: not loader.lacks(name)  # type: ignore[misc]
             start = self.events.now
             yield Work("compute", layer.seconds)
-            self.layers.append(Span(layer.name, start, self.events.now))
+            self.layers.append(TimedInterval(layer.name, start, self.events.now))
             loader.layer_done(number)
 
-    # What runs beside it.
+    # The processes beside the session.
 
     def _announcer(self) -> Process:
-        """What the session announces while it opens."""
+        """The announcements that the session makes while it opens."""
         for load in self.scenario.loads[: self.scenario.announced]:
             yield from self.announce(load)
 
     def _disk(self) -> Process:
-        """Announced parts of the file, one after the other."""
+        """Reads the announced parts of the file, one after the other."""
         while True:
             yield lambda: bool(self._disk_queue)
             load = self._disk_queue.popleft()
             start = self.events.now
             yield Work("disk", load.nbytes)
-            self.disk.append(Span(load.name, start, self.events.now))
+            self.disk.append(TimedInterval(load.name, start, self.events.now))
             self._backlog -= load.nbytes
             self._in_cache.add((load.name, load.first))
 
     def announce(self, load: SimulatedLoad) -> Process:
-        """Tell the disk to read it; waits while the disk has too much before it to take more."""
+        """Announce a load to the disk; waits while the disk's queue is full."""
         if self.machine.disk_bandwidth is None or (load.name, load.first) in self._announced:
             return
         self._announced.add((load.name, load.first))
@@ -203,7 +202,7 @@ class _Player:
         self._backlog += load.nbytes
 
     def transfer(self, load: SimulatedLoad, is_open: Callable[[], bool]) -> Process:
-        """What a loader thread does with one load; `is_open`: whether its gate is."""
+        """The steps of a loader thread for one load. `is_open` tells whether its gate is open."""
         yield Work("slice", self.machine.load_seconds)
         for index, (resource, nbytes) in enumerate(load.pieces):
             if resource == "copy":
@@ -217,14 +216,14 @@ class _Loader:
     """Loader threads on one sequence of loads (runtime/streaming/loader.py)."""
 
     def __init__(
-        self, player: _Player, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
+        self, simulated: _SimulatedRun, loads: Sequence[SimulatedLoad], frees: Mapping[int, Sequence[str]], threads: int
     ) -> None:
-        self._missing = Counter(load.name for load in loads)  # bands, by slice
-        self._player = player
+        self._missing = Counter(load.name for load in loads)  # segments, by slice
+        self._simulated = simulated
         self._loads = loads
         self._frees = frees
         self._held = Counter[str]()
-        for load in player.scenario.loads:
+        for load in simulated.scenario.loads:
             self._held[load.name] += load.held
         self._ahead = threads
         self._waiting = list(range(len(loads)))
@@ -232,29 +231,29 @@ class _Loader:
         self._to_free: list[str] = []
         self._stopping = False
         for number in range(min(threads, len(loads))):
-            player.events.start(self._work(number))
+            simulated.events.start(self._work(number))
 
     def lacks(self, name: str) -> bool:
-        """Whether a part of `name` is still to come."""
+        """Whether a part of `name` is not loaded yet."""
         return name in self._missing
 
     @property
     def is_missing_any(self) -> bool:
-        """Whether anything is still to come."""
+        """Whether any load is left."""
         return bool(self._missing)
 
     def layer_done(self, layer: int) -> None:
-        """The host heard that `layer` is done."""
+        """Record that the host knows `layer` is done."""
         self._done = layer
         self._to_free.extend(self._frees.get(layer, ()))
 
     def stop(self) -> None:
-        """End the threads, and free what is left to be freed."""
+        """Stop the threads and make the remaining frees."""
         self._stopping = True
         self._free()
 
     def _work(self, thread: int) -> Process:
-        player, events = self._player, self._player.events
+        simulated, events = self._simulated, self._simulated.events
         while True:
             yield lambda: self._stopping or bool(self._to_free) or self._next() is not None
             if self._stopping:
@@ -266,23 +265,23 @@ class _Loader:
             load = self._loads[number]
             self._waiting.remove(number)
             for part in self._ahead_of_it(load):
-                yield from player.announce(part)
+                yield from simulated.announce(part)
             start = events.now
             if load.held:
-                player.memory.change(start, "weights", load.held)
-            yield from player.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
-            player.loads.append((Span(load.name, start, events.now), thread))
+                simulated.memory.change(start, "weights", load.held)
+            yield from simulated.transfer(load, lambda gate=load.gate: gate <= self._done)  # type: ignore[misc]
+            simulated.loads.append((TimedInterval(load.name, start, events.now), thread))
             self._missing[load.name] -= 1
             if not self._missing[load.name]:
                 del self._missing[load.name]
 
     def _free(self) -> None:
         for name in self._to_free:
-            self._player.memory.change(self._player.events.now, "weights", -self._held[name])
+            self._simulated.memory.change(self._simulated.events.now, "weights", -self._held[name])
         self._to_free.clear()
 
     def _next(self) -> int | None:
-        """The load to begin with: the first whose gate is open, else one to read ahead."""
+        """The index of the next load: the first with an open gate, else one to read ahead."""
         waiting = self._waiting[:LOOKED_AT]
         ready = next((number for number in waiting if self._is_open(number)), None)
         return waiting[0] if ready is None and waiting and self._loads[waiting[0]].reads_ahead else ready
@@ -291,6 +290,6 @@ class _Loader:
         return self._loads[index].gate <= self._done
 
     def _ahead_of_it(self, load: SimulatedLoad) -> Sequence[SimulatedLoad]:
-        """The load just taken and a few that come next, behind open gates; what was announced before is passed over."""
+        """The load just taken and the next few with open gates, without those announced before."""
         ahead = [self._loads[number] for number in self._waiting[: self._ahead] if self._is_open(number)]
         return [load, *ahead]

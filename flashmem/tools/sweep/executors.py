@@ -1,4 +1,4 @@
-"""Where the points of a sweep are worked out: a local process pool, or an engine that is already running."""
+"""Executors of a sweep's points: a local process pool, or a running dask or ray cluster."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ EXECUTORS = ("local", "dask", "ray")
 
 
 class Submits(Protocol):
-    """What a sweep asks of an executor."""
+    """The interface of an executor."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        """Begin `function(*arguments)` somewhere."""
+        """Start `function(*arguments)`."""
         ...
 
 
 def default_jobs() -> int:
-    """Local processes: half the cores, because the solver has threads of its own."""
+    """The number of local processes: half the cores, because the solver has threads of its own."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 
 @contextmanager
 def executor(kind: str, *, jobs: int, address: str | None = None) -> Iterator[Submits]:
-    """The executor of `kind`; `address` is the cluster's, else the one that the engine itself is configured for.
+    """The executor of `kind`. `address` is the cluster's; by default the one that the engine is configured for.
 
     Raises:
-        UserError: the engine is not installed, or no cluster is there.
+        UserError: the engine is not installed, or there is no cluster.
     """
     if kind == "dask":
         with _dask(address) as submits:
@@ -44,7 +44,7 @@ def executor(kind: str, *, jobs: int, address: str | None = None) -> Iterator[Su
         with _ray(address) as submits:
             yield submits
     else:
-        # Not forked: this process has threads, and a solver in memory.
+        # not forked: this process has threads, and a solver in memory
         pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
         try:
             yield pool
@@ -62,7 +62,7 @@ def _dask(address: str | None) -> Iterator[Submits]:
     address = address or dask.config.get("scheduler-address", None)
     if address is None:
         raise UserError("--executor dask needs a running cluster; name its scheduler with --address tcp://HOST:8786")
-    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # what it logs, traceback and all, is raised as well
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # the errors that it logs are raised too
     try:
         client: Any = Client(address, timeout="10s")  # type: ignore[no-untyped-call]
     except (OSError, TimeoutError, ValueError) as error:
@@ -91,7 +91,7 @@ def _ray(address: str | None) -> Iterator[Submits]:
 
 
 def _require_listener(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Raise UserError if nothing listens at `address`; Ray itself would try for minutes."""
     where = address.removeprefix("ray://")
     host, _, port = where.rpartition(":")
     try:
@@ -101,7 +101,7 @@ def _require_listener(address: str) -> None:
 
 
 def _passed_on(task: Future[Any], meaning: Callable[[BaseException], BaseException]) -> Future[Any]:
-    """A future with the result of `task`, or with the `meaning` of its error."""
+    """A future with the result of `task`, or with its error converted by `meaning`."""
     future: Future[Any] = Future()
 
     def ended(task: Future[Any]) -> None:
@@ -116,7 +116,7 @@ def _passed_on(task: Future[Any], meaning: Callable[[BaseException], BaseExcepti
 
 
 class _DaskTasks:
-    """Each call a task of the cluster."""
+    """Runs each call as a task of a dask cluster."""
 
     def __init__(self, client: Any) -> None:
         from distributed.client import ClosedClientError
@@ -128,7 +128,7 @@ class _DaskTasks:
         self._lost = (ClosedClientError, CommClosedError, CancelledError, TimeoutError)
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        """Begin `function(*arguments)`; what it raises is raised here as it was there."""
+        """Start `function(*arguments)`; its exceptions are raised here unchanged."""
         try:
             return _passed_on(self._executor.submit(function, *arguments), self._meaning)
         except self._lost as error:
@@ -137,7 +137,7 @@ class _DaskTasks:
     def _meaning(self, error: BaseException) -> BaseException:
         if isinstance(error, self._killed):
             what = "a point ended every worker that tried it, for lack of memory perhaps"
-        elif isinstance(error, self._lost):  # dask cancels what it was asked for when the scheduler goes
+        elif isinstance(error, self._lost):  # dask cancels tasks when the scheduler goes away
             what = f"the connection to its scheduler was lost ({type(error).__name__})"
         elif isinstance(error, RuntimeError) and "deserialization of the task graph" in str(error):
             what = "its scheduler cannot read a point; install flashmem there as it is here"
@@ -147,14 +147,14 @@ class _DaskTasks:
 
 
 class _RayTasks:
-    """Each call a task of the cluster."""
+    """Runs each call as a task of a ray cluster."""
 
     def __init__(self, ray: Any) -> None:
         self._remote = cache(ray.remote)
         self._errors = ray.exceptions
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
-        """Begin `function(*arguments)`; what it raises is raised here as it was there."""
+        """Start `function(*arguments)`; its exceptions are raised here unchanged."""
         return _passed_on(self._remote(function).remote(*arguments).future(), self._meaning)
 
     def _meaning(self, error: BaseException) -> BaseException:

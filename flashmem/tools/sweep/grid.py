@@ -1,4 +1,4 @@
-"""The grid of a sweep: its points, and the columns of a row."""
+"""The grid of a sweep: its points, and the columns of a row in the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Source = Literal["simulated", "measured"]
 
 @dataclass(frozen=True)
 class Point:
-    """What is asked of one run: the key of a row. Exactly one of `m_peak_bytes` and `budget_bytes` is not None."""
+    """The parameters of one run, which are the key of a row. One of `m_peak_bytes` and `budget_bytes` is None."""
 
     model: str
     shape: str  # NAME=1x128 and so on, sorted, separated by spaces
@@ -46,12 +46,11 @@ RESULTS = (
     "status", "tier", "objective_kind", "objective", "bound", "bound_scope", "gap", "preload_ratio",
     "integrated_ms", "init_ms", "exec_ms", "warm_ms", "average_bytes", "peak_bytes", "smallest_bytes", "solve_seconds",
 )  # fmt: skip
-"""Columns that say what came out. `status` is about `objective_kind`; an infeasible point has `status` infeasible and the
-smallest limit that works.
+"""Columns with the results.
 
-`objective` and `bound` are seconds for the kinds "first" and "steady", and the paper's weighted sum for "paper". `exec_ms`
-is the first run
-without its opening, `warm_ms` a later run, with W resident.
+`status` is about `objective_kind`; an infeasible point has `status` infeasible and the smallest limit that works. `objective`
+and `bound` are seconds for the kinds "first" and "steady", and the paper's weighted sum for "paper". `exec_ms` is the first run
+without its opening, `warm_ms` a later run with W resident.
 """
 
 COLUMNS = (*KEY, *RESULTS)
@@ -59,7 +58,7 @@ COLUMNS = (*KEY, *RESULTS)
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes. `m_peaks` and `budgets` are limits in bytes, each a point of its own."""
+    """The axes of a sweep. `m_peaks` and `budgets` are limits in bytes; each is a point of its own."""
 
     models: Sequence[str]
     devices: Sequence[str]
@@ -76,7 +75,7 @@ class Grid:
     source: Source
 
     def points(self) -> list[Point]:
-        """Every combination once, those of one model, device and precision side by side."""
+        """Every combination once; those of one model, device and precision are adjacent."""
         limits = [(m_peak, None) for m_peak in self.m_peaks] + [(None, budget) for budget in self.budgets]
         axes = product(self.models, self.devices, self.precisions, limits, self.lambdas, self.mus)
         points = (
@@ -93,10 +92,10 @@ Item = TypeVar("Item")
 
 
 def split_list(text: str, flag: str, read: Callable[[str], Item]) -> list[Item]:
-    """The items of a comma-separated option, each read by `read`.
+    """Split a comma-separated option and parse each item with `read`.
 
     Raises:
-        UserError: there is none, or `read` refuses one (its UserErrors are passed on).
+        UserError: there is no item; UserErrors of `read` are passed on.
     """
     items = [item.strip() for item in text.split(",")]
     if not all(items):
@@ -105,12 +104,12 @@ def split_list(text: str, flag: str, read: Callable[[str], Item]) -> list[Item]:
 
 
 def sizes(text: str | None, flag: str) -> list[int]:
-    """Bytes of a comma-separated list of sizes; empty for None."""
+    """Parse a comma-separated list of sizes, in bytes; empty for None."""
     return [] if text is None else split_list(text, flag, lambda item: parse_size(item, what=flag))
 
 
 def numbers(text: str, flag: str, *, low: float, high: float) -> list[float]:
-    """Numbers of a comma-separated list, each from `low` to `high`."""
+    """Parse a comma-separated list of numbers from `low` to `high`."""
 
     def read(item: str) -> float:
         try:
@@ -126,7 +125,7 @@ def numbers(text: str, flag: str, *, low: float, high: float) -> list[float]:
 
 
 def words(text: str, flag: str, known: Iterable[str] = ()) -> list[str]:
-    """Words of a comma-separated list, each one of `known` if that is given."""
+    """Parse a comma-separated list of words, each one of `known` if that is given."""
     allowed = tuple(known)
 
     def read(item: str) -> str:

@@ -1,7 +1,7 @@
-"""One measured run in a process of its own: a request as JSON on stdin, the result as JSON on stdout.
+"""A measured run in its own process: a request as JSON on stdin, the result as JSON on stdout.
 
-The plan comes with the request and replaces the bundle's, so that a sweep packs the weights of a model once. Only the online
-half of flashmem is imported.
+The request has a plan that replaces the bundle's, so that a sweep packs the weights of a model once. Only the online half of
+flashmem is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashmem.schedule.plan import OverlapPlan
 
 
 def run(request: dict[str, Any]) -> dict[str, float]:
-    """The first run of a session, and a later one; milliseconds and bytes."""
+    """Measure the first run of a session, and a later one; milliseconds and bytes."""
     path = Path(request["bundle"])
     plan = OverlapPlan.from_json(request["plan"])
     bundle = Bundle.open(path)
@@ -33,7 +33,7 @@ def run(request: dict[str, Any]) -> dict[str, float]:
     bundle = Bundle.open(path)
     check_bundle(bundle.program, plan)
     planned = bundle.with_plan(plan, {**bundle.meta, "budget_bytes": request["budget"]})
-    opened = time.perf_counter() - begun  # a session that is given a path does this itself
+    opened = time.perf_counter() - begun  # a session that is given a path opens the bundle itself
     with Session(planned, device=request["device"], mode=request["mode"]) as session:
         session.run(None, inputs)
         first = session.last_run
@@ -51,7 +51,7 @@ def run(request: dict[str, Any]) -> dict[str, float]:
 
 
 def _drop(path: Path) -> None:
-    """Drop the file from the page cache; the host of a virtual machine may still hold it."""
+    """Drop the file from the page cache. The host of a virtual machine may still cache it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""One point of a sweep: planned in memory, then simulated here or measured in fresh processes."""
+"""One point of a sweep: planned in memory, then simulated here or measured in new processes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from flashmem.tools.sweep.grid import RESULTS, Cell, Point
 class Subject:
     """What the points of one model, device and precision share.
 
-    `graph`: what every point is planned from, as `compile` plans it. Without one it is `program`, a bundle's, as it is.
-    `bundle`: where the weights of `program` are, for measuring.
+    Every point is planned from `graph`. Without one, all points run `program`, that of a bundle. `bundle` has the weights of
+    `program`, for measurements.
     """
 
     descriptor: DeviceDescriptor
@@ -50,7 +50,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Planned:
-    """`generated` is None where the program is the bundle's."""
+    """A program and its plan. `generated` is None if the program is the bundle's."""
 
     program: Program
     plan: OverlapPlan
@@ -58,7 +58,7 @@ class _Planned:
 
 
 def simulated(subject: Subject, point: Point) -> dict[str, Cell]:
-    """The row of a point, predicted. It needs no file and no device, so it can run on any machine."""
+    """The predicted row of a point. It needs no file and no device, so it can be computed on any machine."""
     row, planned = _planned(subject, point)
     if planned is None:
         return row
@@ -76,7 +76,7 @@ def simulated(subject: Subject, point: Point) -> dict[str, Cell]:
 
 
 def measured(subject: Subject, point: Point, runs: int) -> dict[str, Cell]:
-    """The row of a point, medians over `runs` fresh processes; one more before them fills the program cache.
+    """The measured row of a point: medians over `runs` new processes, after one that fills the program cache.
 
     Raises:
         RunError: a process failed.
@@ -99,13 +99,13 @@ def measured(subject: Subject, point: Point, runs: int) -> dict[str, Cell]:
 
 
 def _session_device(name: str, descriptor: DeviceDescriptor) -> str:
-    """What a session is asked for: a descriptor in a file names no device, but the kind that it describes."""
+    """The device name for a session: a descriptor in a file names no device, only its kind."""
     return device_here(name, prefer=descriptor.name).descriptor_name if name.endswith(".toml") else name
 
 
 @contextmanager
 def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
-    """A bundle with the weights of the planned program: the subject's, or one for this point if layers were split for it."""
+    """A bundle with the weights of the planned program: the subject's, or a new one if layers were split for this point."""
     assert subject.bundle is not None
     if planned.generated is None or planned.program == subject.program:
         yield subject.bundle
@@ -119,7 +119,7 @@ def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
 
 
 def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned | None]:
-    """The plan of a point and the columns that describe it; no plan where none exists."""
+    """The plan of a point and the columns that describe it; None if no plan exists."""
     row: dict[str, Cell] = dict(point.cells()) | dict.fromkeys(RESULTS)
     limits = Limits(
         budget=point.budget_bytes,
@@ -150,7 +150,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
 
 
 def _plan(subject: Subject, options: Options) -> _Planned:
-    """The plan, with the layout of the one mode that it is played in."""
+    """The plan, with the layout of the point's transfer mode only."""
     generated = None
     if subject.graph is None:
         assert subject.program is not None

@@ -1,7 +1,7 @@
-"""The file of a sweep: one CSV row for each point, added when the point is finished, never half a row.
+"""The results file of a sweep: one CSV row for each finished point.
 
-A row is appended by one write and synced, so that whatever happens to the process loses no finished point. A last line that a
-crash of the machine cut short is taken away when the file is opened again, and that point is done again.
+A row is appended by one write and synced, so that no finished point is lost when the process ends. If a crash of the machine
+truncated the last line, it is removed when the file is opened again, and its point is repeated.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flashmem.tools.sweep.grid import COLUMNS, KEY, Cell, Point, Row
 
 
 class ResultFile:
-    """An open results file. One sweep at a time writes to it."""
+    """An open results file. Only one sweep at a time can open it."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, or begin it.
+        """Open or create `path`.
 
         Raises:
-            UserError: it cannot be written, is no results file of a sweep, or another sweep has it open.
+            UserError: it cannot be written, is not the results file of a sweep, or another sweep has it open.
         """
         self.path = path
         try:
@@ -59,11 +59,11 @@ class ResultFile:
         self._done = {_key(row) for row in read_rows(self.path)}
 
     def has(self, point: Point) -> bool:
-        """Whether the point's row is there."""
+        """Whether the file has a row for the point."""
         return _key(point.cells()) in self._done
 
     def add(self, row: Row) -> None:
-        """Append a row, which has every column. Returns when it is on the disk."""
+        """Append a row, which has every column, and wait until it is on the disk."""
         self._write(_line([_text(row[column]) for column in COLUMNS]))
         self._done.add(_key(row))
 
@@ -95,7 +95,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def _text(value: Cell) -> str:
-    """Floats in their shortest form that reads back equal."""
+    """The text of a cell; floats in the shortest form that is read back equal."""
     if value is None:
         return ""
     return repr(value) if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""From a model, a device and a precision to what their points share: a graph or a bundle's program, and weights to measure."""
+"""The subject of a sweep's points: the graph or the bundle for a model, a device and a precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flashmem.tools.zoo.names import architecture
 
 @dataclass(frozen=True)
 class Target:
-    """What a subject is played on, and the bundle if it is one."""
+    """The device of a subject, and its bundle if it is one."""
 
     descriptor: DeviceDescriptor
     mode: TransferMode
@@ -35,10 +35,10 @@ class Target:
 
 
 def target_of(point: Point) -> Target:
-    """What is known of the subject of `point` before a model is read, so that a sweep can refuse it before its first point.
+    """Resolve the device and mode of `point` before its model is read, so that a sweep can refuse it early.
 
     Raises:
-        UserError: the model's name, the device, the mode or the precision has to be changed.
+        UserError: the model's name, the device, the mode or the precision is wrong.
     """
     if point.source == "measured":
         _require_here(point.device)
@@ -52,10 +52,10 @@ def target_of(point: Point) -> Target:
 
 
 def subject_of(point: Point) -> Subject:
-    """The subject of `point`. A bundle is taken as it is; an ONNX file is compiled if points are measured, else only read.
+    """The subject of `point`. An ONNX file is compiled if points are measured, else only read. A bundle is used unchanged.
 
     Raises:
-        UserError: the model, the device, the mode or the precision has to be changed.
+        UserError: the model, the device, the mode or the precision is wrong.
     """
     target = target_of(point)
     descriptor, mode = target.descriptor, target.mode
@@ -72,14 +72,16 @@ def subject_of(point: Point) -> Subject:
     graph = read_graph(path, Options(descriptor, mode, Limits(), precision, shapes))
     if point.source == "simulated":
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
-    bundle = compile_model(  # into the user's cache, or found there
+    bundle = compile_model(  # into the user's cache, unless it is there
         path, device=point.device, precision=precision, shapes=shapes, mode=mode, unfusion=False
     )
     return Subject(descriptor, mode, graph, bundle.program, bundle.path)
 
 
 def _require_here(device: str) -> None:
-    """A descriptor in a file is measured on any device, as `flashmem run` does: the user says that it describes one."""
+    """Raise UserError if `device` is not on this machine. A descriptor in a file may describe any device, as in `flashmem
+    run`.
+    """
     try:
         device_here(device)
     except NoDeviceError as error:

@@ -1,1 +1,1 @@
-"""Known architectures to try things on: exported with random weights, or as graphs without any."""
+"""Known architectures for tests and measurements: exported with random weights, or as graphs without weights."""

@@ -1,4 +1,4 @@
-"""`python -m flashmem.tools.zoo NAME DIRECTORY`: export one model, with choices that `flashmem zoo export` does not have."""
+"""`python -m flashmem.tools.zoo NAME DIRECTORY`: export one model, with more options than `flashmem zoo export`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmem.tools.zoo.models import names, tiny_names
 
 
 def main() -> None:
-    """Read the arguments, export, print the path of the file."""
+    """Parse the arguments, export the model, print the path of the file."""
     parser = argparse.ArgumentParser(prog="python -m flashmem.tools.zoo", description="Export a model with random weights.")
     parser.add_argument("name", choices=names() + tiny_names())
     parser.add_argument("directory", type=Path)

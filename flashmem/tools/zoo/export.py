@@ -1,8 +1,8 @@
-"""Export: the models of the zoo with seeded weights, written to ONNX the two ways PyTorch exports.
+"""Export of the zoo's models with seeded weights to ONNX, with either exporter of PyTorch.
 
-Nothing is downloaded: a model is built from its configuration and its weights are drawn from a seed
-(`flashmem.tools.zoo.weights`). Every export is checked: another value of any input must move an output, and every output must
-move.
+Nothing is downloaded: a model is built from its configuration, and its weights are drawn from a seed
+(`flashmem.tools.zoo.recipes.weights`). Every export is checked: changing any input must change an output, and every output must
+change.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.tools.zoo.models import find
-from flashmem.tools.zoo.recipe import ZooModel, zoo_module
-from flashmem.tools.zoo.weights import initialise
+from flashmem.tools.zoo.recipes.recipe import ZooModel, zoo_module
+from flashmem.tools.zoo.recipes.weights import initialise
 
 Exporter = Literal["dynamo", "legacy"]
 
 OPSET = 18
-"""What both exporters write by themselves; `opset=` asks for another."""
+"""The operator set that both exporters write by default."""
 
 INPUTS = "inputs.npz"
 NOTES = "export.json"
 
-_LEAST_MOVE = 0.1  # of an output's standard deviation, when one input is another
-_TRIES = 16  # to draw another value of an input that has few
+_LEAST_MOVE = 0.1  # least change of an output, in its standard deviations, when one input changes
+_TRIES = 16  # to draw a different value of an input with few values
 
 
 def export(
@@ -48,16 +48,16 @@ def export(
     filename: str = "model.onnx",
     notes: bool = False,
 ) -> Path:
-    """Build `name` with weights drawn from `seed` and write `directory/filename`; returns that path.
+    """Build `name` with weights drawn from `seed`, write it to `directory/filename`, and return that path.
 
-    `size` is in what the model's `size_means` names (None: the model's own). `external_data` puts the weights into
-    `filename.data` (None: only where the file would pass 1 GB or so); the legacy exporter decides this by itself. With
-    `dynamic`, the batch, and the sequence of a language model, stay symbolic. `notes` adds `inputs.npz`, an example of every
-    input, and `export.json`, which says what was exported with which packages.
+    `size` is in the unit of the model's `size_means` (None: the model's own). `external_data` writes the weights to
+    `filename.data` (None: only if the file would exceed about 1 GB); the legacy exporter decides this itself. With `dynamic`,
+    the batch and the sequence of a language model stay symbolic. `notes` adds `inputs.npz`, an example of every input, and
+    `export.json`, a record of the export and its packages.
 
     Raises:
-        UserError: an unknown name or exporter, an exporter that cannot write the model, a size the architecture cannot take,
-            or a missing `zoo` extra.
+        UserError: an unknown name or exporter, an exporter that cannot write the model, a size that the architecture does not
+        support, or a missing `zoo` extra.
     """
     model = find(name)
     if exporter not in ("dynamo", "legacy"):
@@ -85,28 +85,28 @@ def export(
             np.savez(Path(scratch) / INPUTS, **{key: tensor.numpy() for key, tensor in first.items()})
             said = {"name": name, "size": chosen, "seed": seed, "exporter": exporter, "opset": opset, "versions": _versions()}
             (Path(scratch) / NOTES).write_text(json.dumps(said, indent=1) + "\n")
-        # The model last: what it refers to is then already in place.
+        # The model last, so that the files it refers to are in place.
         for file in sorted(Path(scratch).iterdir(), key=lambda path: path.name == filename):
             file.replace(target / file.name)
     return target / filename
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that make an export what it is."""
+    """The versions of the packages that determine an export."""
     found = {}
     for package in ("torch", "transformers", "diffusers", "onnxscript"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            continue  # what the model does not need is not there
+            continue  # not installed, because the model does not need it
     return found
 
 
 def _built(torch: Any, model: ZooModel, size: int, seed: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The network with its weights, ready to answer, and two examples of its inputs.
+    """The network with its weights in evaluation mode, and two examples of its inputs.
 
     Raises:
-        UserError: the architecture cannot take the size.
+        UserError: the architecture does not support the size.
     """
     generator = np.random.default_rng(seed)
     try:
@@ -120,7 +120,7 @@ def _built(torch: Any, model: ZooModel, size: int, seed: int) -> tuple[Any, dict
         raise UserError(f"{model.name} cannot take size {size}: {error}") from error
     second = dict(first)
     for name in first:
-        for _ in range(_TRIES):  # until it is another one
+        for _ in range(_TRIES):  # until the value differs
             second[name] = _tensors(torch, model.examples(generator, size))[name]
             if not torch.equal(first[name], second[name]):
                 break
@@ -132,7 +132,7 @@ def _tensors(torch: Any, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrapped(torch: Any, network: Any, model: ZooModel) -> Any:
-    """The network as a function of its inputs in order, which returns its outputs in order."""
+    """The network as a function from its inputs in order to its outputs in order."""
     names = [each.name for each in model.inputs]
 
     class Answer(torch.nn.Module):  # type: ignore[misc]
@@ -147,7 +147,7 @@ def _wrapped(torch: Any, network: Any, model: ZooModel) -> Any:
 
 
 def _check_that_inputs_matter(network: Any, model: ZooModel, size: int, first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Refuse a model whose answer does not depend on what it is asked: it would verify anything."""
+    """Refuse a model whose outputs do not depend on all inputs, because any engine would pass a comparison with it."""
     try:
         usual = network(*first.values())
         unmoved = set(model.outputs)
@@ -155,7 +155,7 @@ def _check_that_inputs_matter(network: Any, model: ZooModel, size: int, first: d
             other = network(*(first | {each.name: second[each.name]}).values())
             moves = {}
             for output, one, two in zip(model.outputs, usual, other, strict=True):
-                # A score of its own has no spread; its magnitude stands in.
+                # A single score has no spread; its magnitude is used.
                 spread = one.std().item() if one.numel() > 1 else one.abs().max().item()
                 moved = (one - two).abs().max().item()
                 moves[output] = f"{output} moved {moved:g}, spread {spread:g}"
@@ -192,7 +192,7 @@ def _write(
         if dynamic:
             open_axes = tuple({axis: torch.export.Dim.DYNAMIC for axis in each.symbolic} for each in model.inputs)
             how["dynamic_shapes"] = (open_axes,)
-            arguments = tuple(torch.cat([each, each]) for each in arguments)  # a batch of one would be taken for a constant
+            arguments = tuple(torch.cat([each, each]) for each in arguments)  # the exporter takes a batch of one for a constant
     else:
         how = {"dynamo": False}
         if dynamic:
@@ -200,7 +200,7 @@ def _write(
             how["dynamic_axes"] = axes | {name: {0: "batch"} for name in model.outputs}
     names = {"input_names": list(examples), "output_names": list(model.outputs)}
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    torch._C._jit_onnx_log = lambda *words: None  # PyTorch leaves this log enabled, and prints the graph of a failed export
+    torch._C._jit_onnx_log = lambda *words: None  # PyTorch leaves this log on, and prints the graph of a failed export
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""Graphs as ONNX files, those of known architectures with random weights: whole models of real size, without PyTorch."""
+"""Graphs written as ONNX files, with random weights for known architectures: models of real size, without PyTorch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_random(name: str, path: Path, seed: int = 0) -> None:
 
 
 def graph_to_onnx(graph: Graph) -> onnx.ModelProto:
-    """`graph` as a model with all weights inside; constants keep the types they are stored in."""
+    """Convert `graph` to a model with all weights inside; constants keep their stored types."""
     names: dict[Value, str] = {port.value: port.name for port in (*graph.inputs, *graph.outputs)}
 
     def name(value: Value | None) -> str:
@@ -60,12 +60,14 @@ def _info(port: GraphPort) -> onnx.ValueInfoProto:
 
 
 def _users(graph: Graph) -> dict[Value, Node]:
-    """The last node that takes each value."""
+    """The last user of each value."""
     return {value: node for node in graph.nodes for value in node.inputs if value is not None}
 
 
 def _weight(value: Value, user: Node, random: np.random.Generator) -> NDArray[np.generic]:
-    """Numbers that keep activations near one: scaled by what is summed (He et al., ICCV 2015), as far as masks allow."""
+    """Random weights that keep activations near one: scaled by the length of the sum (He et al., ICCV 2015), except for
+    masks.
+    """
     shape = value.shape
     if value.dtype == "bool" or value.name == "mask":
         below = np.broadcast_to(np.tri(shape[-1], dtype=bool), shape)

@@ -1,8 +1,8 @@
-"""Known architectures as graphs, from their published configurations: no weights, no PyTorch.
+"""Known architectures as graphs, from their published configurations, without weights and without PyTorch.
 
 What a model costs to stream depends on shapes alone, so `flashmem plan zoo:llama2-70b` needs no 280 GB file. The graphs are
 what the importer makes of the files PyTorch exports (operators, their order, folded constants); weights have a shape and no
-data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/test_zoo_graphs.py`.
+data. The graphs of GPT-Neo, ViT, Whisper's encoder and ResNet are held to exports by `tests/tools/zoo/test_graphs.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from flashmem.tools.zoo.net import Net
 
 @dataclass(frozen=True)
 class GptNeo:
-    """GPT-Neo: learned positions, unscaled attention, global and local in turn; the head is not tied to the table."""
+    """GPT-Neo: learned positions, unscaled attention, alternating global and local layers; the head is not tied to the
+    table.
+    """
 
     layers: int
     hidden: int
@@ -52,9 +54,9 @@ class GptNeo:
 
 @dataclass(frozen=True)
 class TiedDecoder:
-    """GPT-2 and OPT before its larger sizes: learned positions, biases everywhere, and the table of tokens is the head, too.
+    """GPT-2, and OPT below its larger sizes: learned positions, biases everywhere, and the token table as head.
 
-    `joined`: queries, keys and values are one product, and the activation is the GELU (GPT-2); else three, and ReLU (OPT).
+    With `joined`, queries, keys and values are one product, and the activation is GELU (GPT-2); else three, and ReLU (OPT).
     """
 
     layers: int
@@ -172,7 +174,7 @@ class Vit:
 
 @dataclass(frozen=True)
 class WideVit:
-    """ViT and, with `mixing`, DeepViT as `flashmem.tools.zoo.vision_transformer` has them: patches are normalised vectors."""
+    """The ViT and, with `mixing`, DeepViT of `flashmem.tools.zoo.vision_transformer`: patches are normalised vectors."""
 
     layers: int
     hidden: int
@@ -216,7 +218,7 @@ class WideVit:
 
 @dataclass(frozen=True)
 class WhisperEncoder:
-    """Whisper's encoder: two convolutions over the frames, the second halves them, and layers without a class token."""
+    """Whisper's encoder: two convolutions over the frames, the second with stride 2, and layers without a class token."""
 
     layers: int
     hidden: int
@@ -249,7 +251,7 @@ class WhisperEncoder:
 
 @dataclass(frozen=True)
 class ResNet:
-    """A ResNet of bottleneck blocks, batch normalisation folded into the convolutions."""
+    """A ResNet with bottleneck blocks; batch normalisation is folded into the convolutions."""
 
     depths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -273,15 +275,14 @@ class ResNet:
                     x = net.conv(x, f"{at}.shortcut", width, 1, stride, 0)
                 x = net.relu(net.op("Add", [y, x], y.shape))
         channels = x.shape[1]
-        x = net.op("ReduceMean", [x, net.integers([-1, -2])], (1, channels, 1, 1), keepdims=1)
-        return net.finish(net.gemm(net.reshape(x, (1, channels)), "classifier", self.classes))
+        return net.finish(net.gemm(net.reshape(net.pooled(x), (1, channels)), "classifier", self.classes))
 
 
 @dataclass(frozen=True)
 class MobileNet:
-    """MobileNetV2: inverted residuals around convolutions of one channel each, batch normalisation folded.
+    """MobileNetV2: inverted residuals around depthwise convolutions; batch normalisation is folded.
 
-    `stages`: how often wider a block is inside, its channels, the blocks of that kind, and the stride of the first.
+    `stages` have the expansion of a block, its channels, the number of such blocks, and the stride of the first.
     """
 
     stages: tuple[tuple[int, int, int, int], ...]
@@ -305,16 +306,56 @@ class MobileNet:
                 if x.shape == before.shape:
                     x = net.op("Add", [before, x], x.shape)
         x = net.relu6(net.conv(x, "head", self.head, 1, 1, 0))
-        x = net.op("ReduceMean", [x, net.integers([-1, -2])], (1, self.head, 1, 1), keepdims=1)
-        return net.finish(net.gemm(net.reshape(x, (1, self.head)), "classifier", self.classes))
+        return net.finish(net.gemm(net.reshape(net.pooled(x), (1, self.head)), "classifier", self.classes))
+
+
+@dataclass(frozen=True)
+class MobileNetV3:
+    """MobileNetV3: inverted residuals with squeeze-and-excitation in some blocks, batch normalisation folded.
+
+    `blocks`: kernel size, inner channels, channels, whether it squeezes, whether it activates by HardSwish (else ReLU), stride.
+    """
+
+    blocks: tuple[tuple[int, int, int, bool, bool, int], ...]
+    stem: int = 16
+    last: int = 960
+    head: int = 1280
+    classes: int = 1000
+
+    def graph(self, name: str, pixels: int) -> Graph:
+        """The graph for one square image with sides of `pixels`."""
+        net = Net(name)
+        x = net.hard_swish(net.conv(net.input("pixel_values", (1, 3, pixels, pixels), "float32"), "stem", self.stem, 3, 2, 1))
+        for block, (kernel, inside, channels, squeezes, swish, stride) in enumerate(self.blocks):
+            at, before, activate = f"blocks.{block}", x, net.hard_swish if swish else net.relu
+            if inside != x.shape[1]:
+                x = activate(net.conv(x, f"{at}.expand", inside, 1, 1, 0))
+            x = activate(net.conv(x, f"{at}.depthwise", inside, kernel, stride, kernel // 2, groups=inside))
+            if squeezes:
+                scale = net.relu(net.conv(net.pooled(x), f"{at}.squeeze", -(-inside // 32) * 8, 1, 1, 0))
+                scale = net.conv(scale, f"{at}.excite", inside, 1, 1, 0)
+                x = net.op("Mul", [x, net.op("HardSigmoid", [scale], scale.shape, alpha=1 / 6)], x.shape)
+            x = net.conv(x, f"{at}.project", channels, 1, 1, 0)
+            if x.shape == before.shape:
+                x = net.op("Add", [before, x], x.shape)
+        x = net.pooled(net.hard_swish(net.conv(x, "last", self.last, 1, 1, 0)))
+        x = net.hard_swish(net.gemm(net.reshape(x, (1, self.last)), "head", self.head))
+        return net.finish(net.gemm(x, "classifier", self.classes))
 
 
 @dataclass(frozen=True)
 class _Known:
-    config: GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet
+    config: GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet | MobileNetV3
     size: int  # tokens, frames, or pixels a side
     source: str
 
+
+_MOBILENET_V3_LARGE = (
+    (3, 16, 16, False, False, 1), (3, 64, 24, False, False, 2), (3, 72, 24, False, False, 1), (5, 72, 40, True, False, 2),
+    (5, 120, 40, True, False, 1), (5, 120, 40, True, False, 1), (3, 240, 80, False, True, 2), (3, 200, 80, False, True, 1),
+    (3, 184, 80, False, True, 1), (3, 184, 80, False, True, 1), (3, 480, 112, True, True, 1), (3, 672, 112, True, True, 1),
+    (5, 672, 160, True, True, 2), (5, 960, 160, True, True, 1), (5, 960, 160, True, True, 1),
+)  # fmt: skip
 
 _ZOO = {
     "resnet50": _Known(ResNet((3, 4, 6, 3), (256, 512, 1024, 2048)), 224, "microsoft/resnet-50"),
@@ -323,6 +364,7 @@ _ZOO = {
         224,
         "arXiv 1801.04381, table 2",
     ),
+    "mobilenetv3-large": _Known(MobileNetV3(_MOBILENET_V3_LARGE), 224, "arXiv 1905.02244, table 1"),
     "vit-b16": _Known(Vit(12, 768, 12, 3072, 16), 224, "google/vit-base-patch16-224"),
     "vit-103m": _Known(WideVit(12, 1024, 16, 2048, 16), 224, "lucidrains/vit-pytorch, sized by the paper's parameters"),
     "deepvit-204m": _Known(WideVit(24, 1024, 16, 2048, 16, mixing=True), 224, "the same"),
@@ -341,7 +383,7 @@ _ZOO = {
 
 
 def zoo_graph(name: str) -> Graph:
-    """The graph of a known architecture, as the importer would yield it: before normal form, batch 1, of the model's own size.
+    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, the model's own size.
 
     Raises:
         UserError: no such architecture.
@@ -352,6 +394,6 @@ def zoo_graph(name: str) -> Graph:
 
 
 def check_architecture(name: str) -> None:
-    """Raises UserError unless `zoo_graph` knows `name`."""
+    """Raise UserError unless `zoo_graph` knows `name`."""
     if name not in _ZOO:
         raise UserError(f"no architecture {name!r} in the zoo: choose one of {', '.join(_ZOO)}")

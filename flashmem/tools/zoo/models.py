@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flashmem.base.errors import UserError
-from flashmem.tools.zoo.recipe import ZooModel
 from flashmem.tools.zoo.recipes import classifiers, depth, diffusion, language, segmentation, speech
+from flashmem.tools.zoo.recipes.recipe import ZooModel
 
 _FAMILIES = (classifiers, language, speech, segmentation, depth, diffusion)
 
@@ -12,17 +12,17 @@ MODELS: dict[str, ZooModel] = {model.name: model for family in _FAMILIES for mod
 
 
 def names() -> tuple[str, ...]:
-    """The full-size models, in the order they are listed to a person."""
+    """The full-size models, in the order of the list for users."""
     return tuple(model.name for model in MODELS.values() if not model.tiny)
 
 
 def tiny_names() -> tuple[str, ...]:
-    """The narrow versions that the tests' data is exported from."""
+    """The small versions from which the tests' data is exported."""
     return tuple(model.name for model in MODELS.values() if model.tiny)
 
 
 def find(name: str) -> ZooModel:
-    """The model called `name`; a UserError lists what there is."""
+    """The model called `name`. Raises UserError with the list of models."""
     try:
         return MODELS[name]
     except KeyError:

@@ -1,4 +1,4 @@
-"""`zoo:NAME`: how a known architecture, which needs no file, is named where a model is."""
+"""`zoo:NAME`: the name of a known architecture in place of a model's path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _PREFIX = "zoo:"
 
 
 def architecture(model: str | Path) -> str | None:
-    """NAME of `zoo:NAME`, known or not; None for anything else, which is a path."""
+    """NAME of `zoo:NAME`, known or not; None for a path."""
     text = str(model)
     return text.removeprefix(_PREFIX) if text.startswith(_PREFIX) else None

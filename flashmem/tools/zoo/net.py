@@ -1,4 +1,4 @@
-"""What graphs without weights are made of: operators and layers, as the importer leaves them."""
+"""A builder of graphs without weights: operators and layers in the importer's form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPSET = 18
 
 
 class Net:
-    """A graph in the making. Every method that computes appends the nodes and returns their value."""
+    """A graph builder. Each method that computes appends nodes and returns their value."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Net:
         self.numbers: dict[float, Value] = {}
 
     def finish(self, answer: Value, name: str = "logits") -> Graph:
-        """The graph that answers with one tensor."""
+        """The finished graph with one output."""
         return Graph(self.name, self.inputs, [GraphPort(name, "float32", answer)], self.nodes, OPSET)
 
     # -- values
@@ -38,19 +38,19 @@ class Net:
         return value
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: DType = "float32") -> Value:
-        """A placeholder. Each is filled with a number of its own, so that two of one shape are not taken for one."""
+        """A placeholder for a weight. Each has its own fill value, so that two of one shape are not merged."""
         self.weights += 1
         fill = self.weights % 2 if dtype == "bool" else self.weights
         return Value(name, shape, dtype, Placeholder(shape, fill, np.dtype(dtype)))
 
     def number(self, value: float) -> Value:
-        """A scalar; one constant for each."""
+        """A scalar constant."""
         if value not in self.numbers:
             self.numbers[value] = constant(f"number.{value:g}", np.asarray(value, np.float32))
         return self.numbers[value]
 
     def integers(self, values: int | Sequence[int]) -> Value:
-        """A constant of shapes, axes or indices."""
+        """A constant for shapes, axes or indices."""
         return constant("integers", np.asarray(values, np.int64))
 
     # -- operators
@@ -64,11 +64,11 @@ class Net:
         return output
 
     def matmul(self, a: Value, b: Value, name: str = "") -> Value:
-        """The product over the last two dimensions."""
+        """The matrix product over the last two dimensions."""
         return self.op("MatMul", [a, b], (*a.shape[:-1], b.shape[-1]), name=name)
 
     def transpose(self, x: Value, perm: tuple[int, ...]) -> Value:
-        """Dimensions in the order `perm`."""
+        """Permute the dimensions to the order `perm`."""
         return self.op("Transpose", [x], tuple(x.shape[axis] for axis in perm), perm=perm)
 
     def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
@@ -76,36 +76,44 @@ class Net:
         return self.op("Reshape", [x, self.integers(shape)], shape)
 
     def softmax(self, x: Value) -> Value:
-        """Over the last dimension."""
+        """Softmax over the last dimension."""
         return self.op("Softmax", [x], x.shape, axis=-1)
 
     def relu(self, x: Value) -> Value:
-        """The positive part."""
+        """ReLU."""
         return self.op("Relu", [x], x.shape)
 
     def relu6(self, x: Value) -> Value:
-        """The positive part, no larger than 6."""
+        """ReLU, limited to 6."""
         return self.op("Clip", [x, self.number(0.0), self.number(6.0)], x.shape)
+
+    def hard_swish(self, x: Value) -> Value:
+        """`x` times a piecewise linear sigmoid of it."""
+        return self.op("HardSwish", [x], x.shape)
+
+    def pooled(self, x: Value) -> Value:
+        """The mean of each channel over the image."""
+        return self.op("ReduceMean", [x, self.integers([-1, -2])], (*x.shape[:2], 1, 1), keepdims=1)
 
     # -- layers with weights
 
     def embed(self, vocabulary: int, hidden: int, tokens: int) -> Value:
-        """Token ids, an input, as rows of a table."""
+        """An embedding of token ids, which are an input."""
         ids = self.input("input_ids", (1, tokens), "int64")
         return self.op("Gather", [self.weight("embedding", (vocabulary, hidden)), ids], (1, tokens, hidden), axis=0)
 
     def linear(self, x: Value, name: str, columns: int, *, bias: bool = False) -> Value:
-        """A product with a weight, and a bias added."""
+        """The product with a weight, with an optional bias."""
         y = self.matmul(x, self.weight(f"{name}.weight", (x.shape[-1], columns)), name)
         return self.op("Add", [y, self.weight(f"{name}.bias", (columns,))], y.shape) if bias else y
 
     def gemm(self, x: Value, name: str, columns: int) -> Value:
-        """The same in one operator, for a matrix."""
+        """The same for a matrix, as one Gemm operator."""
         weights = [self.weight(f"{name}.weight", (columns, x.shape[-1])), self.weight(f"{name}.bias", (columns,))]
         return self.op("Gemm", [x, *weights], (x.shape[0], columns), name=name, transB=1)
 
     def conv(self, x: Value, name: str, channels: int, kernel: int, stride: int, pad: int, groups: int = 1) -> Value:
-        """Over one dimension, or over two of one size."""
+        """A convolution over one dimension, or over two with a square kernel."""
         dimensions = len(x.shape) - 2
         side = (x.shape[2] + 2 * pad - kernel) // stride + 1
         weights = [
@@ -119,12 +127,12 @@ class Net:
         )  # fmt: skip
 
     def layer_norm(self, x: Value, name: str) -> Value:
-        """Over the last dimension, with scale and bias."""
+        """Layer normalisation over the last dimension, with scale and bias."""
         weights = [self.weight(f"{name}.{part}", (x.shape[-1],)) for part in ("weight", "bias")]
         return self.op("LayerNormalization", [x, *weights], x.shape, name=name, axis=-1, epsilon=1e-5)
 
     def rms_norm(self, x: Value, name: str) -> Value:
-        """Decomposed, as exporters write it up to opset 22."""
+        """RMS normalisation, decomposed as exporters write it up to opset 22."""
         mean_shape = (*x.shape[:-1], 1)
         square = self.op("Pow", [x, self.number(2.0)], x.shape)
         mean = self.op("ReduceMean", [square, self.integers([-1])], mean_shape, name=name, keepdims=1)
@@ -135,25 +143,25 @@ class Net:
     # -- attention: between [1, tokens, heads * width] and [1, heads, tokens, width]
 
     def split_heads(self, x: Value, heads: int) -> Value:
-        """The last dimension cut into heads."""
+        """Split the last dimension into heads."""
         return self.reshape(x, (1, x.shape[1], heads, x.shape[2] // heads))
 
     def heads(self, x: Value, heads: int) -> Value:
-        """The same, heads before tokens."""
+        """Split the last dimension into heads, and move heads before tokens."""
         return self.transpose(self.split_heads(x, heads), (0, 2, 1, 3))
 
     def merge_heads(self, x: Value) -> Value:
-        """The other way."""
+        """Merge the heads again."""
         return self.reshape(self.transpose(x, (0, 2, 1, 3)), (1, x.shape[2], x.shape[1] * x.shape[3]))
 
     def swap_last(self, x: Value) -> Value:
-        """Exporters fold the batch into the heads for this."""
+        """Swap the last two dimensions. Exporters fold the batch into the heads for this."""
         _, heads, tokens, width = x.shape
         x = self.transpose(self.reshape(x, (heads, tokens, width)), (0, 2, 1))
         return self.reshape(x, (1, heads, width, tokens))
 
     def unbind(self, x: Value) -> list[Value]:
-        """The tensors that `x` holds along its first dimension."""
+        """The slices of `x` along its first dimension."""
         one, rest, parts = self.integers([0]), x.shape[1:], []
         for at in range(x.shape[0]):
             part = self.op("Slice", [x, self.integers([at]), self.integers([at + 1]), one], (1, *rest))
@@ -161,7 +169,7 @@ class Net:
         return parts
 
     def repeat_heads(self, x: Value, times: int) -> Value:
-        """Each head as often as queries share it."""
+        """Repeat each head for the queries that share it."""
         if times == 1:
             return x
         _, heads, tokens, width = x.shape
@@ -170,7 +178,7 @@ class Net:
         return self.reshape(self.op("Expand", [x, self.integers(wide)], wide), (1, heads * times, tokens, width))
 
     def rotary(self, x: Value, cos: Value, sin: Value) -> Value:
-        """Rotary positions, from tables."""
+        """Rotary positions from tables."""
         half = x.shape[-1] // 2
         part = (*x.shape[:-1], half)
         low, high = (
@@ -183,13 +191,13 @@ class Net:
     # -- activations, in the operators that exporters leave
 
     def gelu(self, x: Value) -> Value:
-        """By the error function."""
+        """GELU by the error function."""
         y = self.op("Div", [x, self.number(math.sqrt(2))], x.shape)
         y = self.op("Add", [self.op("Erf", [y], x.shape), self.number(1.0)], x.shape)
         return self.op("Mul", [x, self.op("Mul", [self.number(0.5), y], x.shape)], x.shape)
 
     def gelu_tanh(self, x: Value) -> Value:
-        """Its approximation."""
+        """The tanh approximation of GELU."""
 
         def times(a: Value, factor: float) -> Value:
             return self.op("Mul", [a, self.number(factor)], a.shape)

@@ -1,1 +1,1 @@
-"""One module for each family of architectures: configurations, and what its weights need to make a useful reference."""
+"""Recipes of the zoo, one module for each family of architectures: configurations and corrections of the weights."""

@@ -1,21 +1,23 @@
-"""Classifiers of images: ResNet, RegNet, MobileNetV2, and the vision transformers ViT and DeepViT."""
+"""Image classifiers: ResNet, RegNet, MobileNetV2, and the vision transformers ViT and DeepViT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, image, zoo_class, zoo_module
-from flashmem.tools.zoo.weights import standardise_batches
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, image, zoo_class, zoo_module
+from flashmem.tools.zoo.recipes.weights import standardise_batches
 
 _PIXELS = image()
 _BRANCH_GAIN = 0.25
-"""Of the last normalisation of ResNet's residual branches. Training starts it at 0 (Goyal et al., arXiv 1706.02677, section
-5.1) and leaves it small; at 1, sixteen random blocks amplify a rounding of the weights to fp16 to 1-3 % of the output, in
-PyTorch as anywhere, and the model could not tell a good kernel from a bad one."""
+"""Gain of the last normalisation in ResNet's residual branches.
+
+Training starts it at 0 (Goyal et al., arXiv 1706.02677, section 5.1) and leaves it small. At 1, sixteen random blocks amplify
+the rounding of weights to fp16 to 1-3 % of the output, in every engine, so that the model could not reveal a wrong kernel.
+"""
 
 _MIXING_NOISE = 0.05
-"""Of re-attention's matrices, around the identity: fully random ones leave nothing of what the heads attend to."""
+"""Noise of re-attention's matrices around the identity: fully random ones average all heads away."""
 
 _TINY_STAGES = {"num_labels": 10, "embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1]}
 _BOTTLENECK = {"layer_type": "bottleneck", "hidden_act": "relu"}
@@ -30,7 +32,7 @@ def _transformers(kind: str, **config: Any) -> Any:
 
 
 def _vit(depth: int, size: int, config: dict[str, int], *, mixing: bool = False) -> Any:
-    zoo_module("torch")  # which the module below imports
+    zoo_module("torch")  # imported by the module below
     return zoo_class("flashmem.tools.zoo.vision_transformer", "VisionTransformer")(size, depth=depth, mixing=mixing, **config)
 
 
@@ -43,7 +45,9 @@ def _output(network: Any, inputs: Tensors) -> tuple[Any, ...]:
 
 
 def _centre(torch: Any, network: Any, inputs: Tensors) -> None:
-    """Normalisation that knows such pictures, small branches, re-attention near identity, logits around zero."""
+    """Adapt the weights: batch statistics of such images, small branches, re-attention near the identity, logits around
+    zero.
+    """
     for path, module in network.named_modules():
         if path.endswith("layer.2.normalization"):
             module.weight *= _BRANCH_GAIN

@@ -1,10 +1,10 @@
-"""Depth Anything: the depth of every pixel, by a DPT head on DINOv2."""
+"""Depth Anything: depth estimation for every pixel, with a DPT head on DINOv2."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, image, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, image, zoo_class
 
 _PIXELS = image()
 
@@ -16,7 +16,7 @@ _TINY = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "p
 def _network(
     backbone: dict[str, Any], stages: tuple[int, ...], pretrained: int, neck: tuple[int, ...], fusion: int, head: int
 ) -> Any:
-    """`stages` are the layers that the neck sees; positions are learned for `pretrained` pixels and interpolated to others."""
+    """`stages` are the input layers of the neck. Positions are learned for `pretrained` pixels and interpolated to others."""
     dino = zoo_class("transformers", "Dinov2Config")(
         **backbone,
         image_size=pretrained,
@@ -39,7 +39,7 @@ def _depth(network: Any, inputs: Tensors) -> tuple[Any, ...]:
 
 
 def _in_front(torch: Any, network: Any, inputs: Tensors) -> None:
-    """Shift the last bias so that most depths are above zero, where the last operator would cut them off."""
+    """Shift the last bias so that most depths are positive; the last operator clips the others."""
     seen = []
     hook = network.head.conv3.register_forward_hook(lambda module, given, answer: seen.append(answer))
     network(**inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Input, Tensors, ZooModel, features, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Input, Tensors, ZooModel, features, zoo_class
 
 _TOKENS = 77  # of a prompt
 _STEPS = 1000  # that the network was trained on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, tokens, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, tokens, zoo_class
 
 _VOCABULARY = 50257
 _TINY_VOCABULARY = 307
@@ -15,7 +15,7 @@ def _gptneo(**config: Any) -> Any:
 
 
 def _sizes(layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    """A GPT-Neo of the published family: global and local attention in turn, the head not tied to the table."""
+    """The configuration of a GPT-Neo: alternating global and local attention, the head not tied to the table."""
     return {
         "hidden_size": hidden,
         "num_layers": layers,
@@ -35,7 +35,7 @@ def _logits(network: Any, inputs: Tensors) -> tuple[Any, ...]:
 
 
 def _scale_scores(torch: Any, network: Any, inputs: Tensors) -> None:
-    """GPT-Neo does not divide its scores by the width of a head."""
+    """Scale the query and key weights, because GPT-Neo does not divide its scores by the root of a head's width."""
     width = network.config.hidden_size // network.config.num_heads
     for path, module in network.named_modules():
         if path.endswith(("q_proj", "k_proj")):

@@ -1,4 +1,4 @@
-"""SAM 2: the encoder of an image, and the decoder that answers a point with masks."""
+"""SAM 2: the image encoder, and the decoder from a point to masks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.tools.zoo.recipe import Input, Tensors, ZooModel, features, image, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Input, Tensors, ZooModel, features, image, zoo_class
 
 _PIXELS = image()
 _LEVELS = ("high_resolution_0", "high_resolution_1", "image_embedding")
@@ -51,7 +51,7 @@ def _encoder(backbone: dict[str, Any], size: int, channels: int) -> Any:
 
 
 def _decoder(size: int, channels: int, decoder: dict[str, Any]) -> Any:
-    """The whole model less its encoder: what is left takes the features of an image and a prompt."""
+    """The model without its encoder: the inputs are the features of an image and a prompt."""
     if size % _PATCH:
         raise ValueError(f"sides must be multiples of {_PATCH} pixels")
     prompt = zoo_class("transformers", "Sam2PromptEncoderConfig")(hidden_size=channels, image_size=size, patch_size=_PATCH)

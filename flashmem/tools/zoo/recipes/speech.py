@@ -1,10 +1,10 @@
-"""Whisper: the encoder of a spectrogram, and the decoder of text with and without attention to it."""
+"""Whisper: the encoder of a spectrogram, and the text decoder with and without attention to it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipe import Tensors, ZooModel, features, tokens, zoo_class
+from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, features, tokens, zoo_class
 
 _MODULE = "transformers.models.whisper.modeling_whisper"
 _SECONDS_30 = 3000  # frames of 10 ms that the published encoder takes
@@ -34,7 +34,7 @@ def _encoded(network: Any, inputs: Tensors) -> tuple[Any, ...]:
 
 
 def _logits(network: Any, inputs: Tensors) -> tuple[Any, ...]:
-    """The head is the table of tokens."""
+    """Logits with the token table as head."""
     return (network(**inputs, use_cache=False).last_hidden_state @ network.embed_tokens.weight.T,)
 
 

@@ -1,0 +1,57 @@
+"""Shapes that `benchmarks.kernels.operators` measures, by source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from flashmem.profiler.shapes import Attention, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
+
+REFERENCE = "reference"
+ATTENTION = "attention"
+MODELS = ("gptneo-125m", "gptneo-1.3b", "vit-b16", "sd-unet", "whisper-medium-encoder", "resnet50")
+
+_REFERENCE: tuple[Shape, ...] = (
+    Matmul(4096, 4096, 4096), Matmul(1024, 1024, 4096), Matmul(197, 768, 3072), Matmul(128, 768, 3072), Matmul(128, 2048, 8192),
+)  # fmt: skip
+_ATTENTION: tuple[Shape, ...] = (
+    Attention(12, 197, 64), Attention(12, 128, 64), Attention(8, 4096, 40), Attention(20, 1500, 64),
+)  # fmt: skip
+_SAM2: tuple[Shape, ...] = (  # Hiera tiny, 1024 pixels: windows, as batches of heads, and one global
+    Attention(100, 196, 96), Attention(4, 4096, 96), Attention(1024, 64, 96), Attention(200, 49, 96),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, the group that its ratio belongs to, and how often it is in one run of the model."""
+
+    group: str
+    shape: Shape
+    count: int = 1
+
+
+def cases(kind: str) -> list[Case]:
+    """What is measured on a "gpu" or a "cpu": the table's shapes, then one of each group in turn, so that none is left out."""
+    attention = _ATTENTION if kind == "gpu" else _SAM2
+    groups = [[Case(ATTENTION, shape) for shape in attention]]
+    for model in MODELS:
+        found = _of_model(model)
+        convolutions = model == "resnet50"
+        groups.append([case for case in found if isinstance(case.shape, Convolution) == convolutions])
+    reference = [Case(REFERENCE, shape) for shape in _REFERENCE]
+    if kind == "cpu":  # where the largest takes as long as all others together
+        return [*reference[1:], *_in_turn(groups), reference[0]]
+    return [*reference, *_in_turn(groups)]
+
+
+def _of_model(name: str) -> list[Case]:
+    if name == "sd-unet":
+        return [Case(name, shape) for shape in unet_shapes()]
+    return [Case(name, shape, count) for shape, count in zoo_shapes(name).items()]
+
+
+def _in_turn(groups: Iterable[list[Case]]) -> Iterator[Case]:
+    for row in zip_longest(*groups):
+        yield from (case for case in row if case is not None)

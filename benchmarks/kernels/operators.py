@@ -1,0 +1,294 @@
+"""Time single operators: our kernels against the platform's libraries, in one process.
+
+    python -m benchmarks.kernels.operators [--device D] [--seconds S] [--json FILE] [--plot FILE.png] [--markdown FILE]
+
+On an NVIDIA GPU: cuBLAS, cuDNN and scaled_dot_product_attention of PyTorch, float32 without TF32, by CUDA events. On a CPU:
+OpenBLAS through numpy for products, ONNX Runtime's operator alone for convolutions and attention. Ours by OpenCL's profiling
+events, on every memory path of the device, with the variants and the table that its descriptor has. Medians; ratios are the
+peer's time over ours. Everything is resident; changes of layout around a convolution are not counted.
+
+Each shape is written to `--json` as soon as it is measured, and `--seconds` is when no further one is begun.
+`--models` adds whole models with everything resident, against PyTorch's eager mode (benchmarks/kernels/models.py).
+`--from FILE` measures nothing and shows what such a file holds. PyTorch or ONNX Runtime must be installed to be compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import Arguments, run_command
+from benchmarks.kernels.cases import ATTENTION, REFERENCE, Case, cases
+from benchmarks.kernels.peers import Peer, peer_of
+from flashmem.base.files import written_whole
+from flashmem.base.types import MemoryPath
+from flashmem.compiler.lowering.program import Generated
+from flashmem.profiler.timing import Stand, generated
+from flashmem.runtime.engine.executor import Command
+from flashmem.runtime.opencl.context import Program
+from flashmem.runtime.options import device_here, find_descriptor
+
+Row = dict[str, Any]
+_AHEAD = 8
+_OPERATORS = 0.6  # of the time, where models are measured too
+_ROUNDS = 3  # on a CPU, ours and the peer's in turn
+_PAUSE = 0.15  # seconds between them: threads of OpenBLAS and of ONNX Runtime spin for a while when their work is done
+
+
+@dataclass
+class _Work:
+    """A case with its kernels under way, by memory path."""
+
+    case: Case
+    made: dict[str, Generated] = field(default_factory=dict)
+    building: dict[str, Future[Program]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Bench:
+    """Times cases on one device and on its peer."""
+
+    def __init__(self, device: str, paths: Sequence[MemoryPath] = ()) -> None:
+        """`paths`: those to measure; empty for all of a GPU, and the first of a CPU, which has no textures in hardware."""
+        self.device = device_here(device)
+        self.descriptor = find_descriptor(device)
+        every = self.descriptor.memory_paths
+        self.paths = paths or (every if self.device.kind == "gpu" else every[:1])
+        self.stand = Stand(self.device)
+        self.peer: Peer | None = peer_of(self.descriptor.kind)
+        # Compiling ahead takes time from what is measured on a CPU.
+        self._ahead = _AHEAD if self.device.kind == "gpu" else 1
+        self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="build")
+
+    def about(self) -> Row:
+        """What was measured, and on what."""
+        rates = self.descriptor.rates
+        return {
+            "device": self.device.name,
+            "kind": self.descriptor.kind,
+            "driver": f"{self.device.platform} {self.device.driver_version}",
+            "descriptor": self.descriptor.name,
+            "tuned": self.descriptor.tuned,
+            "variants": [variant.name for variant in self.descriptor.variants],
+            "peer": self.peer.about if self.peer else None,
+            "paths": list(self.paths),
+            "memory_bandwidth": rates.memory_bandwidth,
+            "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        }
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._builders.shutdown(cancel_futures=True)
+        self.stand.close()
+
+    def rows(self, wanted: Iterable[Case], deadline: float) -> Iterator[Row]:
+        """One for each case that was begun before the deadline; what failed says why."""
+        coming = iter(wanted)
+        waiting: deque[_Work] = deque()
+        while time.monotonic() < deadline:
+            while len(waiting) < self._ahead and (case := next(coming, None)) is not None:
+                waiting.append(self._begin(case))
+            if not waiting:
+                return
+            yield self._row(waiting.popleft())
+
+    def _begin(self, case: Case) -> _Work:
+        work = _Work(case)
+        for path in self.paths:
+            try:
+                work.made[path] = generated(case.shape.graph(), self.descriptor.on_path(path))
+                work.building[path] = self._builders.submit(self.stand.build, work.made[path])
+            except Exception as error:  # of one kernel: the others are measured
+                work.failed[path] = _sentence(error)
+        return work
+
+    def _row(self, work: _Work) -> Row:
+        for future in work.building.values():
+            future.exception()  # all is built before anything is timed
+        times: dict[str, list[float]] = {}
+        ready: dict[str, list[Command]] = {}
+        for path, future in work.building.items():
+            try:
+                future.result()
+                ready[path] = self.stand.commands(work.made[path], self.stand.build(work.made[path]))
+            except Exception as error:
+                self._failed(work, path, error)
+        for _ in range(1 if self.device.kind == "gpu" else _ROUNDS):
+            for path in ready:
+                try:
+                    if path not in work.failed:
+                        self._pause()
+                        times.setdefault(path, []).append(self.stand.time(ready[path]).seconds)
+                except Exception as error:
+                    self._failed(work, path, error)
+            try:
+                if self.peer is not None and "peer" not in work.failed:
+                    times.setdefault("peer", []).append(self.peer.seconds(work.case.shape))
+            except Exception as error:
+                work.failed["peer"] = _sentence(error)
+        case, shape = work.case, work.case.shape
+        return {
+            "group": case.group, "kind": type(shape).__name__, "shape": str(shape), "count": case.count, "flops": shape.flops,
+            "bytes": 4 * shape.elements, "failed": work.failed,
+            "seconds": {who: statistics.median(found) for who, found in times.items() if found and who not in work.failed},
+            "kernels": {path: _kernels(made) for path, made in work.made.items()},
+        }  # fmt: skip
+
+    def _pause(self) -> None:
+        if self.device.kind != "gpu":
+            time.sleep(_PAUSE)
+
+    def _failed(self, work: _Work, path: str, error: Exception) -> None:
+        work.failed[path] = _sentence(error)
+        if not self.stand.works():  # after some failures a device refuses everything in that context
+            self.stand.close()
+            self.stand = Stand(self.device)
+
+
+def _kernels(made: Generated) -> list[str]:
+    """The launches that count: kernel, work-items, work-group."""
+    sizes = ((each.kernel, "x".join(map(str, each.global_size)), each.local_size) for each in made.program.launches)
+    return [f"{kernel} {items} / {'x'.join(map(str, group or ()))}" for kernel, items, group in sizes]
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def ratio(row: Row, path: str) -> float | None:
+    """The peer's time over ours; None where one of them is missing."""
+    ours, theirs = row["seconds"].get(path), row["seconds"].get("peer")
+    return theirs / ours if ours and theirs else None
+
+
+def mean(ratios: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def markdown(data: Row) -> str:
+    """The page: what it was run on, means by group, and every shape."""
+    about, rows = data["about"], data["rows"]
+    paths, peer = about["paths"], about["peer"]
+    unit = 1e12 if about["kind"] == "gpu" else 1e9
+    name = "TFLOP/s" if about["kind"] == "gpu" else "GFLOP/s"
+    tuned = "with its tuned table" if about["tuned"] else "not tuned"
+    lines = [
+        f"{about['device']} ({about['driver']}), descriptor {about['descriptor']}, {tuned}, {about['date']}; "
+        f"{'peer: ' + peer if peer else 'no peer'}. Medians, float32; a ratio is the peer's time over ours.",
+        "",
+        "| shapes of | count | " + " | ".join(f"{path}: mean, least" for path in paths) + " |",
+        "|---|---|" + "---|" * len(paths),
+    ]
+    for group in dict.fromkeys(row["group"] for row in rows):
+        those = [row for row in rows if row["group"] == group]
+        cells = []
+        for path in paths:
+            ratios = [found for row in those if (found := ratio(row, path))]
+            cells.append(f"{mean(ratios):.2f}, {min(ratios):.2f}" if ratios else "")
+        lines.append(f"| {group} | {len(those)} | " + " | ".join(cells) + " |")
+    products = [row for row in rows if row["group"] not in (REFERENCE, ATTENTION) and row["kind"] == "Matmul"]
+    for path in paths:
+        ratios = [found for row in products if (found := ratio(row, path))]
+        if ratios:
+            lines.append(f"\nAll {len(ratios)} products of the models, {path}: {mean(ratios):.2f}, least {min(ratios):.2f}.")
+    lines += [
+        "",
+        f"| shapes of | shape | {' | '.join(f'{path} {name}' for path in paths)} | peer {name} | ratios |",
+        "|---|---|" + "---|" * (len(paths) + 2),
+    ]
+    for row in rows:
+        rates = [f"{row['flops'] / s / unit:.3g}" if (s := row["seconds"].get(who)) else "" for who in (*paths, "peer")]
+        ratios_cell = " / ".join(f"{found:.2f}" if (found := ratio(row, path)) else "–" for path in paths)
+        lines.append(f"| {row['group']} | {row['shape']} | {' | '.join(rates)} | {ratios_cell} |")
+    failed = [f"- {row['shape']}, {who}: {why}" for row in rows for who, why in row["failed"].items()]
+    if failed:
+        lines += ["", "Failed:", "", *failed]
+    text = "\n".join(lines) + "\n"
+    if data.get("models"):
+        from benchmarks.kernels import models as kernel_models
+
+        text += kernel_models.markdown(data["models"])
+    return text
+
+
+def measure(args: argparse.Namespace) -> Row:
+    """Everything, kept in `--json` as it comes."""
+    begun = time.monotonic()
+    bench = Bench(args.device, args.path)
+    data: Row = {"about": bench.about(), "rows": []}
+    wanted = [case for case in cases(bench.descriptor.kind) if not args.group or case.group in args.group]
+    try:
+        operators = args.seconds * (_OPERATORS if args.models else 1)
+        for row in bench.rows(wanted[: args.most], begun + operators):
+            data["rows"].append(row)
+            ratios = ", ".join(f"{path} {found:.2f}" for path in bench.paths if (found := ratio(row, path)))
+            told = ratios or ", ".join(f"{who} {s:.3g} s" for who, s in row["seconds"].items())
+            failed = "".join(f"; {who} failed: {why}" for who, why in row["failed"].items())
+            print(f"{row['group']} {row['shape']}: {told}{failed}", file=sys.stderr, flush=True)
+            keep(data, args.json)
+    finally:
+        keep(data, args.json)
+        bench.close()
+    if args.models:
+        from benchmarks.kernels import models as kernel_models
+
+        data["models"] = []
+        for row in kernel_models.rows(args.device, begun + args.seconds):
+            data["models"].append(row)
+            print(f"{row['model']}: {row['seconds']} {row['failed'] or ''}", file=sys.stderr, flush=True)
+            keep(data, args.json)
+    left = len(wanted) - len(data["rows"])
+    if left:
+        print(f"{left} shapes were not begun", file=sys.stderr, flush=True)
+    return data
+
+
+def keep(data: Row, path: Path | None) -> None:
+    """Write what there is."""
+    if path is not None:
+        with written_whole(path) as file:
+            file.write((json.dumps(data, indent=1) + "\n").encode())
+
+
+def main() -> None:
+    """Measure, or read what was measured; print the page, and draw."""
+    parser = Arguments(__doc__)
+    parser.add_device()
+    parser.add_argument("--path", action="append", default=[], choices=("buffer", "texture"), help="repeatable")
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--group", action="append", default=[], help="only shapes of this group; repeatable")
+    parser.add_argument("--most", type=int, help="no more shapes than these")
+    parser.add_argument("--models", action="store_true", help="whole models too, everything resident, against PyTorch's")
+    parser.add_argument("--json", type=Path, help="where the numbers are kept as they come")
+    parser.add_argument("--from", type=Path, dest="given", metavar="FILE", help="show this file of --json; measure nothing")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="the roofline")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    parser.check_device(args.device)
+    data = json.loads(args.given.read_text()) if args.given else measure(args)
+    text = markdown(data)
+    print(text)
+    if args.markdown:
+        with written_whole(args.markdown) as file:
+            file.write(text.encode())
+    if args.plot:
+        from benchmarks.kernels.plot import draw
+
+        draw(data, args.plot)
+
+
+if __name__ == "__main__":
+    run_command(main)

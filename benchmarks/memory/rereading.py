@@ -1,0 +1,150 @@
+"""Tiled chains: read weights again for each tile, or keep them from the first tile to the last.
+
+    python -m benchmarks.memory.rereading --zoo DIR [--device pocl] [--models NAME...] [--precisions fp32 fp16]
+
+DIR holds models as `flashmem zoo export` writes them. Nothing runs: programs are planned, and the planner predicts when they
+answer. A weight that is read again is one slice for each launch that uses it, all of the same bytes in the file. Chains are
+chosen as compiling chooses them, and as if weights took no memory, for a few limits. The table says, kept / read again: the
+smallest budget; the predicted first answer at the smallest budget with weights kept, and at 1.5 times it; the bytes that are
+read in all, each at its smallest budget; and the predicted first answer at the smallest budget with weights read again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.command import Arguments, run_command
+from benchmarks.memory.budgets import Precision
+from flashmem.base.errors import BudgetError
+from flashmem.compile import read_graph
+from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.memory.launch_order import in_lowest_order
+from flashmem.compiler.options import Options
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.tiling.choice import PatchChoice
+from flashmem.compiler.tiling.patches import Chain, in_patches
+from flashmem.compiler.tiling.search import Patches
+from flashmem.options import resolve
+from flashmem.planning.limits import read_limits
+from flashmem.planning.planner import plan_instance, planning_instance
+from flashmem.program.launches import Arg, Launch
+from flashmem.program.program import Program
+from flashmem.program.tensors import Slice
+from flashmem.schedule.plan import OverlapPlan
+from flashmem.tools.zoo.models import names, tiny_names
+
+MODELS = (
+    "sam2-large", "sam2-tiny", "sd15-unet", "whisper-medium-encoder", "whisper-medium-decoder", "depthanything-l",
+    "depthanything-s",
+)  # fmt: skip
+TIMES = 1.5
+LIMITS = (1.75, 1.2, 0.0)
+"""Of activations, in the least that is alive with any chains; 0: as little as can be."""
+
+
+def read_again(program: Program) -> Program:
+    """`program` with a slice of its own for each launch that uses a weight; the bytes in the file are the same."""
+    parts = {part.name: part for part in program.slices}
+    slices: dict[str, Slice] = {}
+
+    def own(layer: int, launch: Launch) -> Iterator[Arg]:
+        for arg in launch.args:
+            if arg.kind == "slice":
+                part = replace(parts[str(arg.value)], name=f"{arg.value}@{layer}")
+                slices[part.name] = part
+                arg = replace(arg, value=part.name)
+            yield arg
+
+    launches = tuple(replace(launch, args=tuple(own(layer, launch))) for layer, launch in enumerate(program.launches, start=1))
+    return replace(program, launches=launches, slices=tuple(slices.values()))
+
+
+def programs(model: Path, options: Options) -> list[Program]:
+    """The program without patches, and those with the chains that each limit asks for, weights counted or not."""
+    graph = read_graph(model, options)
+    patches = Patches(graph, options.descriptor, options.precision)
+    found: dict[tuple[Chain, ...], None] = {(): None}
+    least = patches.choose(0)[1]
+    for memory in (patches.memory, replace(patches.memory, weight_bytes=lambda value: 0)):
+        for limit in (int(least * step) for step in LIMITS):
+            found[tuple(PatchChoice(graph, patches.layers, patches.ranges, memory).chains(limit)[0])] = None
+    made = []
+    for chains in found:
+        tiled = in_patches(graph, chains) if chains else graph
+        layers, _ = in_lowest_order(tiled, fuse(tiled), half=options.precision == "fp16")
+        made.append(generate(tiled, layers, options.descriptor, precision=options.precision).program)
+    return made
+
+
+def planned(program: Program, options: Options, budget: int) -> OverlapPlan:
+    """The plan that answers first. Raises BudgetError."""
+    limits = replace(options.limits, budget=budget)
+    instance = planning_instance(program, options.descriptor, options.mode, limits)
+    return plan_instance(instance, program, options.mode, limits, complete=False)
+
+
+def smallest(program: Program, options: Options) -> int:
+    """The smallest budget of a program as it is."""
+    try:
+        planned(program, options, 1)
+    except BudgetError as error:
+        return error.smallest_bytes
+    raise AssertionError("a session holds more than a byte")
+
+
+def soonest(variants: list[tuple[int, Program]], options: Options, budget: int) -> tuple[float, int]:
+    """The predicted seconds of the best of those that fit, given with their smallest budgets, and the bytes that it reads."""
+    fitting = [program for least, program in variants if least <= budget]
+    plans = [(planned(program, options, budget).objective, sum(part.nbytes for part in program.slices)) for program in fitting]
+    return min(plans, default=(float("inf"), 0))
+
+
+def row(name: str, model: Path, device: str, precision: Precision) -> str:
+    """One line of the table."""
+    options = resolve(read_limits(), device=device, precision=precision)
+    made = programs(model, options)
+    kept = [(smallest(program, options), program) for program in made]
+    again = [(smallest(program, options), program) for program in map(read_again, made)]
+    least = min(nbytes for nbytes, _ in kept)
+    lower = min(nbytes for nbytes, _ in again)
+    first = {budget: [soonest(each, options, budget) for each in (kept, again)] for budget in (least, int(TIMES * least))}
+    lowest = soonest(again, options, lower)
+    cells = (
+        name,
+        precision,
+        f"{least / 1e6:.1f} / {lower / 1e6:.1f}",
+        *(" / ".join(f"{seconds:.3f}" for seconds, _ in each) for each in first.values()),
+        f"{first[least][0][1] / 1e6:.0f} / {lowest[1] / 1e6:.0f}",
+        f"{lowest[0]:.3f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """A line for each model and precision."""
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device("pocl")
+    parser.add_argument("--models", nargs="*", default=MODELS, choices=(*names(), *tiny_names()), metavar="NAME")
+    parser.add_argument("--precisions", nargs="*", default=["fp32", "fp16"], choices=("fp32", "fp16"))
+    args = parser.parse_args()
+    parser.check_device(args.device)
+    parser.models_in(args.zoo, args.models)  # one at least
+    print(
+        "| model | precision | smallest budget, MB | first answer there, s | at 1.5 times it, s | MB read | at the lower, s |"
+    )
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for name in args.models:
+        model = args.zoo / name / "model.onnx"
+        if not model.is_file():
+            print(f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`", file=sys.stderr)
+            continue
+        for precision in args.precisions:
+            print(row(name, model, args.device, precision), flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,216 @@
+"""Our plans against simpler strategies in the same budget, and against preloading (FlashMem, Figure 9).
+
+    python -m benchmarks.paper.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5] [--plot t.png]
+
+DIR holds models as `flashmem zoo export` writes them. Every strategy is a plan of the same program, played by the same runtime
+with the same kernels in the same transfer mode: the program that our compiler makes for the smallest of the budgets. Medians of
+fresh processes that take turns; the program cache is filled first. Budgets: those given, or parts of the weights (`--ratios`);
+one that some strategy cannot keep to is raised to 2 % more than the smallest that all can. Answers are compared bit by bit.
+`--plot` draws layers and loads over time of each strategy for the first model. Needs the `bench` extra, `--plot` matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, get_args
+
+import flashmem
+from benchmarks.command import Arguments, run_command
+from benchmarks.processes import median, run_bundle, same_bits, take_turns, weights_of
+from benchmarks.zoo import MODELS, planned_again, within
+from flashmem.base.errors import BudgetError
+from flashmem.base.units import parse_size
+from flashmem.compile import read_graph
+from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.options import resolve
+from flashmem.planning.limits import Limits
+from flashmem.schedule.plan import Strategy
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+BASELINES = STRATEGIES[1:]
+
+
+ABOVE = 1.02
+"""Of the smallest budget of a strategy, in which staging is as small as it can be, and slow."""
+
+
+def planned(whole: flashmem.Bundle, folder: Path, budget: int) -> tuple[dict[str, flashmem.Bundle], int]:
+    """The bundle of each strategy within `budget`, or within 2 % more than all of them can keep to; and that budget.
+
+    They share the weights of `whole`.
+    """
+    bundles: dict[str, flashmem.Bundle] = {}
+    while len(bundles) < len(STRATEGIES):
+        try:
+            for strategy in STRATEGIES:
+                bundles[strategy] = planned_again(whole, folder / f"{strategy}.flashmem", budget=budget, strategy=strategy)
+        except BudgetError as error:
+            budget, bundles = int(error.smallest_bytes * ABOVE), {}
+    return bundles, budget
+
+
+def streamed_bytes(model: Path, asked: dict[str, Any]) -> int:
+    """Bytes of the weights as they would be packed; none is read."""
+    options = resolve(Limits(), **asked)
+    graph = read_graph(model, options)
+    return sum(part.nbytes for part in generate(graph, fuse(graph), options.descriptor).program.slices)
+
+
+def measure(
+    name: str, bundles: dict[str, flashmem.Bundle], budget: int, folder: Path, disk: str, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One model at one budget: seconds and memory by strategy."""
+    runs: dict[str, tuple[Path, tuple[str, ...]]] = {s: (bundle.path, ("--strategy", s)) for s, bundle in bundles.items()}
+    runs["preload"] = (bundles["stream"].path, ("--strategy", "preload"))
+    answers = []
+    for key, (path, extra) in runs.items():  # fills the program cache
+        answers.append(folder / f"{key}.npz")
+        run_bundle(path, args.device, *extra, "--repeat", "2", "--outputs", str(answers[-1]))
+    repeat = ("--repeat", str(1 + args.later))
+    rows = take_turns(
+        {
+            key: partial(run_bundle, path, args.device, *extra, *repeat, cold=disk == "cold")
+            for key, (path, extra) in runs.items()
+        },
+        args.runs,
+    )
+    table = {
+        key: {field: median(found, field) for field in ("integrated", "warm", "ledger_peak", "above_bare") if found[0][field]}
+        for key, found in rows.items()
+    }
+    for key, bundle in bundles.items():
+        table[key]["predicted"] = bundle.plan.objective
+    ours = table["stream"]["integrated"]
+    best = min(BASELINES, key=lambda key: table[key]["integrated"])
+    return {
+        "model": name,
+        "budget": budget,
+        "weights": weights_of(bundles["stream"]),
+        "disk": disk,
+        "strategies": table,
+        "best baseline": best,
+        "ours / best baseline": ours / table[best]["integrated"],
+        "always-next / ours": table["always-next"]["integrated"] / ours,
+        "preload / ours": table["preload"]["integrated"] / ours,
+        "same bits": same_bits(answers),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """One table."""
+    budget, weights = result["budget"] / 1e6, result["weights"] / 1e6
+    print(f"\n### {result['model']}, {weights:.0f} MB of weights, budget {budget:.0f} MB, file {result['disk']}\n")
+    print("| strategy | first answer, s | predicted, s | later, s | most held, MB | process above bare, MB |")
+    print("|---|---|---|---|---|---|")
+    for key, row in result["strategies"].items():
+        predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
+        memory = f"{row['ledger_peak'] / 1e6:.0f} | {row['above_bare'] / 1e6:.0f}"
+        later = f"{row['warm']:.3f}" if "warm" in row else ""
+        print(f"| {key} | {row['integrated']:.3f} | {predicted} | {later} | {memory} |")
+    print(
+        f"\nours / best baseline ({result['best baseline']}) {result['ours / best baseline']:.2f}, "
+        f"always-next / ours {result['always-next / ours']:.2f}, preload without a budget / ours "
+        f"{result['preload / ours']:.2f}, same bits: {'yes' if result['same bits'] else 'NO'}",
+        flush=True,
+    )
+
+
+def summarise(results: list[dict[str, Any]]) -> None:
+    """Geometric means over everything measured, by state of the file."""
+    for disk in dict.fromkeys(result["disk"] for result in results):
+        rows = [result for result in results if result["disk"] == disk]
+        print(f"\nfile {disk}, geometric mean of {len(rows)}: " + ", ".join(
+            f"{key} {geometric_mean([row[key] for row in rows]):.2f}"
+            for key in ("ours / best baseline", "always-next / ours", "preload / ours")
+        ))  # fmt: skip
+        over = {key: geometric_mean([seconds_of(row, key) / seconds_of(row, "stream") for row in rows]) for key in BASELINES}
+        print("over ours: " + ", ".join(f"{key} {ratio:.2f}" for key, ratio in over.items()))
+
+
+def seconds_of(result: dict[str, Any], strategy: str) -> float:
+    """The first answer."""
+    return float(result["strategies"][strategy]["integrated"])
+
+
+def plot(path: Path, name: str, whole: flashmem.Bundle, folder: Path, budget: int, args: argparse.Namespace) -> None:
+    """Layers and loads of each strategy's first run over time, and the bytes held, as PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bundles, budget = planned(whole, folder, budget)
+    figure, axes = plt.subplots(len(bundles), 1, figsize=(11, 1.9 * len(bundles)), sharex=True, layout="constrained")
+    for axis, (strategy, bundle) in zip(axes, bundles.items(), strict=True):
+        trace = folder / "trace.json"
+        run_bundle(bundle.path, args.device, "--trace", str(trace), cold="cold" in args.disk)
+        events = json.loads(trace.read_text())
+        for row, (kind, colour) in enumerate((("loads", "tab:orange"), ("layers", "tab:blue"))):
+            spans = [(1e3 * start, 1e3 * (end - start)) for start, end in events[kind]]
+            axis.broken_barh(spans, (row + 0.1, 0.8), color=colour, linewidth=0)
+        held = axis.twinx()
+        held.step(
+            [1e3 * at for at, _ in events["held"]], [n / 1e6 for _, n in events["held"]], where="post", color="0.4", lw=0.8
+        )
+        held.set_ylim(0, 1.15 * budget / 1e6)
+        held.set_ylabel("held, MB")
+        axis.set_yticks([0.5, 1.5], ["loads", "layers"])
+        axis.set_title(f"{strategy}: first answer after {1e3 * events['integrated']:.0f} ms", loc="left", fontsize=10)
+    axes[-1].set_xlabel("ms since the session was opened")
+    disk = "dropped from the page cache" if "cold" in args.disk else "cached"
+    figure.suptitle(f"{name}, budget {budget / 1e6:.0f} MB, {args.device}, file {disk}")
+    figure.savefig(path, dpi=110)
+    print(f"\nwrote {path}")
+
+
+def main() -> None:
+    """Measure every model found."""
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
+    parser.add_argument("--memory-path", default="auto", choices=("auto", "buffer", "texture"))
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--budgets", nargs="*", default=[], help="for instance 128MB; default: parts of the weights")
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5], help="which parts")
+    parser.add_argument("--later", type=int, default=2, help="later runs of each process")
+    parser.add_argument("--disk", nargs="*", default=["cached", "cold"], choices=("cached", "cold"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    parser.check_device(args.device)
+    found = parser.models_in(args.zoo, args.models)
+    print(f"flashmem {flashmem.__version__}, device {args.device}, medians of {args.runs} fresh processes")
+    results = []
+    for number, (name, model) in enumerate(found.items()):
+        with tempfile.TemporaryDirectory(prefix="flashmem-strategies-") as folder:
+            # Layers stay whole: unfusion is for our plans only, and all strategies are to play the same program.
+            asked = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
+            weights = streamed_bytes(model, asked)
+            budgets = [parse_size(text) for text in args.budgets] or [int(ratio * weights) for ratio in args.ratios]
+            make = partial(flashmem.compile, model, Path(folder) / "whole.flashmem", unfusion=False, **asked)
+            whole = within(min(budgets), make)
+            measured: set[int] = set()
+            for wanted in budgets:
+                bundles, budget = planned(whole, Path(folder), wanted)
+                if budget not in measured:  # two that are raised to the same are one
+                    for disk in args.disk:
+                        results.append(measure(name, bundles, budget, Path(folder), disk, args))
+                        show(results[-1])
+                measured.add(budget)
+            if args.plot and number == 0:
+                plot(args.plot, name, whole, Path(folder), budgets[0], args)
+    summarise(results)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,201 @@
+"""Gain of planning ahead: all strategies simulated with disks slower and faster than the device.
+
+    python -m benchmarks.planning.overlap --zoo DIR --devices adreno750 nvidia [--budget-ratio 0.5] [--plot o.png]
+    python -m benchmarks.planning.overlap --zoo DIR --own --precision fp16 --models gptneo-125m ... [--mode interleave]
+
+A described device (see `flashmem simulate`) gets disks that take 1/4 to 4 times as long to bring in all weights as the layers
+take to compute. Each strategy plans for that disk inside the same budget, and the simulator plays the plans on a cold file.
+What opening a session costs is left out: it is the same for all of them and hides nothing. With a disk of the descriptor's own
+rate the whole first answer is printed as well, and with `--own` nothing else, model by model. The budget is a part of the
+weights beside what a session holds whatever the plan; one that some strategy cannot keep to is raised to the smallest that all
+can. All play the program that our compiler makes for that budget. The models' files are read for their shapes only; no device
+is needed. Needs the `compile` extra, `--plot` matplotlib.
+
+Ours reads as soon as a place is free, the baselines once their gates open (`flashmem/schedule/residency.py`): "held" is our
+plan held to its gates too, which is what ours gains by that rule alone. In mode `map` both are held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, get_args
+
+from benchmarks.command import Arguments, run_command
+from benchmarks.zoo import MODELS
+from flashmem.base.errors import BudgetError
+from flashmem.compile import plan_graph, plan_program, read_graph
+from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.options import Options
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.planning.limits import Limits
+from flashmem.planning.planner import planning_instance
+from flashmem.program.program import Program, fixed_bytes
+from flashmem.runtime.options import choose_mode
+from flashmem.schedule.plan import OverlapPlan, Strategy
+from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
+from flashmem.tools.simulation.scenario import describe
+from flashmem.tools.simulation.simulator import simulate
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+RATIOS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
+"""Time to load all weights over time to compute all layers."""
+
+HELD = "held"
+"""Our plan, read once its gates open."""
+
+
+def plans(program: Program, options: Options) -> dict[Strategy, OverlapPlan]:
+    """The plan of every strategy inside the budget, or inside the smallest budget that all of them can keep to."""
+    while True:
+        try:
+            return {
+                strategy: plan_program(program, replace(options, limits=replace(options.limits, strategy=strategy)))
+                for strategy in STRATEGIES
+            }
+        except BudgetError as error:
+            options = replace(options, limits=replace(options.limits, budget=error.smallest_bytes))
+
+
+def within(graph: Graph, options: Options) -> tuple[Program, Options]:
+    """The program for the budget, or for the smallest one that works, and the options with that one."""
+    try:
+        return plan_graph(graph, options)[0].program, options
+    except BudgetError as error:
+        return within(graph, replace(options, limits=replace(options.limits, budget=error.smallest_bytes)))
+
+
+def with_disk(options: Options, bandwidth: float) -> Options:
+    """The same device with a disk of `bandwidth` bytes per second."""
+    rates = replace(options.descriptor.rates, disk_bandwidth=bandwidth)
+    return replace(options, descriptor=replace(options.descriptor, rates=rates))
+
+
+def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, float]:
+    """Simulated integrated latency of each strategy on a cold file, with or without opening the session."""
+    found: dict[str, float] = {}
+    made: dict[str, tuple[Strategy, OverlapPlan]] = {name: (name, plan) for name, plan in plans(program, options).items()}
+    made[HELD] = "stream", replace(made["stream"][1], strategy="next-operator")  # any whose reads wait for their gates
+    for name, (strategy, plan) in made.items():
+        scenario = describe(program, plan, options.descriptor, options.mode, disk="cold", strategy=strategy)
+        if not opening:
+            scenario = replace(scenario, context_seconds=0.0, kernel_seconds=0.0, announced=0)
+        found[name] = simulate(scenario).report.latency.integrated
+    return found
+
+
+def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse.Namespace) -> dict[str, Any]:
+    """One model on one device: seconds by strategy, at each ratio and at the descriptor's own disk."""
+    options = Options(descriptor, choose_mode(descriptor, args.mode), Limits(unfusion=False), args.precision)
+    graph = read_graph(model, options)
+    whole = generate(graph, fuse(graph), descriptor, precision=args.precision).program
+    weights = sum(part.nbytes for part in whole.slices)
+    budget = int(args.budget_ratio * weights) + fixed_bytes(whole)
+    options = replace(options, limits=replace(options.limits, budget=budget))
+    program, options = within(graph, options)
+    instance = planning_instance(program, descriptor, options.mode, options.limits)
+    compute = sum(layer.seconds for layer in instance.layers)
+    ratios = () if args.own else RATIOS
+    return {
+        "model": name,
+        "device": descriptor.name,
+        "mode": options.mode,
+        "weights": weights,
+        "budget": options.limits.budget,
+        "own ratio": weights / descriptor.rates.disk_bandwidth / compute,
+        "own": seconds(program, options, opening=True),
+        "by ratio": {ratio: seconds(program, with_disk(options, weights / compute / ratio), opening=False) for ratio in ratios},
+    }
+
+
+def over_ours(rows: Iterable[dict[str, float]], strategy: str) -> float:
+    """Geometric mean of a strategy's seconds over ours."""
+    return geometric_mean([row[strategy] / row["stream"] for row in rows])
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """One table for each device by ratio, and one at its own disk by model."""
+    for device in dict.fromkeys(result["device"] for result in results):
+        found = [result for result in results if result["device"] == device]
+        title = f"{device}, mode {found[0]['mode']}: seconds of each strategy over ours"
+        ratios = list(found[0]["by ratio"])
+        if ratios:
+            print(f"\n### {title}, geometric mean of {', '.join(result['model'] for result in found)}\n")
+            _head("loading / computing")
+        for ratio in ratios:
+            _line(ratio, [result["by ratio"][ratio] for result in found])
+        print(f"\n### {title}, its own disk, opening included\n")
+        _head("model (loading / computing)")
+        for result in found:
+            _line(f"{result['model']} ({result['own ratio']:.1f})", [result["own"]])
+        own = [result["own"] for result in found]
+        _line("geometric mean", own)
+        best = geometric_mean([row["stream"] / min(row[s] for s in STRATEGIES[1:]) for row in own])
+        held = geometric_mean([row[HELD] / min(row[s] for s in STRATEGIES[1:]) for row in own])
+        print(f"\nours / best baseline {best:.3f} (held {held:.3f}), always-next / ours {over_ours(own, 'always-next'):.2f}")
+
+
+def _head(first: str) -> None:
+    columns = (first, *STRATEGIES[1:], HELD)
+    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
+
+
+def _line(first: object, rows: list[dict[str, float]]) -> None:
+    print(f"| {first} | " + " | ".join(f"{over_ours(rows, s):.2f}" for s in (*STRATEGIES[1:], HELD)) + " |")
+
+
+def plot(path: Path, results: list[dict[str, Any]]) -> None:
+    """A strategy's seconds over ours against the ratio: a panel for each device, a line for each strategy."""
+    from flashmem.tools.plots.figure import COLOURS, MARKERS, figure, legend_below, plain_axes
+
+    devices = list(dict.fromkeys(result["device"] for result in results))
+    with figure(path, columns=len(devices), size=(4.6 * len(devices), 3.8), sharey=True, squeeze=False) as (drawn, axes):
+        for axis, device in zip(axes[0], devices, strict=True):
+            found = [result for result in results if result["device"] == device]
+            for strategy, colour, marker in zip(STRATEGIES[1:], COLOURS, MARKERS, strict=False):
+                means = [over_ours([result["by ratio"][ratio] for result in found], strategy) for ratio in RATIOS]
+                axis.plot(RATIOS, means, color=colour, marker=marker, markersize=4, label=strategy)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks([0.25, 0.5, 1, 2, 4], ["1/4", "1/2", "1", "2", "4"])
+            axis.set_title(f"{device}, {found[0]['mode']}", loc="left", fontsize=10)
+            axis.set_xlabel("time to load / time to compute")
+            plain_axes(axis)
+        axes[0][0].set_ylabel("first answer over ours (geometric mean)")
+        legend_below(drawn, axes[0][0], columns=len(STRATEGIES) - 1)
+    print(f"\nwrote {path}")
+
+
+def main() -> None:
+    """Simulate every model found on every device named."""
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_argument("--devices", nargs="+", default=["adreno750", "mali-g710", "nvidia"])
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--budget-ratio", type=float, default=0.5)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16"))
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--own", action="store_true", help="only with the disk that the descriptor states")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    found = parser.models_in(args.zoo, args.models)
+    results = []
+    for device in args.devices:
+        for name, model in found.items():
+            results.append(measure(name, model, load_descriptor(device), args))
+            print(f"{device}: {name}", file=sys.stderr)
+    show(results)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    if args.plot and not args.own:
+        plot(args.plot, results)
+
+
+if __name__ == "__main__":
+    run_command(main)

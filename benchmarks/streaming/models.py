@@ -1,0 +1,256 @@
+"""Measure every model of the zoo on one device, and write docs/models.md.
+
+    python -m benchmarks.streaming.models --zoo DIR --device pocl [--models NAME...] [--missing] [--export PYTHON]
+
+DIR holds models as `flashmem zoo export` writes them, each in a folder of its name, with its inputs.npz and export.json. With
+`--export PYTHON` those that are not there are exported first, one at a time, by the interpreter PYTHON, which has the `zoo`
+extra. A model's row is written as soon as it is measured, into `--rows` (docs/models.json), from which the page `--page`
+(docs/models.md) is made anew; rows of other models and other devices stay. So a run can be interrupted; `--missing` goes on
+with the models that have no row for this device.
+
+For each model:
+
+- what the file and its plan say: parameters, multiply-adds, layers (kernel launches), distinct kernels, weights;
+- the smallest budget that works: what the planner names when it refuses less, confirmed by planning at that budget and at one
+  byte less;
+- runs within a budget: `--budget-ratio` of the weights, at least the smallest that works; GPT-Neo-2.7B within 600 MB. Medians
+  of `--runs` fresh processes with the file's weights in the page cache and as many with them dropped from it, fewer where they
+  take longer than `--seconds` together. A run before these fills the program cache. Later runs are in the cached processes;
+- the largest error against ONNX Runtime, in a process of its own, as a fraction of the range of that output.
+
+Needs the `bench` extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+import flashmem
+from benchmarks.command import Arguments, run_command
+from benchmarks.processes import Row, run_bundle, run_worker, weights_of
+from benchmarks.streaming.models_page import page
+from flashmem.base.errors import BudgetError, UserError
+from flashmem.base.files import written_whole
+from flashmem.bundle.bundle import Bundle
+from flashmem.cli.commands.verify import compare
+from flashmem.compile import plan_graph, read_graph
+from flashmem.options import resolve
+from flashmem.planning.limits import read_limits
+from flashmem.runtime.options import device_here
+from flashmem.tools.zoo.export import INPUTS, NOTES
+from flashmem.tools.zoo.models import names, tiny_names
+
+BUDGETS = {"gptneo-2.7b": 600_000_000}
+"""Instead of a share of the weights."""
+
+_UNPACKED_BYTES = 4 << 30  # of weights: beyond that, ONNX Runtime reads them in place and keeps no second copy
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+
+
+class Measured:
+    """One model on one device; `scratch` is a folder for its bundle, which takes as much room as its weights."""
+
+    def __init__(self, name: str, model: Path, scratch: Path, args: argparse.Namespace) -> None:
+        self.name, self.model, self.scratch, self.args = name, model, scratch, args
+        given = model.parent / INPUTS
+        self.inputs = ("--inputs", str(given)) if given.is_file() else ()
+
+    def row(self) -> Row:
+        """Everything that the page says of the model."""
+        smallest, weights = self.smallest_budget()
+        budget = max(smallest, BUDGETS.get(self.name, int(self.args.budget_ratio * weights)))
+        bundle = flashmem.compile(self.model, self.scratch / "model.flashmem", device=self.args.device, budget=budget)
+        launches = bundle.program.launches
+        return {
+            "model": self.name,
+            **self.origin(),
+            "parameters": parameters(self.model),
+            "macs": sum(launch.macs for launch in launches),
+            "layers": len(launches),
+            "kernels": len({launch.kernel for launch in launches}),
+            "weights": weights,
+            "smallest": smallest,
+            "budget": budget,
+            "preload": bundle.plan.preload_ratio,
+            **self.timed(bundle),
+        }
+
+    def origin(self) -> Row:
+        """When, where, and what was exported with which packages."""
+        device = device_here(self.args.device)
+        runtime = device.platform_version.partition(",")[0].split()
+        runtime += [device.driver_version] if device.kind == "gpu" else []  # a platform of GPUs has its own version
+        notes = self.model.parent / NOTES
+        said = json.loads(notes.read_text()) if notes.is_file() else {}
+        return {
+            "device": device.descriptor_name,
+            "machine": f"{device.name if device.kind == 'gpu' else 'CPU'}, {os.cpu_count()} cores, {' '.join(runtime)}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "flashmem": flashmem.__version__,
+            "size": said.get("size"),
+            "exporter": said.get("exporter"),
+            "versions": said.get("versions", {}),
+        }
+
+    def smallest_budget(self) -> tuple[int, int]:
+        """The budget, and the weights, in bytes; by planning alone: no weight is packed, nothing runs."""
+        graph = read_graph(self.model, resolve(read_limits(), device=self.args.device))
+        weights = named = 0
+
+        def works(budget: int) -> bool:
+            nonlocal weights, named
+            try:
+                generated, _ = plan_graph(graph, resolve(read_limits(budget=budget), device=self.args.device))
+            except BudgetError as error:
+                named = error.smallest_bytes
+                return False
+            weights = sum(part.nbytes for part in generated.program.slices)
+            return True
+
+        low, high = 0, 1
+        while not works(high):
+            low, high = high, max(named, high + 1)
+        probe = high - 1  # what was named is the smallest, so that this is the last question
+        while high - low > 1:
+            if works(probe):
+                high = probe
+            else:
+                low = probe
+            probe = (low + high) // 2
+        return high, weights
+
+    def timed(self, bundle: Bundle) -> Row:
+        """Medians, the most that was held, and the error."""
+        outputs = self.scratch / "outputs.npz"
+        first = self.run(bundle, "--outputs", str(outputs))  # fills the program cache
+        peak = first["ledger_peak"]
+        begun = time.monotonic()
+        rows: dict[bool, list[Row]] = {True: [], False: []}
+        for _ in range(self.args.runs):
+            for cold in (False, True):
+                rows[cold].append(self.run(bundle, *(() if cold else ("--repeat", "4")), cold=cold))
+                peak = max(peak, rows[cold][-1]["ledger_peak"])
+            if time.monotonic() - begun > self.args.seconds:
+                break
+        return {
+            "cold": statistics.median(row["integrated"] for row in rows[True]),
+            "cached": statistics.median(row["integrated"] for row in rows[False]),
+            "later": statistics.median(row["later"] for row in rows[False]),
+            "rounds": len(rows[True]),
+            "peak": peak,
+            "error": self.error(outputs, bundle),
+        }
+
+    def run(self, bundle: Bundle, *extra: str, cold: bool = False) -> Row:
+        """One fresh process."""
+        return run_bundle(bundle.path, self.args.device, *self.inputs, *extra, cold=cold)
+
+    def error(self, outputs: Path, bundle: Bundle) -> float | None:
+        """As `flashmem run --verify` computes it; None where it is not finite."""
+        reference = self.scratch / "reference.npz"
+        how = ("--mapped",) if weights_of(bundle) > _UNPACKED_BYTES else ()
+        run_worker("onnxruntime", "--model", str(self.model), "--outputs", str(reference), *self.inputs, *how)
+        with np.load(outputs) as ours, np.load(reference) as theirs:
+            pairs = [ours[key] for key in ours.files], [theirs[key] for key in theirs.files]
+        found = compare(*pairs, "fp32").relative_error
+        return found if np.isfinite(found) else None
+
+
+def parameters(model: Path) -> int:
+    """Floating point numbers that the file holds: a head tied to a table counts once if the exporter stored it once."""
+    graph = onnx.load(model, load_external_data=False).graph
+    constants = [attribute.t for node in graph.node if node.op_type == "Constant" for attribute in node.attribute]
+    stored = [tensor for tensor in (*graph.initializer, *constants) if tensor.data_type in _FLOATS]
+    return sum(int(np.prod(tensor.dims, dtype=np.int64)) for tensor in stored)
+
+
+def export_missing(name: str, zoo: Path, python: str) -> None:
+    """Write `zoo/NAME` with the interpreter `python`, in a process of its own, whose memory is given back."""
+    if not (zoo / name / "model.onnx").is_file():
+        print(f"{name}: exporting", file=sys.stderr, flush=True)
+        subprocess.run(
+            [python, "-m", "flashmem.tools.zoo", name, str(zoo / name), "--notes"], check=True, stdout=subprocess.DEVNULL
+        )
+
+
+def keep(row: Row, path: Path) -> list[Row]:
+    """`row` in place of the one of the same model and device, in the file `path`; returns all rows."""
+    rows: list[Row] = json.loads(path.read_text()) if path.is_file() else []
+    same = [at for at, old in enumerate(rows) if (old["model"], old["device"]) == (row["model"], row["device"])]
+    if same:
+        rows[same[0]] = row
+    else:
+        rows.append(row)
+    with written_whole(path) as file:
+        file.write((json.dumps(rows, indent=1) + "\n").encode())
+    return rows
+
+
+def show(rows: list[Row], path: Path) -> None:
+    """Write the page."""
+    with written_whole(path) as file:
+        file.write(page(rows, [*names(), *tiny_names()]).encode())
+
+
+def main() -> None:
+    """Measure every model named that is there, or can be exported."""
+    docs = Path(__file__).parents[2] / "docs"
+    parser = Arguments(__doc__)
+    parser.add_zoo()
+    parser.add_device()
+    parser.add_argument("--models", nargs="*", default=list(names()), choices=(*names(), *tiny_names()), metavar="NAME")
+    parser.add_argument("--missing", action="store_true", help="leave out models that have a row for this device")
+    parser.add_argument("--export", metavar="PYTHON", help="export models that are not in DIR, with this interpreter")
+    parser.add_argument("--budget-ratio", type=float, default=0.25, help="of the weights")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=120, help="no more rounds of runs once a model took so long")
+    parser.add_argument("--rows", type=Path, default=docs / "models.json")
+    parser.add_argument("--page", type=Path, default=docs / "models.md")
+    parser.add_argument(
+        "--scratch", type=Path, help="where bundles are written, one at a time (default: where temporary files are)"
+    )
+    args = parser.parse_args()
+    parser.check_device(args.device)
+    if not args.export:
+        parser.models_in(args.zoo, args.models)  # one at least
+    known = json.loads(args.rows.read_text()) if args.rows.is_file() else []
+    here = device_here(args.device).descriptor_name
+    done = {row["model"] for row in known if row["device"] == here} if args.missing else set()
+    failed: dict[str, Any] = {}
+    for name in (name for name in args.models if name not in done):
+        begun = time.monotonic()
+        try:
+            if args.export:
+                export_missing(name, args.zoo, args.export)
+            model = args.zoo / name / "model.onnx"
+            if not model.is_file():
+                failed[name] = f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`"
+                continue
+            with tempfile.TemporaryDirectory(prefix="flashmem-models-", dir=args.scratch) as scratch:
+                row = Measured(name, model, Path(scratch), args).row()
+        except (UserError, SystemExit, subprocess.CalledProcessError) as error:  # of one model: the others go on
+            failed[name] = error
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            continue
+        show(keep(row, args.rows), args.page)
+        print(f"{name}: {time.monotonic() - begun:.0f} s, error {row['error']:.2g}" if row["error"] is not None else
+              f"{name}: the answer is not finite where ONNX Runtime's is", flush=True)  # fmt: skip
+    if failed:
+        raise SystemExit("no row for: " + "; ".join(f"{name} ({error})" for name, error in failed.items()))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,182 @@
+"""Commands for one model, a bundle or several of them, as declared for typer: compile, run, plan, queue and others.
+
+A function's parameters are the options of its command, and its docstring is the help text. The work is done in
+`flashmem.cli.commands`, which is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.commands.options import (
+    Build,
+    Device,
+    Disk,
+    Json,
+    ModelArgument,
+    PlannedModel,
+    RunStrategyOption,
+    with_bundle_options,
+)
+
+
+@with_bundle_options
+def compile_(
+    options: CompileOptions,
+    model: Annotated[Path, typer.Argument(help="An .onnx model.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="model.flashmem", help="The bundle; the user's cache without it.")
+    ] = None,
+    build: Build = True,
+    with_binaries: Annotated[
+        bool, typer.Option("--with-binaries", help="Keep the compiled kernels in the bundle, for devices exactly like this.")
+    ] = False,
+    dump_passes: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the graph as text, as imported and after each pass, to this folder."),
+    ] = None,
+) -> None:
+    """Compile a model into a bundle, and its kernels if the device is here, and print the bundle's path."""
+    from flashmem.cli.commands.compiling import compile_here
+
+    made = compile_here(model, output, options, build=build, with_binaries=with_binaries, dump_passes=dump_passes)
+    print(made.path)
+
+
+@with_bundle_options
+def run(
+    options: CompileOptions,
+    model: ModelArgument,
+    input: Annotated[Path | None, typer.Option(metavar="x.npz", help="Inputs by name; the rest is drawn from --seed.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="y.npz", help="Where to write the outputs.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs in one session; the first one is reported.")] = 1,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare with ONNX Runtime; exit with 1 if they differ.")] = False,
+    reference: Annotated[
+        Path | None, typer.Option("--model", metavar="model.onnx", help="The original of a bundle, for --verify.")
+    ] = None,
+    json: Json = False,
+    strategy: RunStrategyOption = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Plan again with the times of these runs, and keep the plan in the bundle.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs not given.")] = 0,
+    trace: Annotated[Path | None, typer.Option(metavar="trace.json", help="Where to write layers and loads over time.")] = None,
+    check_weights: Annotated[
+        bool,
+        typer.Option("--check-weights/--no-check-weights", help="Compare weights with their checksums when read."),
+    ] = False,
+    build: Build = True,
+) -> None:
+    """Run a model once (or --repeat times) and report latency and memory."""
+    from flashmem.cli.commands.run import RunOptions, run_model
+
+    chosen = strategy and strategy.value
+    run_model(
+        model,
+        options,
+        RunOptions(input, output, repeat, verify, reference, json, chosen, seed, trace, learn, check_weights, build),
+    )
+
+
+@with_bundle_options
+def plan(
+    options: CompileOptions,
+    model: PlannedModel,
+    json: Json = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every layer and slice, however many.")] = False,
+) -> None:
+    """Show the overlap plan of a bundle, of a model compiled with these options, or of a known architecture, and check it."""
+    from flashmem.cli.commands.plan import show_plan
+
+    show_plan(model, options, as_json=json, show_all=show_all)
+
+
+def check(
+    bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)], json: Json = False
+) -> None:
+    """Read all of a bundle, weights too, and say whether it is what was written."""
+    from flashmem.cli.commands.bundles import check_bundle
+
+    check_bundle(bundle, as_json=json)
+
+
+def replan(
+    bundle: Annotated[Path, typer.Argument(metavar="model.flashmem", help="A bundle.", show_default=False)],
+    budget: Annotated[str, typer.Option(metavar="SIZE", help="The new limit on all memory.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="other.flashmem", help="Another bundle, that shares its weights.")
+    ] = None,
+) -> None:
+    """Plan a bundle again for another budget, without its model and without a solver, and print the bundle's path."""
+    from flashmem.cli.commands.bundles import replan_bundle
+
+    print(replan_bundle(bundle, budget, output))
+
+
+def cache_list(context: typer.Context, json: Json = False) -> None:
+    """List the bundles in the user's cache (model, size, when they were last used), and what compiled kernels take."""
+    from flashmem.cli.commands.bundles import list_cache
+
+    if context.invoked_subcommand is None:
+        list_cache(as_json=json)
+
+
+def cache_clear() -> None:
+    """Remove compiled kernels, and all bundles but those that a session has open."""
+    from flashmem.cli.commands.bundles import clear_cache
+
+    clear_cache()
+
+
+def queue(
+    bundles: Annotated[list[Path], typer.Argument(metavar="BUNDLE...", help="Compiled models.", show_default=False)],
+    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit on the memory of all of them together.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="requests.json", help='Who asks when: [{"model": "a", "at": 0.5, "seed": 1}, ...].'),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Without --trace: runs of each, in random order.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of that order, and of inputs.")] = 0,
+    device: Device = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="memory.png", help="Memory over time, beside sessions that preload each model (plots extra)."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Play requests to several models under one budget, in the order in which they come, and say how long each waited."""
+    from flashmem.cli.commands.queue import QueueOptions, play_queue
+
+    play_queue(QueueOptions(tuple(bundles), budget, trace, iterations, seed, device or "auto", plot, json))
+
+
+@with_bundle_options
+def simulate(
+    options: CompileOptions,
+    model: PlannedModel,
+    disk: Annotated[Disk, typer.Option(help="Whether the weight file is in the page cache.")] = Disk.CACHED,
+    strategy: RunStrategyOption = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="out.png", help="Where to draw work and memory over time (needs the plots extra).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Predict latency and memory of a plan on a described device, which need not be here."""
+    from flashmem.cli.commands.simulate import options_of, simulate_model
+
+    simulate_model(model, options, options_of(disk.value, strategy and strategy.value, json, timeline))
+
+
+def demo(
+    image: Annotated[Path | None, typer.Argument(help="An image to read; a page drawn for it without one.")] = None,
+    budget: Annotated[str, typer.Option(metavar="SIZE", help="Memory limit for each of the two networks.")] = "50MB",
+    device: Device = None,
+) -> None:
+    """Read the text in an image with two trained networks, inside a memory budget."""
+    from flashmem.cli.demo.run import run_demo
+
+    run_demo(image, budget=budget, device=device or "auto")

@@ -1,0 +1,219 @@
+"""Strided views: a tensor as a start and strides in the memory of another tensor, and the algebra of such views.
+
+A view is what Reshape, Transpose, Slice and Expand of a tensor give without a copy. `compiler.ir.view_nodes` turns nodes into
+views and views into nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from flashmem.compiler.ir.graph import Value
+
+Factor = tuple[int, int]
+"""(size, stride in elements) of a part of a dimension; stride 0 repeats one element."""
+
+Dimension = tuple[Factor, ...]
+"""One dimension as factors, the slowest first: a merged dimension needs several where no one stride covers them."""
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The strides, in elements, of a tensor of `shape` in its own memory."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def broadcast_strides(shape: Sequence[int], domain: Sequence[int]) -> list[int]:
+    """The strides of a row-major tensor of `shape` that broadcasts to `domain`, one for each dimension of that; 0 where it is
+    repeated.
+    """
+    padded = [1] * (len(domain) - len(shape)) + list(shape)
+    return [0 if size == 1 else stride for size, stride in zip(padded, row_major(padded), strict=True)]
+
+
+def merged(factors: Sequence[Factor]) -> Dimension:
+    """The same factors without those of size 1, neighbours joined where one stride covers both."""
+    made: list[Factor] = []
+    for size, stride in factors:
+        if size == 1:
+            continue
+        if made and made[-1][1] == size * stride:
+            made[-1] = (made[-1][0] * size, stride)
+        else:
+            made.append((size, stride))
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class StridedView:
+    """A tensor in the memory of `root`: element (i, j, ...) is at `start` plus the offset of each dimension, times `scale`."""
+
+    root: Value
+    start: int
+    dimensions: tuple[Dimension, ...]
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, value: Value) -> StridedView:
+        """The view of all of `value` in its own memory, row-major."""
+        factors = zip(value.shape, row_major(value.shape), strict=True)
+        return cls(value, 0, tuple(merged([factor]) for factor in factors))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return tuple(math.prod(size for size, _ in dimension) for dimension in self.dimensions)
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """The factors of all dimensions, in order."""
+        return tuple(factor for dimension in self.dimensions for factor in dimension)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements, in order, are neighbours in memory: a Reshape of a range of the root."""
+        flat = merged(self.factors)
+        return not flat or (len(flat) == 1 and flat[0][1] == 1)
+
+    def has_rows(self, axis: int) -> bool:
+        """Whether the dimensions from `axis` on are, in order, neighbours in memory, more than one element of them."""
+        columns = math.prod(self.shape[axis:])
+        return columns > 1 and merged([factor for each in self.dimensions[axis:] for factor in each]) == ((columns, 1),)
+
+    def groups(self, axes: Sequence[int]) -> tuple[int, ...] | None:
+        """(outer, depth, groups, columns) if the memory is ordered so and `axes` are its depth and columns; else None."""
+        flat = ((stride, size, axis in axes) for axis, each in enumerate(self.dimensions) for size, stride in each)
+        runs: list[tuple[bool, int]] = []
+        for _, size, is_inside in sorted(flat, reverse=True):
+            if runs and runs[-1][0] == is_inside:
+                runs[-1] = (is_inside, runs[-1][1] * size)
+            else:
+                runs.append((is_inside, size))
+        if runs and runs[0][0]:
+            runs.insert(0, (False, 1))
+        are_groups = [is_inside for is_inside, _ in runs] == [False, True, False, True]
+        return tuple(size for _, size in runs) if are_groups else None
+
+    def transposed(self, perm: Sequence[int]) -> StridedView:
+        """Dimension i of the result is dimension `perm[i]` of this view."""
+        return replace(self, dimensions=tuple(self.dimensions[axis] for axis in perm))
+
+    def untransposed(self, perm: Sequence[int]) -> StridedView:
+        """The tensor that `transposed(perm)` turns into this view."""
+        return self.transposed([list(perm).index(axis) for axis in range(len(perm))])
+
+    def reshaped(self, shape: Sequence[int]) -> StridedView | None:
+        """The same elements in the same order; None if a dimension of `shape` begins or ends inside a factor."""
+        factors = list(self.factors)
+        made: list[Dimension] = []
+        for size in shape:
+            taken: list[Factor] = []
+            while size > 1:
+                inner, stride = factors.pop(0)
+                if inner > size and inner % size == 0:
+                    factors.insert(0, (inner // size, stride))
+                    inner, stride = size, stride * (inner // size)
+                if size % inner:
+                    return None
+                taken.append((inner, stride))
+                size //= inner
+            made.append(merged(taken))
+        return replace(self, dimensions=tuple(made))
+
+    def sliced(self, shape: Sequence[int], starts: Sequence[int], steps: Sequence[int]) -> StridedView | None:
+        """Every `steps`-th element from `starts`; None if a dimension is cut that has no stride of its own."""
+        start, made = self.start, []
+        for dimension, whole, size, first, step in zip(self.dimensions, self.shape, shape, starts, steps, strict=True):
+            if (first, step, size) == (0, 1, whole):
+                made.append(dimension)
+                continue
+            if len(dimension) > 1 or step < 1:
+                return None
+            stride = dimension[0][1] if dimension else 0
+            start += first * stride
+            made.append(merged([(size, stride * step)]))
+        return replace(self, start=start, dimensions=tuple(made))
+
+    def expanded(self, shape: Sequence[int]) -> StridedView:
+        """Broadcast to `shape`: repeated dimensions have stride 0."""
+        dimensions = ((),) * (len(shape) - len(self.dimensions)) + self.dimensions
+        made = (
+            dimension if dimension or size == 1 else ((size, 0),) for dimension, size in zip(dimensions, shape, strict=True)
+        )
+        return replace(self, dimensions=tuple(made))
+
+
+@dataclass(frozen=True)
+class ElementOrder:
+    """An order of a tensor's elements in memory.
+
+    Attributes:
+        split: the sizes of the factors of each of its dimensions.
+        perm: for each place in memory, outermost first, the number of a factor, all of them counted in order.
+        shape: the shape in which that memory is read.
+    """
+
+    split: tuple[tuple[int, ...], ...]
+    perm: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, view: StridedView) -> ElementOrder:
+        """The order of the elements of `view` in memory, in the shape of its root if that is possible."""
+        split = [tuple(_cut(dimension, view.root.shape)) for dimension in view.dimensions]
+        flat = [each for dimension in split for each in dimension]
+        perm = tuple(sorted(range(len(flat)), key=lambda i: -flat[i][1]))
+        return cls(tuple(tuple(size for size, _ in dimension) for dimension in split), perm, view.root.shape)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the factors in the order of memory."""
+        flat = [size for dimension in self.split for size in dimension]
+        return tuple(flat[i] for i in self.perm)
+
+    def parts_of(self, value: Value) -> tuple[int, ...]:
+        """The shape of `value`, which broadcasts, with each dimension as factors."""
+        padded = (1,) * (len(self.split) - len(value.shape)) + value.shape
+        found: list[int] = []
+        for size, factors in zip(padded, self.split, strict=True):
+            found += factors if size > 1 else [1] * len(factors)
+        return tuple(found)
+
+    def operand_shape(self, parts: Sequence[int]) -> tuple[int, ...] | None:
+        """The shape of an operand whose factors are `parts`, as it broadcasts to `shape`; None if there is none."""
+        sizes, own = list(self.sizes), [parts[i] for i in self.perm]
+        found = []
+        for size in self.shape:
+            there, mine = 1, 1
+            while there < size:
+                if not sizes:
+                    return None
+                there, mine = there * sizes.pop(0), mine * own.pop(0)
+            if there != size or mine not in (1, size):
+                return None
+            found.append(mine)
+        return tuple(found)
+
+    def view(self, value: Value) -> StridedView:
+        """The tensor in its own order, as a view of `value`, whose memory has this order."""
+        strides = [0] * len(self.perm)
+        for i, stride in zip(self.perm, row_major(self.sizes), strict=True):
+            strides[i] = stride
+        left = iter(strides)
+        return StridedView(value, 0, tuple(merged([(size, next(left)) for size in factors]) for factors in self.split))
+
+
+def _cut(dimension: Dimension, shape: Sequence[int]) -> list[Factor]:
+    """The factors of a dimension, cut where two dimensions of its root's `shape` meet inside one, if that is possible."""
+    ends = list(accumulate(reversed(shape), lambda a, b: a * b))
+    found: list[Factor] = []
+    for size, stride in dimension:
+        inner: list[Factor] = []
+        for end in ends:
+            if stride < end < size * stride and end % stride == 0 and size * stride % end == 0:
+                inner.append((end // stride, stride))
+                size, stride = size * stride // end, end
+        found += [(size, stride), *reversed(inner)]
+    return found

@@ -1,0 +1,78 @@
+"""Strided views and nodes: the view that a chain of nodes computes, and the nodes that compute a view."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from flashmem.compiler.ir.builder import Rewriter
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.strided import StridedView, merged
+
+
+def emit_view(rewriter: Rewriter, view: StridedView, output: Value, moved: dict[object, Value] | None = None) -> Value:
+    """Append the nodes that compute `output` from `view`, which has each element of its root once: at most one Transpose.
+
+    `moved`: the Transposes that exist, by root and order.
+    """
+    moved = {} if moved is None else moved
+    factors, root = merged(view.factors), view.root
+    if view.is_contiguous:
+        return rewriter.add("Reshape", [root], output)
+    key = root, factors
+    if key not in moved:
+        outward = sorted(range(len(factors)), key=lambda i: -factors[i][1])
+        shape = tuple(factors[i][0] for i in outward)
+        source = root if root.shape == shape else rewriter.emit("Reshape", [root], shape, root.dtype, f"{root.name}.parts")
+        perm = tuple(outward.index(i) for i in range(len(factors)))
+        made = tuple(size for size, _ in factors)
+        if made == output.shape:
+            moved[key] = rewriter.add("Transpose", [source], output, perm=perm)
+            return output
+        moved[key] = rewriter.emit("Transpose", [source], made, root.dtype, f"{output.name}.moved", perm=perm)
+    return rewriter.add("Reshape", [moved[key]], output)
+
+
+KEPT = 4
+"""A Slice of less than one part in so many of its source is copied: a view would keep all of the source in memory."""
+
+
+def view_of(value: Value) -> StridedView:
+    """`value` as a view of the farthest tensor from which only data movement, and products with one constant, lead to it."""
+    node = value.producer
+    if value.constant is not None or node is None:
+        return StridedView.of(value)
+    multiplied = constant_factor(node)
+    if multiplied is not None:
+        source, scale = multiplied
+        view = view_of(source)
+        return replace(view, scale=view.scale * scale)
+    if node.op not in ("Reshape", "Transpose", "Slice", "Expand"):
+        return StridedView.of(value)
+    view = view_of(node.input(0))
+    found: StridedView | None
+    if node.op == "Reshape":
+        found = view.reshaped(value.shape)
+    elif node.op == "Transpose":
+        found = view.transposed(node.attributes["perm"])
+    elif node.op == "Expand":
+        found = view.expanded(value.shape)
+    elif value.size * KEPT >= view.root.size:
+        found = view.sliced(value.shape, node.attributes["starts"], node.attributes["steps"])
+    else:
+        found = None
+    return found or StridedView.of(value)
+
+
+def constant_factor(node: Node) -> tuple[Value, float] | None:
+    """(x, c) if the node multiplies x by the one constant c, or divides it by 1 / c."""
+    if node.op not in ("Mul", "Div") or node.outputs[0].dtype != "float32":
+        return None
+    for x, other in (node.inputs, node.inputs[::-1])[: 2 if node.op == "Mul" else 1]:
+        if x is None or other is None or other.constant is None or other.size != 1 or x.shape != node.outputs[0].shape:
+            continue
+        number = float(other.constant.array().reshape(-1)[0])
+        if not math.isfinite(number) or (node.op == "Div" and not number):
+            continue
+        return x, number if node.op == "Mul" else 1 / number
+    return None

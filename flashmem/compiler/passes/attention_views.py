@@ -1,0 +1,74 @@
+"""Attention views: attention reads queries, keys and values, and writes its answer, through strided views.
+
+Transposes, parts of one packed projection, repeated heads and constant factors in front of a FusedAttention
+(`compiler.passes.attention`) disappear, as does the Transpose behind it.
+"""
+
+from __future__ import annotations
+
+from flashmem.compiler.ir.builder import Rewriter, replaced
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.strided import StridedView
+from flashmem.compiler.ir.users import Readers
+from flashmem.compiler.ir.view_nodes import view_of
+from flashmem.compiler.operators.attention import access, stack
+
+
+def fold_attention_views(graph: Graph) -> Graph:
+    """`graph` with each FusedAttention between the farthest tensors that it can read and write through views."""
+    readers = Readers(graph)
+    found = {}
+    for node in graph.nodes:
+        if node.op == "FusedAttention":
+            end, answer = _target(node, readers)
+            found[end] = (node, end, answer)
+    return replaced(graph, found, _replace)
+
+
+def _replace(rewriter: Rewriter, found: tuple[Node, Node, StridedView]) -> None:
+    """Append the attention in place of `end`, the last move of its answer, which is the view `answer` of what `end` gives."""
+    node, end, answer = found
+    given = {name: attribute for name, attribute in node.attributes.items() if name != "stacks"}
+    scores, answers = node.attributes["stacks"]
+    query, key, value = (_matrices(node.input(i), batch, swap=i == 1) for i, batch in enumerate((scores, scores, answers)))
+    rewriter.add(
+        node.op,
+        [query.root, key.root, value.root, *node.inputs[3:]],
+        end.outputs[0],
+        node.name,
+        **{
+            **given,
+            "query": access(query),
+            "key": access(key),
+            "value": access(value),
+            "answer": access(answer),
+            "scale": query.scale * given["scale"] * key.scale,
+            "value_scale": given["value_scale"] * value.scale,
+        },
+    )
+
+
+def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> StridedView:
+    """`value` as a stack of matrices for `batch`, read from the farthest tensor whose view has one stride for the channels."""
+    made = (stack(view, batch, swap=swap) for view in (view_of(value), StridedView.of(value)))
+    return next(view for view in made if len(view.dimensions[-1]) < 2)
+
+
+def _target(product: Node, readers: Readers) -> tuple[Node, StridedView]:
+    """The last move of the answer that the kernel can make as it writes, and the answer as a view of what that gives."""
+    node, moves, best = product, [product], 0
+    while (reader := readers.single(node.outputs[0])) is not None and reader.op in ("Reshape", "Transpose"):
+        node = reader
+        moves.append(node)
+        if node.op == "Transpose":
+            best = len(moves) - 1
+    for end in (best, 0):
+        view: StridedView | None = StridedView.of(moves[end].outputs[0])
+        for move in reversed(moves[1 : end + 1]):
+            if view is not None and move.op == "Transpose":
+                view = view.untransposed(move.attributes["perm"])
+            elif view is not None:
+                view = view.reshaped(move.input(0).shape)
+        if view is not None and len(view.dimensions[-1]) < 2:
+            return moves[end], view
+    raise AssertionError("a tensor is a view of itself")

@@ -1,0 +1,20 @@
+"""Patterns of nodes that several passes look for."""
+
+from __future__ import annotations
+
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.operators import is_elementwise
+
+
+def is_by_column(node: Node, value: Value) -> bool:
+    """Whether `node` does to each column of `value` the same in all rows: what constants say that have one element for the
+    column, or one for all.
+    """
+    if not is_elementwise(node) or node.outputs[0].shape != value.shape or node.inputs.count(value) != 1:
+        return False
+    others = [other for other in node.inputs if other is not None and other is not value]
+    return all(other.constant is not None and (other.size == 1 or _has_columns(other, value)) for other in others)
+
+
+def _has_columns(constant: Value, value: Value) -> bool:
+    return constant.size == value.shape[-1] == constant.shape[-1]

@@ -1,0 +1,92 @@
+"""Compatibility of a bundle and a device: whether the bundle fits, and which transfer modes can run it.
+
+A bundle is compiled for one device and may be copied to any. A driver would refuse it with an error code while a session is
+opened; here it is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from flashmem.base.errors import FlashmemWarning, UserError
+from flashmem.base.pages import page_size
+from flashmem.base.types import TEXEL_BYTES, TransferMode
+from flashmem.bundle.bundle import Bundle
+from flashmem.program.program import Program
+from flashmem.runtime.opencl.devices import Device, descriptor_for
+from flashmem.runtime.options import choose_mode
+from flashmem.schedule.residency import Strategy
+from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
+
+
+def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
+    """The descriptor of `device`, with the transfer modes that can run `bundle`; `mode` is the one asked for, or "auto".
+
+    Warns where the bundle was compiled for another device.
+
+    Raises:
+        UserError: the bundle does not fit the device, or not in that mode.
+    """
+    programs, target = [variant.program for variant in bundle.variants], bundle.descriptor.name
+    misfit = next(filter(None, (_misfit(program, device) for program in programs)), "")
+    if misfit:
+        raise UserError(f"bundle {bundle.path}, which was compiled for {target}, {misfit}; compile the model for this device")
+    reasons = {mode: reason for program in programs for mode, reason in _reasons(program, device).items()}
+    for refused, reason in reasons.items():
+        if refused == mode:
+            what = f"bundle {bundle.path} cannot be played in mode {mode} here"
+            raise UserError(f"{what}: {reason}; name another mode, or compile the model here")
+    if target != device.descriptor_name and target in descriptor_names():
+        here = f"{device.name} ({device.descriptor_name})"
+        text = f"{bundle.path} was compiled for {target} and runs on {here}; compiled for that, it would be faster"
+        warnings.warn(FlashmemWarning(text), stacklevel=4)
+    descriptor = descriptor_for(device)
+    path = bundle.program.memory_path
+    if not reasons or path not in descriptor.modes:
+        return descriptor
+    left = tuple(each for each in descriptor.modes[path] if each not in reasons)
+    return replace(descriptor, modes={**descriptor.modes, path: left})
+
+
+def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "stream") -> TransferMode:
+    """The transfer mode of a session or a model: `mode`, or for "auto" the one that the bundle was planned for, if possible.
+
+    Raises:
+        UserError: the bundle does not fit the device, or not in that mode.
+    """
+    first, *others = (variant.plan.layouts for variant in bundle.variants)
+    laid_out = [known for known in first if all(known in layouts for layouts in others)]
+    path, planned = bundle.program.memory_path, bundle.meta.get("mode")
+    descriptor = usable_modes(bundle, device, mode)
+    return choose_mode(descriptor, mode, path=path, planned=planned, strategy=strategy, layouts=laid_out)
+
+
+def _misfit(program: Program, device: Device) -> str:
+    """The memory object of the program that the device cannot allocate, for a message; "" if there is none."""
+    most = device.max_alloc_bytes
+    for what, nbytes in (("activations", program.arena_bytes), ("constants", program.constants_bytes)):
+        if 0 < most < nbytes:
+            return f"has {nbytes} bytes of {what} in one buffer, and {device.name} allocates at most {most} at a time"
+    if program.memory_path == "texture" and device.has_images:
+        width, height = device.image_max_width, device.image_max_height
+        for part in program.slices:
+            if part.width > width or (part.is_image and part.height > height):
+                size = f"{part.width} x {part.height}"
+                return f"has textures of {size} texels, and {device.name} takes them up to {width} x {height}"
+    return ""
+
+
+def _reasons(program: Program, device: Device) -> dict[TransferMode, str]:
+    """Transfer modes of the device that cannot run the program, each with the reason."""
+    reasons: dict[TransferMode, str] = {}
+    if program.page_bytes % page_size():
+        reasons["map"] = f"its weights lie in pages of {program.page_bytes} bytes, and this system has pages of {page_size()}"
+    if program.memory_path == "texture" and device.has_image_from_buffer:
+        texels = device.image_pitch_alignment
+        if any(part.row_pitch % (texels * TEXEL_BYTES[part.channel]) for part in program.slices if part.is_image):
+            reason = (
+                f"its textures have rows that are not multiples of {texels} texels, as {device.name} wants them over a buffer"
+            )
+            reasons |= {"map": reason, "alias": reason}
+    return reasons

@@ -1,0 +1,170 @@
+"""Activations of a model on a device: the arena, the constants, and the inputs and outputs of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashmem.bundle.checksums import checksum
+from flashmem.program.program import copied_outputs, output_bytes, scratch_bytes
+from flashmem.program.tensors import Port, array_bytes
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.opened import OpenedBundle
+from flashmem.runtime.engine.ports import from_device, gather_rows, numpy_dtype, to_device
+from flashmem.runtime.memory.arena import Bytes, move_out, new_pages
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Event, Memory, Queue
+
+Array = NDArray[Any]
+
+
+class Activations:
+    """The arena and the constants of one shape variant. They do not depend on the plan."""
+
+    def __init__(self, device: DeviceInUse, opened: OpenedBundle, ledger: Ledger, queue: Queue) -> None:
+        """Allocate, and read the constants by way of `queue`. Where that fails, the ledger holds what was allocated.
+
+        Raises:
+            RunError: the device or the budget refuses.
+        """
+        program = opened.program
+        self._opened, self._ledger, self._queue = opened, ledger, device.queue
+        self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
+        self._copied = copied_outputs(program)
+        self._pages = {
+            port.name: (opened.tensors[port.tensor].offset, array_bytes(port))
+            for port in program.outputs
+            if port.tensor is not None
+        }
+        self._host: Bytes | None = None  # the arena as the host sees it, where it is host memory
+        self.arena: Memory | None = self._make_arena()
+        self.constants = self._load_constants(queue)
+        ledger.reserve("outputs", self._output_bytes, "the arrays that outputs are copied to")
+        ledger.reserve("staging", self._scratch_bytes, "conversion of inputs and outputs")
+        names = {port.tensor for port in (*program.inputs, *program.outputs)}
+        names |= {gather.tensor for gather in program.host_embeddings} | {program.status}
+        self._ports = {
+            name: device.context.sub_buffer(self.arena, tensor.offset, tensor.nbytes)
+            for name, tensor in opened.tensors.items()
+            if name in names
+        }
+
+    def _make_arena(self) -> Memory:
+        program, what = self._opened.program, "the activation arena"
+        if not program.hands_over:
+            return self._ledger.buffer("arena", program.arena_bytes, what)
+        self._host = new_pages(program.arena_bytes)[: program.arena_bytes]
+        return self._ledger.wrapped("arena", self._host, what)
+
+    def _load_constants(self, queue: Queue) -> Memory | None:
+        program, file = self._opened.program, self._opened.file
+        if not program.constants_bytes:
+            return None
+        constants = self._ledger.buffer("constants", program.constants_bytes, "the constants", host_visible=True)
+        view = queue.map(constants, program.constants_bytes, invalidate=True)
+        try:
+            file.read_into(view, program.constants_offset)
+            file.compare_checksum("the part with the constants", checksum(view.data), self._opened.bundle.checksums.constants)
+        finally:  # memory that is mapped must not be released
+            written = queue.unmap(view)
+        if queue is not self._queue:
+            self._queue.follow([written])  # kernels read the constants on that queue
+        return constants
+
+    def write_inputs(self, inputs: Mapping[str, Array]) -> None:
+        """Write inputs, which have been checked, and the table rows that they select.
+
+        Raises:
+            ValueError: an index outside a table; no layer has begun.
+            RunError: the device or the disk fails.
+        """
+        opened = self._opened
+        program = opened.program
+        for port in program.inputs:
+            if port.tensor is not None:
+                self._write(port.tensor, to_device(opened.tensors[port.tensor], inputs[port.name]))
+        if program.status is not None:
+            self._write(program.status, np.zeros(1, np.int32))
+        for gather, table in zip(program.host_embeddings, opened.tables, strict=True):
+            rows = gather_rows(table, gather, inputs[gather.indices], opened.tensors[gather.tensor].dtype)
+            self._write(gather.tensor, rows)
+
+    def _write(self, tensor: str, data: Array) -> None:
+        """Fill a tensor from host memory, without a second copy of `data` that the ledger does not count."""
+        if not data.nbytes:
+            return
+        port, queue = self._ports[tensor], self._queue
+        if data.flags.c_contiguous:
+            queue.write(port, data)
+        elif self._host is not None:
+            view = queue.map(port, data.nbytes, invalidate=True)
+            try:
+                np.copyto(view.view(data.dtype).reshape(data.shape), data)
+            finally:
+                queue.unmap(view)
+        else:  # in pieces, which fit the memory counted for outputs and conversions: neither is there yet
+            size = data.itemsize
+            count = max(1, max(self._scratch_bytes, self._output_bytes) // size)
+            for first in range(0, data.size, count):
+                queue.write(port, data.flat[first : first + count], offset=first * size)
+
+    def check_status(self) -> None:
+        """Raise ValueError if a layer read an index that is out of range. The model stays usable."""
+        program = self._opened.program
+        if program.status is not None:
+            status = np.zeros(1, np.int32)
+            self._read(status, program.status)
+            if status[0]:
+                raise ValueError(
+                    f"layer {program.launches[status[0] - 1].name} was given an index outside the tensor it reads from: "
+                    f"check the inputs that hold indices or rectangles"
+                )
+
+    def read_later(self, port: Port) -> tuple[Array, Event]:
+        """Read an output behind the layers that are enqueued; the event completes when the array is filled."""
+        data = np.empty(port.shape, np.dtype(port.dtype))
+        return data, self._queue.read_later(data, self._ports[str(port.tensor)])
+
+    def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
+        """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new ones."""
+        results = {port.name: np.empty(port.shape, numpy_dtype(port.dtype)) for port in ports if port.tensor is None}
+        results |= {port.name: read[port.name] for port in ports if port.name in read}
+        results |= {port.name: self._copy(port) for port in ports if port in self._copied and port.name not in results}
+        return results | self._hand_over([port for port in ports if port.name not in results])
+
+    def _copy(self, port: Port) -> Array:
+        data = np.empty(port.shape, np.dtype(self._opened.tensors[str(port.tensor)].dtype))
+        self._read(data, str(port.tensor))
+        return from_device(port, data)
+
+    def _read(self, data: Array, tensor: str) -> None:
+        if data.nbytes:
+            self._queue.read(data, self._ports[tensor])
+
+    def _hand_over(self, ports: Sequence[Port]) -> dict[str, Array]:
+        """Outputs as arrays over the pages that were theirs in the arena. Nothing can be read from it before the next run."""
+        if self._host is None or not ports:
+            return {}
+        queue, places = self._queue, [self._pages[port.name] for port in ports]
+        view = queue.map(self.arena, self._host.nbytes)  # the host may look at it now
+        if view.ctypes.data == self._host.ctypes.data:
+            taken = move_out(self._host, places)
+        else:  # a driver that has the buffer elsewhere, too
+            taken = [view[offset : offset + nbytes].copy() for offset, nbytes in places]
+        queue.unmap(view)
+        return {port.name: data.view(port.dtype).reshape(port.shape) for port, data in zip(ports, taken, strict=True)}
+
+    def forget(self) -> None:
+        """Drop all references to device memory. The ledger still holds it."""
+        self._ports.clear()
+        self.arena = self.constants = self._host = None
+
+    def give_back(self) -> None:
+        """Give all memory back to the device."""
+        self.forget()
+        self._ledger.give_back("arena", "constants")
+        self._ledger.release("outputs", self._output_bytes)
+        self._ledger.release("staging", self._scratch_bytes)

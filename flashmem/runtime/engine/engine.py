@@ -1,0 +1,387 @@
+"""The engine: a model on a device, and one run of it from inputs to outputs.
+
+A `Session` is an engine with one model and a budget of its own. A `Runtime` has an engine for each model
+(`serving.loaded_model`), and an arbiter that divides one budget among them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from flashmem.base.errors import FlashmemWarning, RunError
+from flashmem.program.tensors import Port
+from flashmem.runtime.engine.bound_program import BoundProgram
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.failures import RequestError, said, why_closed
+from flashmem.runtime.engine.opened import Kernels, OpenedBundle
+from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
+from flashmem.runtime.engine.warm_up import WarmUp
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.runtime.opencl.context import Event, Queue, wait
+from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.schedule.loads import Load, Schedule, TimedInterval
+from flashmem.schedule.plan import OverlapPlan, PoolLayout
+
+Array = NDArray[Any]
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Executed:
+    """The layers of a run up to layer `done`, which is before the last one where the run was halted.
+
+    `layers` only if the device traces. `read`: outputs that were read during the run, by name.
+    """
+
+    loads: tuple[TimedInterval, ...]
+    layers: tuple[TimedInterval, ...]
+    read: Mapping[str, Array]
+    done: int
+
+
+class Run:
+    """One run of a bound program behind layer `done`. Its loads begin at once, as far as `admit` lets them.
+
+    It may be halted between two layers; another `Run` then continues behind them.
+    """
+
+    def __init__(
+        self, bound: BoundProgram, schedule: Schedule, *, done: int = 0, admit: Callable[[Load], bool] | None = None
+    ) -> None:
+        self.bound, self.schedule, self._done = bound, schedule, done
+        self.loader: LoaderRun | None = None
+        weights = bound.weights
+        if schedule.loads or (schedule.frees and weights.transfer.frees):
+            self.loader = LoaderRun(
+                weights.transfer, schedule.loads, schedule.frees, threads=weights.layout.threads, done=done, admit=admit
+            )
+
+    def execute(self, outputs: Sequence[Port], *, traced: bool = False, halted: Callable[[], bool] = _never) -> Executed:
+        """Execute the layers. Those `outputs` are read whose memory in the arena is another tensor's later.
+
+        Raises:
+            RunError: a load or a launch failed; the bound program can only be closed then.
+        """
+        try:
+            with self.bound.weights.guarded():
+                return self._execute(outputs, traced, halted)
+        except BaseException:
+            with suppress(RunError):  # the first failure is the one to report
+                self.stop()
+            raise
+
+    def _execute(self, outputs: Sequence[Port], traced: bool, halted: Callable[[], bool]) -> Executed:
+        bound, loader = self.bound, self.loader
+        layers: list[TimedInterval] = []
+        arrays: dict[str, Array] = {}
+        reading: list[Event] = []
+
+        def read(ports: Sequence[Port]) -> None:
+            for port in ports:
+                arrays[port.name], event = bound.activations.read_later(port)
+                reading.append(event)
+
+        by_layer: dict[int, list[Port]] = {}
+        for port in outputs:
+            if port.tensor is not None and port.ready is not None:
+                by_layer.setdefault(port.ready, []).append(port)
+        after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
+        check = bound.weights.check_files if bound.weights.transfer.in_place else None
+        try:
+            executor = bound.kernels.ready_executor()
+            done = executor.run(loader, layers if traced else None, check, after, done=self._done, halted=halted)
+            for event in reading:
+                wait(event)
+        except BaseException:
+            bound.kernels.executor.drain()  # nothing may be freed while the device still reads it
+            raise
+        self.stop()
+        if done == len(bound.opened.program.launches):
+            bound.ran(self.schedule.resident)
+        return Executed(tuple(loader.intervals) if loader else (), tuple(layers), arrays, done)
+
+    def stop(self) -> None:
+        """End the loads. Raises RunError if one failed."""
+        if self.loader is not None:
+            self.loader.stop()
+
+
+class RunMemory(Protocol):
+    """The memory of one run of a model that shares its budget with others."""
+
+    def begin(self, done: int) -> Run | None:
+        """The run behind layer `done`, with all its memory granted; None where the budget has changed meanwhile."""
+
+    def executing(self, run: Run) -> AbstractContextManager[Callable[[], bool]]:
+        """Entered while `run` executes its layers. Gives a function: whether the run has to halt before the next one."""
+
+    def give_way(self) -> None:
+        """The run was halted: give memory back, and bind the model again in what is left."""
+
+
+class Engine:
+    """A model on a device: one run of it at a time, the loads of the next run, and the warm-up of later ones.
+
+    One thread at a time calls its methods, except where a docstring says otherwise.
+    """
+
+    def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool, warm_up: bool) -> None:
+        """Allocates nothing yet.
+
+        Args:
+            opened: the bundle, which `close` closes.
+            device: the device, its queue and its budget.
+            apart: build kernels that no cache has in child processes.
+            warm_up: make steady kernels ready between runs.
+        """
+        self.opened, self.device = opened, device
+        self.bound: BoundProgram | None = None
+        self.current: Run | None = None  # the run under way, or the next one, which has begun to load
+        self.failure: str | None = None  # why it was closed
+        self.steady = False  # whether the last run had steady kernels
+        self.opening_seconds = 0.0  # that the first run's latency counts, too
+        self._apart, self._warms_up = apart, warm_up
+        self._warm_up = self._new_warm_up()
+        self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
+        self._process = os.getpid()
+
+    def _new_warm_up(self) -> WarmUp | None:
+        if not self._warms_up or not self.opened.program.steady:
+            return None
+        return WarmUp(self.opened, self.device, apart=self._apart)
+
+    def kernels_for(self, plan: OverlapPlan) -> Kernels:
+        """The kernels for runs of `plan`, which change with it where they copy weights.
+
+        Raises:
+            UserError: the kernels compute in half precision, and the device does not.
+            RunError: the driver refuses them.
+        """
+        index = self.opened.bundle.index
+        if index in self._kernels:
+            planned, kernels = self._kernels[index]
+            if self.opened.mode != "interleave" or planned is plan:
+                return kernels
+            kernels.close()  # a thread may still load kernels that only later runs need
+        kernels = Kernels(self.opened, self.device, plan, apart=self._apart)
+        self._kernels[index] = plan, kernels
+        return kernels
+
+    def bind(self, plan: OverlapPlan, layout: PoolLayout, ledger: Ledger, queue: Queue) -> None:
+        """Bind the program: allocate what it holds under `plan`, and read the constants by way of `queue`.
+
+        Raises:
+            RunError: the device or the budget refuses; nothing is held then.
+        """
+        self.bound = BoundProgram(self.device, self.opened, self.kernels_for(plan), plan, layout, ledger, queue)
+
+    def change_variant(self, opened: OpenedBundle, plan: OverlapPlan, layout: PoolLayout) -> None:
+        """Run another shape variant of the bundle from now on, in the memory of this one; weights of both stay resident.
+
+        Raises:
+            RunError: the device or the budget refuses; the engine can only be closed then.
+        """
+        assert self.bound is not None
+        self.stop_ahead()
+        self.opened = opened
+        self._warm_up = self._new_warm_up()
+        self.bound.change_variant(opened, self.kernels_for(plan), plan, layout)
+
+    def preload(self) -> None:
+        """Load the preloaded set W. Raises RunError when a load fails."""
+        assert self.bound is not None
+        self.bound.weights.preload()
+
+    def begin(self, schedule: Schedule, *, done: int = 0, admit: Callable[[Load], bool] | None = None) -> Run:
+        """Begin the next run behind layer `done`: its loads, as far as `admit` lets them."""
+        assert self.bound is not None
+        self.current = Run(self.bound, schedule, done=done, admit=admit)
+        return self.current
+
+    def run(
+        self, names: Sequence[str], inputs: dict[str, Array], memory: RunMemory | None = None, *, since: float
+    ) -> tuple[list[Array], RunReport]:
+        """One run.
+
+        Args:
+            names: the outputs to return, in this order.
+            inputs: checked arrays by name. They are removed from this dict once they are on the device for good.
+            memory: gives the run its memory; None: all of it is bound already.
+            since: when the request began, in seconds of `time.perf_counter()`.
+
+        Raises:
+            RequestError: the request cannot be answered, for instance because of an index outside a table.
+            BudgetError: the budget is too small for the model.
+            RunError: the run failed. Whatever is raised, `failed` has to be called then.
+        """
+        bound = self.bound
+        assert bound is not None
+        program, mode = bound.opened.program, bound.opened.mode
+        if not self.opening_seconds:
+            bound.ledger.restart_history()
+        ports = {port.name: port for port in program.outputs}
+        wanted = [ports[name] for name in dict.fromkeys(names)]
+        with _of_the_request():
+            bound.activations.write_inputs(inputs)
+        if memory is None or mode != "interleave":
+            inputs.clear()  # who calls may have given them for good
+        loads: list[TimedInterval] = []
+        layers: list[TimedInterval] = []
+        read: dict[str, Array] = {}
+        done = 0
+        while True:
+            executed = self._execute(wanted, done, memory)
+            loads += executed.loads
+            layers += executed.layers
+            read |= executed.read
+            done = executed.done
+            if done == len(program.launches):
+                break
+            assert memory is not None
+            memory.give_way()
+            if mode == "interleave":  # the copies that kernels made before are lost
+                done, read = 0, {}
+                bound.activations.write_inputs(inputs)
+        with _of_the_request():
+            bound.activations.check_status()
+        results = bound.activations.outputs(wanted, read)
+        ended, init, device = perf_counter(), self.opening_seconds, self.device
+        use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss)
+        latency = Latency(init + ended - since, init, ended - since)
+        self.opening_seconds = 0.0
+        return [results[name] for name in names], RunReport(latency, use, tuple(loads), tuple(layers), self.steady)
+
+    def _execute(self, outputs: Sequence[Port], done: int, memory: RunMemory | None) -> Executed:
+        """Execute the layers behind `done`, or some of them."""
+        assert self.bound is not None
+        if memory is None:
+            run = self.current or self.begin(self.bound.weights.schedule())
+        elif (begun := memory.begin(done)) is not None:
+            run = begun
+        else:
+            return Executed((), (), {}, done)
+        self.steady = done == 0 and self._warm_up is not None and self._warm_up.choose(self.bound)
+        try:
+            if memory is None:
+                return run.execute(outputs, traced=self.device.traced)
+            with memory.executing(run) as halted:
+                return run.execute(outputs, halted=halted)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """The current run is over, or halted."""
+        self.current = None
+
+    def prepare(self) -> None:
+        """A run is over: begin to make the steady kernels of the next one ready."""
+        if self._warm_up is not None and self.bound is not None:
+            self._warm_up.begin(self.bound)
+
+    def prefetch(self) -> None:
+        """A run is over: begin the next one, as far as it waits for no layer, and make its steady kernels ready.
+
+        Where that fails it warns, and the next run does all of it, and raises what it cannot do.
+        """
+        assert self.bound is not None
+        try:
+            self.prepare()
+            schedule = self.bound.weights.schedule()
+            if schedule.loads:
+                self.begin(schedule)
+        except Exception as error:
+            warnings.warn(
+                f"the next run could not be prepared, and begins from nothing: {said(error)}", FlashmemWarning, stacklevel=3
+            )
+
+    def wait_prepared(self) -> None:
+        """Return when all kernels are ready that have been begun. Any thread may call it."""
+        warm_up = self._warm_up
+        if warm_up is not None:
+            warm_up.wait()
+
+    def stop_ahead(self) -> None:
+        """End the next run's loads, and the warm-up. Their failures are ignored. A forked child has none of the threads."""
+        if os.getpid() != self._process:
+            return
+        self._stop_current()
+        warm_up, self._warm_up = self._warm_up, None
+        if warm_up is not None:
+            warm_up.close()
+
+    def stop_with(self, owner: object) -> None:
+        """`stop_ahead` when `owner` is collected without having closed the engine."""
+        weakref.finalize(owner, self._owner_is_gone).atexit = False
+
+    def _owner_is_gone(self) -> None:
+        """Any thread may find out, with any lock held: another one stops what goes on."""
+        if self.current is not None or self._warm_up is not None:
+            with suppress(RuntimeError):  # the interpreter ends
+                threading.Thread(target=self.stop_ahead, name="flashmem-stop", daemon=True).start()
+
+    def _stop_current(self) -> None:
+        run, self.current = self.current, None
+        if run is not None:
+            with suppress(RunError):  # nobody waits for those loads any more
+                run.stop()
+
+    def release_weights(self) -> None:
+        """Give the memory of all weights back; activations stay. No run may be loading."""
+        assert self.bound is not None
+        if self._warm_up is not None:
+            self._warm_up.leave()
+        self.bound.release_weights()
+
+    def unbind(self) -> None:
+        """Give all memory back. Loads for the next run stop; the model can be bound again."""
+        self._stop_current()
+        bound, self.bound = self.bound, None
+        if bound is not None:
+            if self._warm_up is not None:
+                self._warm_up.leave()
+            bound.close()
+
+    def failed(self, error: BaseException) -> BaseException:
+        """End a run that raised `error`: the model stays as it was if the request was at fault, and is closed otherwise.
+
+        Returns the error for the user.
+        """
+        if isinstance(error, RequestError):
+            return error.error
+        self.close(why_closed(error))
+        return error
+
+    def close(self, why: str) -> None:
+        """Give everything back, for good. Closing again does nothing."""
+        if self.failure is None:
+            self.failure = why
+            self.unbind()
+            self.stop_ahead()
+            for _, kernels in self._kernels.values():
+                kernels.close()
+            self.opened.close()
+
+
+@contextmanager
+def _of_the_request() -> Iterator[None]:
+    """While no layer runs: raise RequestError for anything but a RunError, which the next request would meet, too."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        raise RequestError(error) from None

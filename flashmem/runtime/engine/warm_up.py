@@ -1,0 +1,211 @@
+"""Warm-up: the steady kernels of later runs, made ready by a thread between runs (NNV12, MobiSys '23, section 3.5).
+
+The kernels of a first answer are those that are cheapest cold. Those of later answers are loaded or built, and bound, while
+runs go on. A run that begins and finds them ready is made of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from flashmem.base.errors import FlashmemWarning, RunError
+from flashmem.program.launches import SteadyLaunch
+from flashmem.runtime.engine.bound_program import BoundProgram, Steady
+from flashmem.runtime.engine.cores import prefer_little
+from flashmem.runtime.engine.device_state import DeviceInUse
+from flashmem.runtime.engine.failures import said
+from flashmem.runtime.engine.opened import OpenedBundle
+from flashmem.runtime.kernels.build_processes import Builders, build_apart
+from flashmem.runtime.kernels.cache import CachedKernels
+from flashmem.runtime.kernels.cache_files import ProgramCache
+from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
+from flashmem.runtime.kernels.steady import new_kernels
+from flashmem.schedule.plan import OverlapPlan
+
+_REMEMBERED = 2
+"""Sets of steady launches that stay bound: a budget that goes down and up again finds both."""
+
+
+class WarmUp:
+    """The steady kernels of a bundle, and the choice of those that the next run of its bound program has.
+
+    A thread makes them ready. All methods but `wait` are called by one thread at a time. It waits in `close`, and in `leave`
+    for one set of launches to be bound at most. Kernels outlive bound programs: the next one has them from its first run on.
+    """
+
+    def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool) -> None:
+        """Nothing begins yet. `apart`: build kernels that no cache has in child processes."""
+        self._opened, self._device, self._apart = opened, device, apart
+        self._failure: str | None = None
+        self._refused = False  # nothing is made ready any more
+        self._kernels: CachedKernels | None = None  # all of them ready
+        self._launches: tuple[SteadyLaunch, ...] = ()  # that have these kernels
+        self._plan: OverlapPlan | None = None  # under which the others were known
+        self._chosen: Steady | None = None  # for the last run
+        self._whole = False  # whether a run had all of these launches
+        self._earlier: list[CachedKernels] = []  # compiled here, all launched, and replaced since
+        self._builders: Builders | None = None
+        self._lock = threading.Lock()  # of what follows
+        self._stopping = self._working = False
+        self._thread: threading.Thread | None = None
+        self._program: BoundProgram | None = None
+        self._seen: frozenset[str] | None = None  # what was resident when steady launches were last selected
+        self._stay = object()  # another one when the program's memory is given back
+        self._wanted: tuple[BoundProgram, object, tuple[SteadyLaunch, ...]] | None = None
+        self._ready: tuple[Steady, ...] = ()  # the latest last
+        self._binding = threading.Lock()  # held while the thread uses a bound program
+
+    def begin(self, bound: BoundProgram) -> None:
+        """A run of `bound` is over: make the steady kernels ready that the next one can have with what is resident now.
+
+        A failure is warned of before the next run, which does without: the answer of this one is there.
+        """
+        try:
+            self._begin(bound)
+        except Exception as error:
+            self._refuse(error)
+
+    def _begin(self, bound: BoundProgram) -> None:
+        with self._lock:
+            self._whole |= self._chosen is not None and _layers(self._chosen.launches) >= _layers(self._launches)
+        if self._refused or (bound is self._program and bound.weights.resident == self._seen):
+            return
+        self._seen = bound.weights.resident
+        steady = bound.kernels.steady_launches()
+        with self._lock:
+            self._program = bound
+            if not steady or any(each.launches == steady for each in self._ready):
+                return
+            self._wanted = bound, self._stay, steady
+            if not self._working:
+                thread = threading.Thread(target=self._work, name="flashmem-prepare", daemon=True)
+                thread.start()
+                self._working, self._thread = True, thread
+
+    def choose(self, bound: BoundProgram) -> bool:
+        """Choose the kernels of the run that is about to begin among those that are ready, without waiting.
+
+        Returns whether it has steady ones. Warns, once, where they cannot be made ready.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            warnings.warn(f"later runs keep the kernels of the first one: {failure}", FlashmemWarning, stacklevel=6)
+        if not self._refused and bound is not self._program:
+            self._take_over(bound)
+        with self._lock:
+            ready = [each for each in self._ready if each.needs <= bound.weights.resident]
+        self._chosen = max(ready, key=lambda each: len(each.launches), default=None)
+        bound.kernels.switch(self._chosen)
+        return self._chosen is not None
+
+    def _take_over(self, bound: BoundProgram) -> None:
+        """The first run of a bound program: bind the launches that kernels are ready for and that need nothing resident."""
+        with self._lock:
+            self._program, kernels, covered = bound, self._kernels, self._launches
+        if kernels is None or self._opened.mode == "interleave":  # kernels of its first run copy weights that later ones do not
+            return
+        try:
+            steady = bound.kernels.steady_launches()
+            if steady and _layers(steady) <= _layers(covered):
+                self._ready = (bound.kernels.bind_steady(steady, kernels),)
+        except RunError as error:
+            self._refuse(error)
+
+    def wait(self) -> None:
+        """Return when everything that was begun is ready."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def leave(self) -> None:
+        """The program's memory, or that of its weights, is about to be given back: nothing is bound to it from now on."""
+        with self._lock:
+            self._program = self._seen = self._wanted = self._chosen = None
+            self._stay, self._ready = object(), ()
+        with self._binding:
+            pass
+
+    def close(self) -> None:
+        """End the thread, and save the kernels that were compiled here and launched."""
+        with self._lock:
+            self._stopping, self._refused = True, True
+        self.leave()
+        if self._builders is not None:
+            self._builders.abandon()
+        self.wait()
+        for kernels in (*self._earlier, *([self._kernels] if self._kernels is not None and self._whole else [])):
+            with suppress(RunError):  # a driver that cannot give its binary costs a compilation next time
+                kernels.save()
+        if self._kernels is not None:
+            self._kernels.close()
+
+    def _refuse(self, error: Exception) -> None:
+        if not self._stopping:
+            self._failure, self._refused = said(error), True
+
+    def _work(self) -> None:
+        prefer_little()
+        while True:
+            with self._lock:
+                wanted, self._wanted = self._wanted, None
+                if wanted is None or self._refused:
+                    self._working = False
+                    return
+            try:
+                self._prepare(*wanted)
+            except Exception as error:
+                self._refuse(error)
+
+    def _prepare(self, bound: BoundProgram, stay: object, steady: tuple[SteadyLaunch, ...]) -> None:
+        """Make the kernels of `steady`, then bind them, if the program's memory is still there. Raises RunError."""
+        kernels = self._kernels_of(bound, steady)
+        with self._binding:
+            if self._stay is not stay:
+                return
+            made = bound.kernels.bind_steady(steady, kernels)
+            with self._lock:
+                if self._stay is stay:
+                    self._ready = (*self._ready, made)[-_REMEMBERED:]
+
+    def _kernels_of(self, bound: BoundProgram, steady: Sequence[SteadyLaunch]) -> CachedKernels:
+        """The kernels of `steady`. Raises RunError."""
+        opened, program, source = self._opened, self._opened.program, self._opened.bundle.source
+        plan = bound.weights.plan
+        same = opened.mode != "interleave" or plan is self._plan  # under another plan other kernels copy weights
+        if self._kernels is not None and same and _layers(steady) <= _layers(self._launches):
+            return self._kernels
+        known, _ = required_kernels(program, source, opened.moves(plan), opened.moves(plan.later()))
+        cache, device = ProgramCache(), self._device
+
+        def begin(builders: Builders) -> None:
+            self._builders = builders
+            if self._stopping:
+                builders.abandon()
+
+        def build(missing: Mapping[str, RequiredKernel]) -> Mapping[str, bytes]:
+            return build_apart(missing, program, device.device, cache, begin)
+
+        kernels = CachedKernels(
+            cache,
+            device.context,
+            program.build_options,
+            new_kernels(source, steady, known),
+            opened.bundle.binaries or b"",
+            build if self._apart else None,
+            device.programs,
+        )
+        kernels.wait()
+        with self._lock:
+            if self._kernels is not None and self._kernels.compiled and self._whole:
+                self._earlier.append(self._kernels)
+            self._kernels, self._launches, self._plan, self._whole = kernels, tuple(steady), plan, False
+        return kernels
+
+
+def _layers(steady: Sequence[SteadyLaunch]) -> frozenset[int]:
+    """The first layers that steady launches replace: they identify the launches of one program."""
+    return frozenset(each.first for each in steady)

@@ -1,0 +1,54 @@
+"""The stress command on a small model: every mode and budget gives the resident answer, and it counts a wrong one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.streaming import stress
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.copier import Copier, CopyEvent
+from tests.support.zoo_data import DATA
+
+ARGUMENTS = ("--paths", "buffer", "--jobs", "1", "--each", "3", "--delay", "0.2")
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bundles")
+
+
+def played(device: Any, bundles: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[object, dict[str, Any]]:
+    model = ("--models", str(DATA / "vit-tiny.onnx"))
+    with pytest.raises(SystemExit) as ended:
+        stress.main(["--device", device.descriptor_name, "--bundles", str(bundles), *model, *ARGUMENTS, *more])
+    return ended.value.code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("device", list_devices()[:1], ids=lambda device: device.descriptor_name)
+def test_late_threads_change_no_answer(device: Any, bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, summary = played(device, bundles, capsys, "--runs", "36")
+    assert code == 0 and summary["runs"] == 36 and summary["wrong"] == summary["failed"] == 0
+    assert {name.split()[1] for name in summary["by_mode"]} >= {"dma", "interleave"}
+
+
+@pytest.mark.parametrize("device", list_devices()[:1], ids=lambda device: device.descriptor_name)
+def test_an_answer_of_other_weights_is_counted(
+    device: Any, bundles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(copier: Copier, buffer: Any, data: Any, *, offset: int = 0) -> CopyEvent:
+        return write(copier, buffer, zeros[: data.nbytes], offset=offset)
+
+    def losing(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Copier, "write", lost)
+            return play(*arguments)
+
+    write, play, zeros = Copier.write, stress.play, np.zeros(1 << 24, np.uint8)
+    monkeypatch.setattr(stress, "play", losing)
+    code, summary = played(device, bundles, capsys, "--runs", "6", "--modes", "dma")
+    assert code == 1 and summary["wrong"] == summary["runs"] == 6

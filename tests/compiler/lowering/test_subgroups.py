@@ -1,0 +1,178 @@
+"""Row reductions across work-items: through local memory or subgroup shuffles, right and with the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import flashmem
+from flashmem.base.types import MemoryPath
+from flashmem.compiler.selection.configs import Product, choose
+from flashmem.compiler.selection.selector import Choices
+from flashmem.profiler.descriptor import write_descriptor
+from flashmem.profiler.shapes import Rows
+from flashmem.profiler.tuning import Case, Request, tune
+from flashmem.program.kernel_text import kernel_texts
+from flashmem.runtime.opencl.context import Context, find_device, list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.target.descriptor import SHUFFLES, Variant, load_descriptor
+from tests.support.compared import PLACES, Nodes
+
+SHARED = Variant("shared", ("reduce_rows",), 1, 4, 4, split=64)
+
+
+def shuffled(variant: Variant) -> Variant:
+    return replace(variant, name=f"{variant.name} shuffled", subgroups=True)
+
+
+SHUFFLING = [device.descriptor_name for device in list_devices() if device.shuffles]
+CASES = [(name, path, (SHARED, shuffled(SHARED))) for name, path in PLACES if name in SHUFFLING and path == "buffer"]
+CASES += [
+    (name, path, (shuffled(replace(SHARED, split=16)),)) for name, path in PLACES if name in SHUFFLING and path != "buffer"
+]
+CASES += [(name, path, (shuffled(SHARED),)) for name, path in PLACES if name not in SHUFFLING and path == "buffer"]
+"""More work-items than a subgroup has, and as many or fewer; and what a compiler without shuffles makes of them."""
+
+
+def model() -> tuple[Nodes, dict[str, Any]]:
+    """Rows narrower than a group, no multiples of it, and with numbers that are none; and some answers by numpy."""
+    nodes, random = Nodes(opset=21), np.random.default_rng(8)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    for columns in (5, 37, 1031):
+        nodes.node("Softmax", nodes.input(4 * numbers(5, columns)), axis=-1)
+    hidden = 4 * numbers(7, 77)
+    hidden[0, 5], hidden[1, 7], hidden[2], hidden[3, 9], hidden[4, 70] = -np.inf, np.nan, -0.0, np.inf, -np.nan
+    rows, axes = nodes.input(hidden), nodes.constant(np.array([-1]))
+    nodes.node("LogSoftmax", rows, axis=-1)
+    [largest] = nodes.node("ReduceMax", rows, axes, keepdims=0)
+    wide = nodes.input(numbers(3, 2, 333))
+    nodes.node("LayerNormalization", wide, nodes.constant(numbers(333)), nodes.constant(numbers(333)), axis=-1)
+    nodes.node("ReduceSum", wide, axes)
+    nodes.node("ReduceSum", nodes.input(random.integers(-(2**31), 2**31, (4, 99)).astype(np.int64)), axes, dtypes=("int64",))
+    image = nodes.input(numbers(2, 12, 5, 7))
+    for op, weights in (("Conv", (12, 12, 1, 1)), ("InstanceNormalization", (3,)), ("Conv", (5, 12, 1, 1))):
+        if op == "Conv":  # so that channels of what is between are last
+            [image] = nodes.node(op, image, nodes.constant(numbers(*weights)))
+            continue
+        grouped = nodes.node("Reshape", image, nodes.constant(np.array([2, 3, -1])))
+        normal = nodes.node(op, *grouped, nodes.constant(numbers(*weights)), nodes.constant(numbers(*weights)))
+        [image] = nodes.node("Reshape", *normal, nodes.constant(np.array([2, 12, 5, 7])))
+        del nodes.outputs[-4:]
+    return nodes, {largest: hidden.max(axis=1)}  # ONNX Runtime's drops NaN
+
+
+NODES, BY_NUMPY = model()
+
+
+@pytest.mark.parametrize(("device", "path", "variants"), CASES, ids=lambda each: each if isinstance(each, str) else "")
+def test_shuffles_give_the_bits_of_local_memory(
+    device: str, path: MemoryPath, variants: tuple[Variant, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the sums; rsqrt, division and the like may have other last bits in a kernel that is compiled for subgroups."""
+    file = tmp_path / "m.onnx"
+    file.write_bytes(NODES.proto().SerializeToString())
+    expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
+    chosen = Choices.variant
+    answers: dict[Variant, list[Any]] = {}
+    for variant in variants:
+
+        def one(choices: Choices, product: Product, *others: Any, taken: Variant = variant) -> Variant:
+            return taken if product.family == "reduce_rows" else chosen(choices, product, *others)
+
+        monkeypatch.setattr(Choices, "variant", one)
+        bundle = flashmem.compile(file, tmp_path / variant.name, device=device, memory_path=path, build=False)
+        sharing = [launch for launch in bundle.program.launches if launch.local_size == (variant.split, 1)]
+        assert {launch.shape.family for launch in sharing} == {"reduce_rows", "normalize_groups"} and len(sharing) == 9
+        with_shuffles = [text for text in kernel_texts(bundle.source.plain).values() if "FM_SHUFFLE(" in text]
+        assert len(with_shuffles) == 6 * variant.subgroups  # of one kernel each, but not of integers
+        for mode in dict.fromkeys((load_descriptor(device).modes[path][0], "interleave")):
+            with flashmem.Session(bundle, device=device, mode=mode) as session:
+                answers.setdefault(variant, []).append(session.run(None, NODES.feeds))
+    first, *others = answers.values()
+    for number, port in enumerate(NODES.outputs):
+        wanted = BY_NUMPY.get(port.name, expected[number])
+        scale = np.ptp(wanted[np.isfinite(wanted)])
+        for made in answers.values():
+            np.testing.assert_allclose(made[0][number], wanted, atol=3e-6 * scale, rtol=1e-5, err_msg=port.name)
+            assert len({each[number].tobytes() for each in made}) == 1, port.name  # in every transfer mode
+        if port.name.startswith("Reduce"):
+            assert all(other[0][number].tobytes() == first[0][number].tobytes() for other in others), port.name
+
+
+PROBE = """
+__kernel void probe(__global int* width)
+{
+    width[get_global_id(0)] = FM_SUBGROUP(16) + FM_SHUFFLE(0.0f, 1) + 100 * FM_SUBGROUP_ITEM;
+}
+"""
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+def test_a_driver_with_the_extension_shuffles(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own prelude, asked how many work-items it would join by shuffles."""
+    monkeypatch.setattr(Choices, "variant", lambda *asked: shuffled(SHARED))
+    (tmp_path / "m.onnx").write_bytes(softmax().proto().SerializeToString())
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device="generic-gpu", build=False)
+    [text] = kernel_texts(bundle.source.plain).values()
+    context = Context(device)
+    queue, width = context.queue(), context.buffer(4 * 32)
+    kernel = context.build(text[: text.index("//@")] + PROBE, bundle.program.build_options).kernel("probe", [width])
+    queue.launch_all([queue.prepare(kernel, (32,), (16,))])
+    found = np.zeros(32, np.int32)
+    queue.read(found, width)
+    if not device.shuffles:
+        assert (found == 1).all()
+    else:
+        size = int(found[0])
+        assert size in (2, 4, 8, 16)
+        np.testing.assert_array_equal(found, size + 100 * (np.arange(32) % 16 % size))
+
+
+def softmax() -> Nodes:
+    nodes = Nodes()
+    nodes.node("Softmax", nodes.input(np.zeros((3, 20), np.float32)), axis=-1)
+    return nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("adreno740", True), ("adreno750", True), ("mali-g710", True), ("mali-g715", True), ("nvidia", False)]
+)
+def test_who_shuffles(name: str, wanted: bool, tmp_path: Path) -> None:
+    descriptor = load_descriptor(name)
+    assert choose(descriptor, Product("reduce_rows", "buffer", 128, 768, 1)).subgroups == wanted
+    (tmp_path / "m.onnx").write_bytes(softmax().proto().SerializeToString())
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=name, build=False)
+    assert ("FM_SHUFFLE(" in bundle.source.plain) == wanted
+    [launch] = bundle.program.launches
+    assert launch.local_size == (descriptor.tile.lanes, 1)
+
+
+def test_a_driver_without_the_extension_gets_no_such_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = list_devices()[0]
+    listed = replace(load_descriptor(device.descriptor_name), variants=(SHARED, shuffled(SHARED)))
+    monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
+    for extension in (*SHUFFLES, "cl_khr_fp64"):
+        here = descriptor_for(replace(device, version="OpenCL 3.0", extensions=frozenset({extension}))).variants
+        assert here == ((SHARED, shuffled(SHARED)) if extension in SHUFFLES else (SHARED,))
+    assert not replace(device, version="OpenCL 2.0 x", extensions=frozenset(SHUFFLES)).shuffles
+    assert SHARED.code != shuffled(SHARED).code
+
+
+@pytest.mark.parametrize("device", [list_devices()[0].descriptor_name])
+def test_tuning_measures_them(device: str, tmp_path: Path) -> None:
+    listed = replace(descriptor_for(find_device(device)), variants=(SHARED, shuffled(SHARED)), tuned="", capacity_model="")
+    write_descriptor(tmp_path, listed, "", "device")
+    case = Case(Rows(3, 50), "buffer")
+    result = tune(Request(device, tmp_path, 5.0, ("reduce_rows",)), lambda stage, fraction: None, [case])
+    assert {timing.variant for timing in result.table.timings} == {"tile", "shared", "shared shuffled"}
+    assert all(timing.seconds and timing.product == case.product for timing in result.table.timings)
+    tuned = load_descriptor(str(result.descriptor))
+    assert choose(tuned, case.product).name == min(result.table.timings, key=lambda timing: timing.seconds or 1.0).variant

@@ -1,0 +1,141 @@
+"""Fused attention against ONNX Runtime: every form on every device, and scores are never stored in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+import flashmem
+from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.ir.graph import Graph
+from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.operators import why_unsupported
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.pipeline import prepare
+from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.options import find_device
+from flashmem.target.descriptor import Variant, load_descriptor
+from tests.support.attention_cases import FORMS, Model, plain, read_elsewhere
+from tests.support.compared import DEVICES, answers_of, require_right
+from tests.support.paths import DATA
+
+SOME = (
+    "few, masked", "three queries", "one query", "standard, masked", "197 queries", "257 of one channel", "heads of 160",
+    "guarded", "causal", "strided",
+)  # fmt: skip
+"""What differs between devices."""
+
+
+def graph_of(model: Model, folder: Path) -> Graph:
+    onnx.save(model.proto(), folder / "graph.onnx")
+    return prepare(import_model(folder / "graph.onnx", {}, why_unsupported))
+
+
+def operators(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_one_operator_that_reads_its_parts_where_they_lie(name: str, tmp_path: Path) -> None:
+    model = Model()
+    FORMS[name](model)
+    found = operators(graph_of(model, tmp_path))
+    assert found.count("FusedAttention") == 1
+    of_mask = {"Where", "ReduceMax", "Equal"}
+    left = {"images": {"Conv", "Transpose"}, "standard, masked": of_mask, "few, masked": of_mask}.get(name, set())
+    assert set(found) - {"FusedAttention", "Reshape"} <= left
+
+
+@pytest.mark.parametrize(("name", "model"), list(read_elsewhere()))
+def test_scores_that_others_read_stay(name: str, model: Model, tmp_path: Path) -> None:
+    assert "FusedAttention" not in operators(graph_of(model, tmp_path))
+    device, path = DEVICES[0]
+    _compare(model, device, device, path, tmp_path)
+
+
+def _compare(model: Model, compiled_for: str, device: str, path: str, folder: Path) -> None:
+    proto = model.proto()
+    require_right(proto, model.feeds, answers_of(proto, model.feeds, (device, path), folder, compiled_for))
+
+
+def _all_of(names: Iterable[str], kind: str = "normal") -> Model:
+    model = Model(kind=kind)
+    for name in names:
+        FORMS[name](model)
+    return model
+
+
+@pytest.mark.parametrize(("device", "path"), DEVICES)
+def test_answers_are_those_of_onnx_runtime(device: str, path: str, tmp_path: Path) -> None:
+    _compare(_all_of(FORMS if device == DEVICES[0][0] else SOME), device, device, path, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["positive", "around 1e3", "around -1e4"])
+@pytest.mark.parametrize(("device", "path"), DEVICES)
+def test_numbers_of_other_kinds(kind: str, device: str, path: str, tmp_path: Path) -> None:
+    """Scores that are all large, and answers that are all near one number."""
+    _compare(_all_of(("three queries", "standard", "197 queries", "causal"), kind), device, device, path, tmp_path)
+
+
+@pytest.mark.parametrize(("device", "path"), DEVICES)
+def test_kernels_of_a_gpu_give_the_same_answers(device: str, path: str, tmp_path: Path) -> None:
+    # PoCL takes a minute to build blocks of work-items with barriers between them, and builds the other form at once.
+    _compare(_all_of(SOME[:2] if device == "pocl" else SOME), "nvidia", device, path, tmp_path)
+
+
+@pytest.mark.parametrize("device", ["pocl", "nvidia", "mali-g715"])
+def test_memory_does_not_grow_with_the_scores(device: str, tmp_path: Path) -> None:
+    model = Model()
+    plain(model, 1, 4, 1024, 1024, 8)
+    graph = graph_of(model, tmp_path)
+    program = generate(graph, fuse(graph), load_descriptor(device)).program
+    assert [launch.operator_class for launch in program.launches] == ["hierarchical"]
+    assert program.launches[0].macs == 4 * 1024 * 1024 * (8 + 8)
+    assert program.launches[0].bytes == 4 * 4 * 1024 * 4 * 8  # queries, keys, values, answers: 4 heads of 8 floats
+    assert program.arena_bytes < 4 * 1024 * 4 * 8 * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("depthanything-tiny", 4), ("depthanything-tiny-legacy", 4), ("gptneo-tiny", 2), ("gptneo-tiny-legacy", 2),
+        ("sam2-narrow", 5), ("sam2-narrow-legacy", 5), ("sam2-narrow-decoder", 7), ("sam2-narrow-decoder-legacy", 7),
+        ("sd-tiny-unet", 8), ("sd-tiny-unet-legacy", 8), ("vit-tiny", 2), ("vit-tiny-legacy", 2), ("vit-tiny-opset23", 2),
+        ("whisper-tiny-decoder", 4), ("whisper-tiny-encoder", 2),
+    ],
+)  # fmt: skip
+def test_exports_keep_no_scores(name: str, count: int) -> None:
+    graph = prepare(import_model(DATA / f"{name}.onnx", {}, why_unsupported))
+    fused = [node for node in graph.nodes if node.op == "FusedAttention"]
+    assert len(fused) == count and not {"Softmax", "IsNaN"} & set(operators(graph))
+    program = generate(graph, fuse(graph), load_descriptor("pocl")).program
+    assert sum(launch.shape.family == "attention" for launch in program.launches) == count
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("deep", ("attention",), 4, 4, 4, (4, 8), stage=32),
+        Variant("shallow", ("attention",), 8, 2, 2, (2, 4), stage=8),
+        Variant("dealt", ("attention",), 8, 2, 8, split=16),
+        Variant("rows", ("attention",), 12, 4, 4),
+    ],
+    ids=lambda variant: variant.name,
+)
+def test_any_numbers_of_a_variant(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed alone, it is taken where it can be; queries that it cannot share keys of get a plain form."""
+    device, path = DEVICES[0]
+    listed = replace(descriptor_for(find_device(device)), variants=(variant,), only=variant.name)
+    monkeypatch.setattr("flashmem.runtime.options.descriptor_for", lambda device: listed)
+    model = Model()
+    for rows, keys, size, value_size in ((7, 70, 20, 9), (19, 37, 20, 9)):
+        plain(model, 1, 2, rows, keys, size, value_size)
+    _compare(model, device, device, path, tmp_path)
+    launches = flashmem.Bundle.open(tmp_path / "b.flashmem").program.launches
+    taken = [launch.shape for launch in launches if launch.shape.family == "attention"]
+    numbers = [(shape.tile_columns, shape.stage, shape.split) for shape in taken]
+    assert numbers.count((variant.columns, variant.stage, variant.split)) == (1 if variant.split > 1 else 2)

@@ -1,0 +1,51 @@
+"""Vectorised elementwise functions, for numbers of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.compared import DEVICES, Nodes, compare
+from tests.support.inputs import KINDS, floats
+
+UNARY = (
+    "Abs", "Acosh", "Asinh", "Atan", "Ceil", "Celu", "Cos", "Cosh", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid",
+    "HardSwish", "LeakyRelu", "Log", "Mish", "Neg", "Reciprocal", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Sinh",
+    "Softplus", "Softsign", "Sqrt", "Tan", "Tanh",
+)  # fmt: skip
+BINARY = ("Add", "Div", "Max", "Min", "Mul", "Sub")
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_functions_of_numbers_of_every_kind(place: tuple[str, str], tmp_path: Path) -> None:
+    """A kernel for each operator, a launch for each kind of numbers."""
+    n = Nodes(opset=22)
+    exponents = [n.constant(np.float32(each)) for each in (2.5, 3.0, -0.7)]
+    for kind in KINDS:
+        x, y = n.input(floats(9, 17, kind=kind)), n.input(floats(9, 17, kind=kind, seed=9))
+        for op in UNARY:
+            n.node(op, x)
+        n.node("Gelu", x, approximate="tanh")
+        for op in BINARY:
+            n.node(op, x, y)
+        n.node("Mod", x, y, fmod=1)
+        for exponent in exponents:
+            n.node("Pow", x, exponent)
+    inside = n.input(0.3 * floats(9, 17))
+    for op in ("Acos", "Asin", "Atanh"):
+        n.node(op, inside)
+    compare(n, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_sines_of_small_numbers_beside_huge_ones(place: tuple[str, str], tmp_path: Path) -> None:
+    """PoCL's own are wrong there (docs/opencl-notes.md)."""
+    angles = np.random.default_rng(0).normal(0, 0.5, (64, 16)).astype(np.float32)
+    angles[:, -1] = np.resize(np.array([1e9, 1e30, -3e7, 2e6, 100.0], np.float32), 64)
+    n = Nodes()
+    x = n.input(angles)
+    for op in ("Sin", "Cos", "Tan"):
+        n.node(op, x)
+    compare(n, place, tmp_path)

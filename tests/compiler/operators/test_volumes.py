@@ -1,0 +1,119 @@
+"""Convolutions and pools over three dimensions, in groups, and with weights computed at run time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import flashmem
+from tests.support.compared import DEVICES, PLACES, Nodes, answers_of, by_runtime, compare, refusal
+from tests.support.inputs import floats
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+def test_convolutions(place: tuple[str, str], tmp_path: Path) -> None:
+    n = Nodes()
+    x, bias = n.input(floats(2, 6, 5, 7, 6)), n.constant(floats(8))
+    window = {"pads": [1, 0, 1, 1, 1, 1], "strides": [2, 1, 2], "dilations": [1, 2, 1]}
+    # batch normalization and activation run where the convolution does, channels-last
+    [y] = n.node("Conv", x, n.constant(floats(8, 3, 3, 2, 3)), bias, group=2, **window)
+    [y] = n.node("BatchNormalization", y, bias, bias, bias, n.constant(np.abs(floats(8)) + 0.5))
+    n.node("Relu", y)
+    n.node("Conv", x, n.constant(floats(5, 6, 1, 1, 1)))
+    n.node("ConvTranspose", x, n.constant(floats(6, 5, 2, 3, 2)), strides=[2, 1, 2], pads=[1, 0, 1, 0, 1, 0])
+    n.node("ConvTranspose", x, n.constant(floats(6, 2, 2, 3, 2)), group=3, strides=[2, 1, 2], output_padding=[1, 0, 0])
+    compare(n, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_weights_computed_at_run_time(place: tuple[str, str], tmp_path: Path) -> None:
+    n = Nodes()
+    x = n.input(floats(1, 8, 9, 9))
+    for op, shape, attributes in (
+        ("Conv", (20, 4, 3, 3), {"group": 2}),  # a full panel and a part of one
+        ("Conv", (8, 1, 3, 3), {"group": 8, "pads": [1] * 4}),
+        ("ConvTranspose", (8, 3, 3, 3), {"group": 2, "strides": [2, 1]}),
+    ):
+        made = n.node("Neg", n.input(floats(*shape)))[0]
+        n.node(op, x, made, **attributes)
+    # weights that a convolution gives lie channels-last, where ONNX's order is asked for
+    [made] = n.node("Conv", n.input(floats(3, 2, 4, 4)), n.constant(floats(8, 2, 2, 2)))
+    n.node("Conv", x, made)
+    compare(n, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_pools(place: tuple[str, str], tmp_path: Path) -> None:
+    n = Nodes(opset=18)
+    shape = (2, 6, 5, 7, 6)
+    x = n.input(np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape).astype(np.float32) / 100)
+    line, plane, bytes_ = n.input(floats(2, 6, 17)), n.input(floats(1, 6, 9, 9)), floats(1, 6, 7, 7) * 60
+    window = {"kernel_shape": [2, 3, 2], "strides": [1, 2, 1], "pads": [1, 1, 0, 0, 1, 1]}
+    both = ("float32", "int64")
+    n.node("MaxPool", x, dtypes=both, **window)
+    n.node("MaxPool", x, dtypes=both, kernel_shape=[2, 3, 2], storage_order=1)
+    n.node("MaxPool", plane, dtypes=both, kernel_shape=[3, 2], dilations=[2, 1], storage_order=1)
+    n.node("MaxPool", line, dtypes=both, kernel_shape=[3], strides=[2])
+    n.node("MaxPool", n.input(bytes_.astype(np.int8)), dtypes=("int8",), kernel_shape=[3, 3], pads=[1] * 4)
+    unsigned = n.input((bytes_ % 256).astype(np.uint8))
+    n.node("MaxPool", unsigned, dtypes=("uint8", "int64"), kernel_shape=[3, 3], pads=[1] * 4)
+    n.node("AveragePool", x, count_include_pad=1, ceil_mode=1, **window)
+    n.node("LpPool", x, kernel_shape=[2, 3, 2], p=3)
+    n.node("LpPool", plane, kernel_shape=[3, 2], pads=[1, 0, 1, 1])
+    for op in ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"):
+        n.node(op, x)
+    n.node("GlobalLpPool", plane, p=3)
+    compare(n, place, tmp_path)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_unpooling(place: tuple[str, str], tmp_path: Path) -> None:
+    n = Nodes()
+    for shape, window, larger in (((1, 3, 8, 6), [2, 2], [1, 3, 9, 6]), ((2, 2, 3, 4, 4), [1, 2, 2], [2, 2, 4, 4, 7])):
+        x = n.input(floats(*shape))
+        values, indices = n.node("MaxPool", x, dtypes=("float32", "int64"), kernel_shape=window, strides=window)
+        n.node("MaxUnpool", values, indices, kernel_shape=window, strides=window)
+        n.node("MaxUnpool", values, indices, n.constant(np.array(larger)), kernel_shape=window, strides=window)
+    compare(n, place, tmp_path, against_runtime=False)
+
+
+@pytest.mark.parametrize("place", DEVICES, ids="-".join)
+def test_the_last_of_those_that_go_to_one_place_is_left(place: tuple[str, str], tmp_path: Path) -> None:
+    """As ONNX Runtime has it, which goes through them in order. Many work-items do not."""
+    n = Nodes()
+    x, where = floats(1, 4, 60, 50), np.random.default_rng(0).integers(0, 300, (1, 4, 60, 50))
+    n.node("MaxUnpool", n.input(x), n.input(where), kernel_shape=[2, 2], strides=[2, 2])
+    expected = np.zeros(4 * 120 * 100, np.float32)
+    for value, at in zip(x.reshape(-1), where.reshape(-1), strict=True):
+        expected[at] = value
+    [answer] = answers_of(n.proto(), n.feeds, place, tmp_path)
+    np.testing.assert_array_equal(answer, expected.reshape(1, 4, 120, 100))
+    np.testing.assert_array_equal(answer, by_runtime(n.proto(), n.feeds)[0])
+
+
+def test_overlapping_windows_go_to_one_place(tmp_path: Path) -> None:
+    """Their maxima meet there; those of windows side by side do not, and need no claims."""
+    for stride, claims in ((1, 1), (2, 0)):
+        n = Nodes()
+        window = {"kernel_shape": [2, 2], "strides": [stride, stride]}
+        values, indices = n.node("MaxPool", n.input(floats(1, 3, 6, 6)), dtypes=("float32", "int64"), **window)
+        changed = n.node("Mul", values, n.input(floats(1, 3, *[5 if stride == 1 else 3] * 2)))
+        n.node("MaxUnpool", *changed, indices, **window)
+        onnx.save(n.proto(), tmp_path / "m.onnx")
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / f"{stride}.flashmem", build=False)
+        assert sum("[claims]" in launch.name for launch in bundle.program.launches) == claims
+
+
+def test_refusals(tmp_path: Path) -> None:
+    n = Nodes()
+    n.node("Conv", n.input(floats(1, 2, 3, 3, 3, 3)), n.constant(floats(2, 2, 1, 1, 1, 1)))
+    x, indices = n.input(floats(1, 1, 2, 2)), n.input(np.zeros((1, 1, 2, 2), np.int64))
+    n.node("MaxUnpool", x, indices, n.constant(np.array([1, 1, 3, 5])), kernel_shape=[2, 2], strides=[2, 2])
+    n.node("LpPool", x, kernel_shape=[1, 1], p=0)
+    text = refusal(n, tmp_path)
+    assert "Conv over 4 spatial dimensions" in text
+    assert "MaxUnpool to the shape (1, 1, 3, 5), which is smaller than the (1, 1, 4, 4)" in text
+    assert "LpPool with p = 0" in text

@@ -1,0 +1,175 @@
+"""Pooling and transposed convolutions against ONNX Runtime: sizes, pads and values, many windows in one model."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+import flashmem
+from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.passes.decompose import decompose
+from flashmem.runtime.opencl.context import list_devices
+
+DEVICES = list_devices()
+Case = tuple[str, dict[str, Any]]
+
+
+def model_of(cases: list[Case], shape: tuple[int, ...]) -> onnx.ModelProto:
+    """A node for each case, all of the same input; what they make are the outputs, in order."""
+    nodes, outputs, weights = [], [], []
+    for index, (op, attributes) in enumerate(cases):
+        inputs = ["x"]
+        if op == "ConvTranspose":
+            inputs.append(f"w{index}")
+            data = np.random.default_rng(index).standard_normal((shape[1], 4, *attributes["kernel_shape"])).astype(np.float32)
+            weights.append(numpy_helper.from_array(data, f"w{index}"))
+        nodes.append(helper.make_node(op, inputs, [f"y{index}"], **attributes))
+        outputs.append(helper.make_tensor_value_info(f"y{index}", TensorProto.FLOAT, None))
+    graph = helper.make_graph(
+        nodes,
+        "windows",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        outputs,
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+
+
+def expected_of(model: onnx.ModelProto, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # it warns of the sizes that onnx infers
+    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})  # type: ignore[no-any-return]
+
+
+def pools(shape: tuple[int, ...], count: int) -> list[Case]:
+    """Windows that ONNX Runtime takes: smaller than the padded input, pads smaller than the window.
+
+    With SAME pads it ignores dilations, which ONNX's formula has, so the two are not combined.
+    """
+    draw = random.Random(len(shape))
+    cases: list[Case] = []
+    while len(cases) < count:
+        kernel, strides, dilations, before, after = ([] for _ in range(5))  # type: ignore[var-annotated]
+        automatic = draw.choice(["NOTSET", "NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"])
+        for size in shape[2:]:
+            kernel.append(draw.randint(1, 4))
+            strides.append(draw.randint(1, 4) if automatic in ("NOTSET", "VALID") else draw.randint(1, kernel[-1]))
+            dilations.append(draw.choice([1, 1, 2, 3]) if automatic in ("NOTSET", "VALID") else 1)
+            room = size - dilations[-1] * (kernel[-1] - 1) - 1
+            before.append(draw.randint(0, kernel[-1] - 1))
+            after.append(draw.randint(0, kernel[-1] - 1))
+            if room + (before[-1] + after[-1] if automatic == "NOTSET" else 0) < 0:
+                break
+        else:
+            attributes: dict[str, Any] = {"kernel_shape": kernel, "strides": strides, "dilations": dilations}
+            attributes |= {"pads": before + after} if automatic == "NOTSET" else {"auto_pad": automatic}
+            op = draw.choice(["MaxPool", "AveragePool"])
+            attributes["ceil_mode"] = draw.randint(0, 1)
+            if op == "AveragePool":
+                attributes["count_include_pad"] = draw.randint(0, 1)
+            cases.append((op, attributes))
+    return cases
+
+
+def spreads(size: int, count: int) -> list[Case]:
+    """Transposed convolutions of which neither the pads nor, with output_shape, what is left over need fit."""
+    draw = random.Random(0)
+    cases: list[Case] = []
+    while len(cases) < count:
+        kernel, stride, dilation = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 3)
+        extra = draw.randint(0, stride - 1)
+        full = (size - 1) * stride + dilation * (kernel - 1) + 1 + extra
+        attributes: dict[str, Any] = {"kernel_shape": [kernel], "strides": [stride], "dilations": [dilation]}
+        attributes["output_padding"] = [extra]
+        automatic = draw.choice(["NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"])
+        if automatic != "NOTSET":
+            attributes["auto_pad"] = automatic
+        if automatic != "VALID" and draw.random() < 0.5:
+            attributes["output_shape"] = [draw.randint(max(1, full - 4), full)]
+        elif automatic == "NOTSET":
+            before, after = draw.randint(0, 2), draw.randint(0, 2)
+            if before + after >= full:
+                continue
+            attributes["pads"] = [before, after]
+        cases.append(("ConvTranspose", attributes))
+    return cases
+
+
+# With that many channels every pool has the same work-group, so each kind is compiled once.
+MODELS: dict[str, tuple[list[Case], tuple[int, ...]]] = {
+    "pools over planes": (pools((1, 1030, 9, 6), 60), (1, 1030, 9, 6)),
+    "pools over lines": (pools((2, 1030, 8), 40), (2, 1030, 8)),
+    "transposed convolutions": (spreads(4, 40), (1, 5, 4)),
+    "transposed convolutions of one": (spreads(1, 20), (1, 5, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_onnxruntimes(name: str, tmp_path: Path) -> None:
+    cases, shape = MODELS[name]
+    model = model_of(cases, shape)
+    onnx.save(model, tmp_path / "windows.onnx")
+    graph = import_model(tmp_path / "windows.onnx")
+    for case, port, expected in zip(cases, graph.outputs, expected_of(model, np.zeros(shape, np.float32)), strict=True):
+        assert port.value.shape == expected.shape, case
+
+
+@pytest.mark.parametrize("name", ["transposed convolutions", "transposed convolutions of one"])
+def test_pads_of_transposed_convolutions(name: str, tmp_path: Path) -> None:
+    """What they make, in numpy, from the pads that the normal form has."""
+    cases, shape = MODELS[name]
+    model = model_of(cases, shape)
+    onnx.save(model, tmp_path / "windows.onnx")
+    graph = decompose(import_model(tmp_path / "windows.onnx"))
+    nodes = [node for node in graph.nodes if node.op == "ConvTranspose"]
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    for case, node, expected in zip(cases, nodes, expected_of(model, x), strict=True):
+        weight, window = node.input(1).constant, node.attributes
+        assert weight is not None
+        made = np.zeros((*expected.shape[:2], 100))
+        for tap, place in product(range(case[1]["kernel_shape"][0]), range(shape[2])):
+            at = place * window["strides"][1] + tap * window["dilations"][1]
+            made[:, :, at] += x[:, :, place] @ weight.array()[:, :, 0, tap]
+        first = window["pads"][1]
+        np.testing.assert_allclose(
+            made[:, :, first : first + expected.shape[2]], expected, rtol=1e-4, atol=1e-5, err_msg=str(case)
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=[d.descriptor_name for d in DEVICES])
+@pytest.mark.parametrize("name", list(MODELS)[:3])
+def test_values_are_onnxruntimes(name: str, device: Any, tmp_path: Path) -> None:
+    cases, shape = MODELS[name]
+    cases = cases[::10]  # each brings kernels of its own to be compiled
+    model = model_of(cases, shape)
+    onnx.save(model, tmp_path / "windows.onnx")
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    bundle = flashmem.compile(tmp_path / "windows.onnx", tmp_path / "b.flashmem", device=device.descriptor_name)
+    with flashmem.Session(bundle, device=device.descriptor_name) as session:
+        answers = session.run(None, {"x": x})
+    for case, answer, expected in zip(cases, answers, expected_of(model, x), strict=True):
+        lowest = expected == np.finfo(np.float32).min  # a window of nothing but padding, which here is -inf
+        np.testing.assert_allclose(answer, np.where(lowest, -np.inf, expected), rtol=1e-4, atol=1e-5, err_msg=str(case))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=[d.descriptor_name for d in DEVICES])
+@pytest.mark.parametrize("channels", [1, 5])
+def test_a_maximum_with_nan_is_nan(channels: int, device: Any, tmp_path: Path) -> None:
+    """As numpy's: ONNX Runtime's own depends on where in the window the NaN stands, and on the dilation."""
+    x = np.random.default_rng(0).standard_normal((1, channels, 6, 7)).astype(np.float32)
+    x[:, :, 2:4, 3], x[:, 0, 0, 0] = np.nan, -np.inf
+    onnx.save(model_of([("MaxPool", {"kernel_shape": [2, 3]})], x.shape), tmp_path / "nan.onnx")
+    bundle = flashmem.compile(tmp_path / "nan.onnx", tmp_path / "b.flashmem", device=device.descriptor_name)
+    with flashmem.Session(bundle, device=device.descriptor_name) as session:
+        (answer,) = session.run(None, {"x": x})
+    windows = np.lib.stride_tricks.sliding_window_view(x, (2, 3), axis=(2, 3))
+    np.testing.assert_array_equal(answer, windows.max((4, 5)))

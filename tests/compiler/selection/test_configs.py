@@ -1,0 +1,255 @@
+"""Kernel configs of contractions: each kind of staging agrees with ONNX Runtime, with the same bits in each transfer mode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import onnxruntime
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flashmem
+from flashmem.base.errors import UserError
+from flashmem.base.types import MemoryPath, Optimize
+from flashmem.compiler.selection.configs import Product, candidates, choose, seconds
+from flashmem.compiler.selection.selector import Choices, packed_bytes
+from flashmem.compiler.weights.packing import Storage
+from flashmem.program.kernel_text import kernel_texts
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import HALF_ARITHMETIC, descriptor_for
+from flashmem.target.descriptor import DeviceDescriptor, Variant, descriptor_names, load_descriptor
+from tests.support.compared import Nodes, require_right
+from tests.support.inputs import floats
+
+FAMILIES = ("matmul", "conv", "matmul_dynamic")
+VARIANTS = [
+    Variant("parts", FAMILIES, 4, 8, 4, (2, 2), stage=16, double=True, split=4),
+    Variant("square", FAMILIES, 8, 8, 4, (2, 4), stage=4, double=True),
+    Variant("one stage", FAMILIES, 4, 4, 4, (4, 2), stage=8),
+    Variant("odd group", FAMILIES, 2, 4, 4, (3, 5), stage=8, split=2),
+    Variant("one row", FAMILIES, 1, 4, 4, (1, 4), stage=16, double=True, split=4),
+]
+PLACES = [(device.descriptor_name, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
+CASES = [(VARIANTS[0], *place) for place in PLACES] + [
+    (variant, *PLACES[index % len(PLACES)]) for index, variant in enumerate(VARIANTS[1:])
+]  # fmt: skip
+"""One variant everywhere, each other one somewhere: runtimes take seconds to build such kernels for a CPU."""
+
+
+def model() -> Nodes:
+    """Products whose sizes are no multiples of any block, on both sides of the alignment of rows."""
+    nodes, random = Nodes(), np.random.default_rng(5)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    bias = nodes.constant(numbers(45))
+    nodes.node("Add", *nodes.node("MatMul", nodes.input(numbers(2, 19, 52)), nodes.constant(numbers(52, 45))), bias)
+    nodes.node("MatMul", nodes.input(floats(13, 71, kind="positive")), nodes.constant(numbers(71, 36)))
+    nodes.node("MatMul", nodes.input(numbers(3, 2, 9, 20)), nodes.input(numbers(2, 20, 12)))
+    nodes.node("MatMul", nodes.input(numbers(2, 9, 22)), nodes.input(numbers(2, 22, 13)))
+    nodes.node("MatMul", nodes.input(numbers(2, 9, 32)), nodes.input(numbers(2, 32, 8)))
+    transposed = nodes.node("Transpose", nodes.input(numbers(2, 11, 22)), perm=[0, 2, 1])
+    nodes.node("MatMul", nodes.input(numbers(2, 5, 22)), *transposed)
+    image = nodes.input(floats(2, 16, 9, 7, kind="around 1e3"))
+    nodes.node("Conv", image, nodes.constant(numbers(21, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
+    nodes.node("Conv", image, nodes.constant(numbers(6, 8, 3, 3)), group=2, dilations=[1, 2])
+    nodes.node("Conv", image, nodes.constant(numbers(5, 16, 1, 1)))
+    nodes.node(
+        "Conv", nodes.input(numbers(2, 3, 13, 15)), nodes.constant(numbers(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2]
+    )
+    ragged = nodes.input(numbers(1, 10, 8, 7))
+    nodes.node("Conv", ragged, nodes.constant(numbers(6, 5, 3, 2)), pads=[1, 0, 1, 1], group=2, dilations=[1, 3])
+    nodes.node("Conv", ragged, nodes.constant(numbers(6, 10, 2, 3)), pads=[0, 1, 1, 1], dilations=[2, 1])
+    return nodes
+
+
+NODES = model()
+
+
+@pytest.mark.parametrize(("variant", "device", "path"), CASES, ids=lambda each: getattr(each, "name", each))
+def test_answers(variant: Variant, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Choices, "variant", lambda *asked: variant)
+    file = tmp_path / "m.onnx"
+    file.write_bytes(NODES.proto().SerializeToString())
+    expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
+    precision = "fp16" if variant.name == "one stage" else "fp32"
+    bundle = flashmem.compile(file, tmp_path / "b", device=device, memory_path=path, precision=precision)
+    assert {launch.shape.family for launch in bundle.program.launches} >= set(FAMILIES)
+    assert all(len(set(launch.local_size or ())) > 1 for launch in bundle.program.launches if launch.shape.family in FAMILIES)
+    answers = []
+    for mode in load_descriptor(device).modes[path]:
+        with flashmem.Session(bundle, device=device, mode=mode) as session:
+            answers.append(session.run(None, NODES.feeds))
+    if precision == "fp32":
+        require_right(NODES.proto(), NODES.feeds, answers[0])
+    for number, wanted in enumerate(expected):
+        if precision == "fp16":
+            np.testing.assert_allclose(
+                answers[0][number], wanted, atol=2e-3 * np.ptp(wanted), err_msg=NODES.outputs[number].name
+            )
+        for other in answers[1:]:
+            np.testing.assert_array_equal(other[number], answers[0][number])
+
+
+@pytest.mark.parametrize(("device", "path"), PLACES, ids=lambda each: each)
+def test_taps_of_few_channels(device: str, path: MemoryPath, tmp_path: Path) -> None:
+    """As a CPU copies them: images narrower than a row of taps, padding on every side, several images, dilation downwards."""
+    nodes, random = Nodes(), np.random.default_rng(3)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    wide = nodes.constant(numbers(40, 5, 3, 7))
+    nodes.node("Conv", nodes.input(numbers(2, 5, 4, 3)), wide, pads=[2, 6, 1, 5], strides=[1, 2], dilations=[2, 1])
+    colours = nodes.input(numbers(2, 3, 13, 15))
+    nodes.node("Conv", colours, nodes.constant(numbers(9, 3, 7, 5)), pads=[3, 2, 3, 2], strides=[2, 2])
+    (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=device, memory_path=path)
+    if path == "buffer":  # a texture may be folded, and is then not read across its folds
+        assert ("float part[" in bundle.source.plain) == (load_descriptor(device).kind == "cpu")
+    for mode in load_descriptor(device).modes[path]:
+        with flashmem.Session(bundle, device=device, mode=mode) as session:
+            answers = session.run(None, nodes.feeds)
+        require_right(nodes.proto(), nodes.feeds, answers)
+
+
+def stored_model() -> Nodes:
+    """Products of activations that are large enough to be stored in half, which a model's own inputs are not."""
+    nodes, random = Nodes(), np.random.default_rng(6)
+
+    def numbers(*shape: int) -> Any:
+        return random.standard_normal(shape).astype(np.float32)
+
+    def kept(op: str, *inputs: str, **attributes: Any) -> str:
+        [made] = nodes.node(op, *inputs, **attributes)
+        nodes.outputs.pop()
+        return made
+
+    def stored(*shape: int) -> str:
+        return kept("Tanh", nodes.input(numbers(*shape)))
+
+    nodes.node("MatMul", stored(2, 39, 50), nodes.constant(numbers(50, 45)))
+    nodes.node("MatMul", stored(3, 2, 29, 20), stored(2, 20, 64))
+    nodes.node("MatMul", stored(2, 19, 70), kept("Transpose", stored(2, 31, 70), perm=[0, 2, 1]))
+    nodes.node("Conv", stored(2, 16, 9, 11), nodes.constant(numbers(21, 16, 3, 3)), pads=[1, 2, 0, 1], strides=[2, 1])
+    nodes.node("Conv", stored(1, 3, 25, 21), nodes.constant(numbers(9, 3, 5, 5)), pads=[2, 2, 2, 2])
+    return nodes
+
+
+HALVES = [
+    Variant("plain", FAMILIES, 4, 8, 8, (2, 2), half=8),
+    Variant("staged", FAMILIES, 4, 8, 4, (2, 2), stage=16, double=True, split=2, half=3),
+]
+HALF_PLACES = [
+    (device.descriptor_name, path)
+    for device in list_devices()
+    if HALF_ARITHMETIC in device.extensions
+    for path in descriptor_for(device).memory_paths
+]
+
+
+@pytest.mark.parametrize("variant", HALVES, ids=lambda each: each.name)
+@pytest.mark.parametrize(("device", "path"), HALF_PLACES, ids=lambda each: each)
+def test_sums_in_half(variant: Variant, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Choices, "variant", lambda *asked: variant)
+    nodes, file = stored_model(), tmp_path / "m.onnx"
+    file.write_bytes(nodes.proto().SerializeToString())
+    expected = onnxruntime.InferenceSession(file).run(None, nodes.feeds)
+    for precision in ("fp32", "fp16"):
+        bundle = flashmem.compile(file, tmp_path / precision, device=device, memory_path=path, precision=precision)
+        texts = kernel_texts(bundle.source.plain)
+        in_half = {launch.shape.family for launch in bundle.program.launches if HALF_ARITHMETIC in texts[launch.kernel]}
+        assert in_half == (set(FAMILIES) if precision == "fp16" else set())
+    with flashmem.Session(bundle, device=device) as session:
+        answers = session.run(None, nodes.feeds)
+    for answer, wanted, port in zip(answers, expected, nodes.outputs, strict=True):
+        np.testing.assert_allclose(answer, wanted, atol=5e-3 * np.ptp(wanted), err_msg=port.name)
+
+
+@pytest.mark.skipif(not HALF_PLACES, reason="no device here computes in half")
+@pytest.mark.parametrize("device", [d.descriptor_name for d in list_devices() if HALF_ARITHMETIC not in d.extensions])
+def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choices, "variant", lambda *asked: HALVES[0])
+    (tmp_path / "m.onnx").write_bytes(stored_model().proto().SerializeToString())
+    bundle = flashmem.compile(
+        tmp_path / "m.onnx", tmp_path / "b", device=HALF_PLACES[0][0], memory_path="buffer", precision="fp16", build=False
+    )
+    with pytest.raises(UserError, match=r"compute in half .*; compile the model for this device"):
+        flashmem.Session(bundle, device=device)
+
+
+def test_a_device_without_arithmetic_in_half_gets_no_such_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = list_devices()[0]
+    listed = replace(load_descriptor(device.descriptor_name), variants=tuple(HALVES))
+    monkeypatch.setattr("flashmem.runtime.opencl.devices.load_descriptor", lambda name: listed)
+    for extensions, wanted in (({HALF_ARITHMETIC}, tuple(HALVES)), (set[str](), ())):
+        assert descriptor_for(replace(device, extensions=frozenset(extensions))).variants == wanted
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_shipped_variants_can_be_built(name: str) -> None:
+    """What the templates take for granted, and local memory that every device of the kind has."""
+    for variant in load_descriptor(name).variants:
+        attends = variant.families == ("attention",)
+        assert variant.stage % 4 == 0 == variant.winograd % variant.vector
+        if variant.winograd:
+            assert (variant.stage, variant.split) in ((0, 1), (variant.winograd, 16))
+        else:
+            assert variant.stage % variant.split == 0
+        assert (variant.rows if attends and not variant.stage else variant.columns) % variant.vector == 0
+        assert attends or "attention" not in variant.families
+        if variant.stage:
+            assert variant.vector == (variant.columns if attends else 4)
+            assert 0 < variant.local_bytes <= 48 << 10
+            assert variant.local_bytes % 16 == 0 and variant.items <= 1024
+        elif attends:
+            assert variant.local_bytes <= 48 << 10 and variant.items <= 1024
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_packed_weights_of_groups_are_less_than_twice_as_large(name: str) -> None:
+    """For all variants and tuned tables. Of fewer columns than a vector has there is one vector."""
+    descriptor = load_descriptor(name)
+    storages: tuple[Storage, ...] = ("float32", "float16")
+    for path, storage, rows, depth in product(descriptor.memory_paths, storages, (1, 49, 3136), ((1, 4), (9, 4), (9, 64))):
+        for columns in (1, 3, 4, 8, 12, 16, 24, 32, 48, 64, 100, 128, 300):
+            conv = Product("conv", path, rows, math.prod(depth), columns, 32, storage, depth[0])
+            raw = conv.batches * conv.depth * max(4, columns) * (2 if storage == "float16" else 4)
+            fitting = candidates(descriptor, conv)
+            assert [each.name for each in fitting if packed_bytes(conv, each) >= 2 * raw] == [], conv
+            assert seconds(descriptor, conv).keys() <= set(fitting)
+
+
+@pytest.mark.parametrize("name", descriptor_names())
+def test_weights_of_a_grouped_model_take_less_than_twice_their_bytes(name: str, tmp_path: Path) -> None:
+    """As ResNeXt has them: 32 groups of 4, 8 and 16 channels."""
+    nodes, raw = Nodes(), 0
+    for channels, size in ((128, 28), (256, 14), (512, 7)):
+        weight = np.ones((channels, channels // 32, 3, 3), np.float32)
+        raw += weight.nbytes
+        nodes.node("Conv", nodes.input(np.ones((1, channels, size, size), np.float32)), nodes.constant(weight), group=32)
+    (tmp_path / "m.onnx").write_bytes(nodes.proto().SerializeToString())
+    for optimize in get_args(Optimize):
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / optimize, device=name, optimize=optimize, build=False)
+        assert sum(part.nbytes for part in bundle.program.slices) < 2 * raw
+
+
+@given(
+    st.sampled_from(descriptor_names()).map(load_descriptor),
+    st.sampled_from((*FAMILIES, "attention")),
+    st.tuples(*[st.integers(1, 5000)] * 3),
+    st.integers(1, 64),
+)
+def test_one_of_the_list_is_chosen(
+    descriptor: DeviceDescriptor, family: str, sizes: tuple[int, int, int], batches: int
+) -> None:
+    assert choose(descriptor, Product(family, "buffer", *sizes, batches)) in descriptor.variants_of(family)

@@ -1,0 +1,77 @@
+"""Writes docs/operators.md from the operators' declarations and the list of ONNX's node tests.
+
+python -m tests.conformance.operators_page            writes it
+"""
+
+from __future__ import annotations
+
+from flashmem.compiler.frontend import contrib
+from flashmem.compiler.ir.limits import CHOSEN, UNROLLED
+from flashmem.compiler.operators import FAMILIES, REGISTRY, Operator
+from flashmem.compiler.operators.registry import ANY, BOOL, FLOAT, INDEX, INTEGERS, NEWEST_OPSET, NUMBERS, WIDE, Types
+from tests.support.paths import ROOT
+
+try:
+    from tests.conformance.onnx_nodes import counts
+except ImportError:  # pytest puts this folder on the path, not the one above
+    from tests.conformance.onnx_nodes import counts  # type: ignore[no-redef]
+
+PAGE = ROOT / "docs" / "operators.md"
+
+_NAMES: dict[Types, str] = {
+    ANY: "any", BOOL: "bool", FLOAT: "float", INDEX: "int32, int64", INTEGERS: "integers", NUMBERS: "numbers",
+    WIDE: "float, 32 and 64 bit integers",
+}  # fmt: skip
+
+_HEAD = f"""\
+# Operators
+
+Made by `python -m tests.conformance.operators_page` of the declarations in `flashmem/compiler/operators/`.
+ONNX operator sets 7 to {NEWEST_OPSET}.
+Operators that are not listed and that ONNX defines by others run as their definition.
+
+Control flow is decided when compiling. A Loop whose number of iterations is known by then, every Scan, sequences and optional
+values become plain nodes, at most {UNROLLED} for all loops. An If takes its branch if its condition is a constant; if it is
+computed at run time, both branches are computed, and one is chosen: they may have {CHOSEN} nodes together, and outputs of equal
+types and shapes. Larger ones are refused.
+
+- *Inputs*: element types of the inputs; the last named holds for all further ones. *float* is float16, bfloat16, float32 and
+  float64, all computed in float32. Integers have 8 to 64 bits, signed or not, and keep them.
+- *Runs as*: an expression fused into its neighbours, a kernel, or a rewrite into other operators.
+- *Streams*: its class in the FlashMem paper's Table 5, which says how much may be streamed beside it.
+- *Tests*: the onnx package's node tests that pass, of those it has; `tests/conformance/onnx_nodes.txt` says why others fail.
+"""
+
+
+def _types(operator: Operator) -> str:
+    return "; ".join(_NAMES.get(types, ", ".join(sorted(types))) for types in operator.inputs)
+
+
+def _how(operator: Operator) -> str:
+    if operator.expression is not None:
+        return "expression"
+    return f"kernel `{operator.kernel}`" if operator.kernel else "rewrite"
+
+
+def page() -> str:
+    """The text of docs/operators.md."""
+    tests = counts()
+    passed, total = (sum(count[i] for count in tests.values()) for i in (0, 1))
+    parts = [_HEAD, f"\nOf all {total} node tests {passed} pass.\n"]
+    for family in FAMILIES:
+        name = family.__name__.rsplit(".", 1)[1]
+        parts.append(f"\n## {name.capitalize()}\n\n| Operator | Inputs | Runs as | Streams | Tests |\n|---|---|---|---|---|\n")
+        for operator in sorted(REGISTRY.values(), key=lambda each: each.name):
+            if operator.onnx and operator.family == family.__name__:
+                done, of = tests.get(operator.name, (0, 0))
+                parts.append(
+                    f"| {operator.name} | {_types(operator)} | {_how(operator)} | {operator.operator_class} | {done} / {of} |\n"
+                )
+    names = ", ".join(contrib.operators())
+    about = "expanded into ONNX's when a model is imported ([onnxruntime.md](onnxruntime.md))"
+    parts.append(f"\n## ONNX Runtime's own\n\nOperators of domain com.microsoft, {about}: {names}.\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

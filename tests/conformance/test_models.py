@@ -1,0 +1,159 @@
+"""Whole small models: every device, memory path and transfer mode agrees with ONNX Runtime, and all give the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+
+import flashmem
+from flashmem.base.errors import BudgetError
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
+from tests.support.compared import require_right
+from tests.support.inputs import floats
+from tests.support.zoo_data import DATA, EXPORTS, examples
+
+OPEN_SIZE = 12  # tokens, of the models whose sequence is open
+MODELS = sorted(EXPORTS)
+PLACES = [(device, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
+IDS = [f"{device.descriptor_name}-{path}" for device, path in PLACES]
+ARCHITECTURES = ("gptneo-tiny", "mobilenet-tiny", "regnet-tiny", "resnet-tiny", "vit-tiny")
+
+# Networks of fifty and more kernels, which PoCL takes long to build: once, on the device that builds them fastest.
+MANY_KERNELS = ("deepvit", "depthanything", "sam2", "sd", "whisper")
+QUICK_PLACES = [place for place in PLACES if place[0].descriptor_name == "intel-cpu"] or PLACES[:1]
+
+
+def _places_for(number: int, name: str) -> list[tuple[Any, str]]:
+    if name in ARCHITECTURES:
+        return PLACES
+    if name.startswith(MANY_KERNELS):
+        return [] if name.endswith("-legacy") else QUICK_PLACES[number % len(QUICK_PLACES) :][:1]
+    # Other exports of an architecture try the importer: their kernels are the same, so one place each is enough.
+    return PLACES[number % len(PLACES) :][:1]
+
+
+STREAMED = [
+    pytest.param(name, *place, id=f"{name}-{place[0].descriptor_name}-{place[1]}")
+    for number, name in enumerate(MODELS)
+    for place in _places_for(number, name)
+]
+
+# fp16 in every other place, so that each device and each memory path has it for each model, or for the next one.
+EVERY_MODE = [
+    pytest.param(name, precision, *place, id=f"{name}-{precision}-{place_id}")
+    for number, name in enumerate(["resnet-tiny", "gptneo-tiny", "regnet-tiny"])
+    for at, (place, place_id) in enumerate(zip(PLACES, IDS, strict=True))
+    for precision in ("fp32", "fp16")
+    if precision == "fp32" or (at + at // 2 + number) % 2 == 0
+]
+
+
+def _reference(model: Path, inputs: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    return onnxruntime.InferenceSession(model).run(None, inputs)  # type: ignore[no-any-return]
+
+
+def _error(outputs: list[NDArray[Any]], expected: list[NDArray[Any]]) -> float:
+    """Of the range of each output; of its magnitude, where it is one number."""
+    return max(float(np.abs(a - b).max() / (np.ptp(b) or np.abs(b).max())) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize(("name", "device", "path"), STREAMED)
+def test_streamed_answer_is_onnxruntimes(name: str, device: Any, path: str, tmp_path: Path) -> None:
+    model, is_open = DATA / f"{name}.onnx", "dynamic" in EXPORTS[name][1]
+    inputs = examples(name, size=OPEN_SIZE if is_open else None)
+    shapes = {"input_ids": (1, OPEN_SIZE)} if is_open else {}
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", device=device.descriptor_name, shapes=shapes, memory_path=path)
+    with flashmem.Session(bundle, device=device.descriptor_name) as session:
+        first = session.run(None, inputs)
+        others = [session.run(None, inputs) for _ in range(4)]
+    if name.endswith("-legacy"):  # of which the reference evaluator cannot follow some
+        assert _error(first, _reference(model, inputs)) <= 1e-3
+    else:
+        require_right(onnx.load(model), inputs, first)
+    for again in others:
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("mobilenet-tiny", "positive"), ("regnet-tiny", "large"), ("resnet-tiny", "around 1e3"), ("vit-tiny", "positive"),
+     ("whisper-tiny-encoder", "around 1e3")],
+)  # fmt: skip
+def test_numbers_of_other_kinds(name: str, kind: str, tmp_path: Path) -> None:
+    """Pixels from 0 on, spectra far from 0: activations that all have one sign, or much in common."""
+    (device, path), model = QUICK_PLACES[0], onnx.load(DATA / f"{name}.onnx")
+    inputs = {key: floats(*array.shape, kind=kind) for key, array in examples(name).items()}
+    bundle = flashmem.compile(DATA / f"{name}.onnx", tmp_path / "m.flashmem", device=device.descriptor_name, memory_path=path)
+    with flashmem.Session(bundle, device=device.descriptor_name) as session:
+        require_right(model, inputs, session.run(None, inputs))
+
+
+@pytest.mark.parametrize(("name", "precision", "device", "path"), EVERY_MODE)
+def test_every_mode_gives_the_same_bits(name: str, precision: str, device: Any, path: str, tmp_path: Path) -> None:
+    model = DATA / f"{name}.onnx"
+    inputs = examples(model.stem)
+    bundle = flashmem.compile(
+        model, tmp_path / "m.flashmem", device=device.descriptor_name, memory_path=path, precision=precision, chunk="4KiB"
+    )
+    answers = {}
+    for mode in descriptor_for(device).modes[path]:
+        with flashmem.Session(bundle, device=device.descriptor_name, mode=mode) as session:
+            answers[mode] = session.run(None, inputs)
+    with flashmem.Session(bundle, device=device.descriptor_name, strategy="preload") as session:
+        answers["preload"] = session.run(None, inputs)
+    assert len(answers) >= 3
+    expected = answers.pop("preload")
+    assert _error(expected, _reference(model, inputs)) <= (1e-3 if precision == "fp32" else 1e-2)
+    for mode, outputs in answers.items():
+        assert all(np.array_equal(a, b) for a, b in zip(outputs, expected, strict=True)), mode
+
+
+@pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
+def test_the_smallest_budget_works_and_one_byte_less_does_not(mode: str, tmp_path: Path) -> None:
+    model = DATA / "gptneo-tiny.onnx"
+    inputs = examples(model.stem)
+    with pytest.raises(BudgetError) as refused:
+        flashmem.compile(model, tmp_path / "m.flashmem", budget=1, mode=mode, chunk="4KiB")
+    smallest = refused.value.smallest_bytes
+    assert str(smallest) in str(refused.value)
+    assert refused.value.binding
+    with pytest.raises(BudgetError):
+        flashmem.compile(model, tmp_path / "m.flashmem", budget=smallest - 1, mode=mode, chunk="4KiB")
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", budget=smallest, mode=mode, chunk="4KiB")
+    with flashmem.Session(bundle, mode=mode) as session:
+        outputs = session.run(None, inputs)
+        assert session.last_run.memory.peak_bytes <= smallest
+    assert _error(outputs, _reference(model, inputs)) <= 1e-3
+
+
+def test_a_tied_table_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding of the tied export feeds the head and the row gather: the gather reads the head's panels."""
+    monkeypatch.setattr(
+        "flashmem.compiler.lowering.host_embedding.RESIDENT_CONSTANT_BYTES", 1 << 10
+    )  # as for a table of full size
+    model = DATA / "gptneo-tiny-tied.onnx"
+    inputs = examples(model.stem)
+    bundle = flashmem.compile(model, tmp_path / "tied.flashmem", memory_path="buffer")
+    gathers = [gather for gather in bundle.program.host_embeddings if gather.panel > 1]
+    assert gathers
+    for gather in gathers:
+        assert any(part.offset <= gather.offset < part.offset + part.nbytes for part in bundle.program.slices)
+    with flashmem.Session(bundle) as session:
+        outputs = session.run(None, inputs)
+    assert _error(outputs, _reference(model, inputs)) <= 1e-3
+
+
+def test_nan_passes_through(tmp_path: Path) -> None:
+    model = DATA / "vit-tiny.onnx"
+    inputs = {name: np.full_like(array, np.nan) for name, array in examples(model.stem).items()}
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem")
+    with flashmem.Session(bundle) as session:
+        (output, *_) = session.run(None, inputs)
+    assert np.isnan(output).all()

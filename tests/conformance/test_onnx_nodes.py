@@ -1,0 +1,176 @@
+"""The node tests of the onnx package, against `flashmem.tools.onnx_backend` and the checked-in list (`onnx_nodes.py`).
+
+Every test meets every device, on one memory path on the first and on the other on the next. On the first device each test is
+a model of its own; on the others those of a batch are merged into one model: on PoCL, building a program costs most.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.compose
+import pytest
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+import flashmem.tools.onnx_backend as backend
+from flashmem.base.errors import NoDeviceError, UnsupportedModelError, UserError
+from flashmem.runtime.opencl.context import list_devices
+from tests.conformance.onnx_nodes import PASSES, PATHS, cases, check, operator, outcome, read_list
+
+DEVICES = sorted(list_devices(), key=lambda device: device.descriptor_name == "pocl")
+LISTED = read_list()
+BATCH = 16
+
+
+def _batches() -> list[list[str]]:
+    """The passing tests, those of one operator set together: they can be one model."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for _, name in LISTED[PASSES]:
+        if name in cases():
+            model = cases()[name].model
+            alike[f"{sorted((entry.domain, entry.version) for entry in model.opset_import)}"].append(name)
+    return [names[first : first + BATCH] for names in alike.values() for first in range(0, len(names), BATCH)]
+
+
+BATCHES = _batches()
+REFUSED = [(name, reason) for reason, tests in LISTED.items() if reason != PASSES for _, name in tests]
+
+
+def test_every_test_is_listed_once() -> None:
+    listed = sorted((name, op) for tests in LISTED.values() for op, name in tests)
+    assert listed == sorted((name, operator(case)) for name, case in cases().items())
+
+
+def test_nothing_is_listed_as_wrong() -> None:
+    assert [reason for reason in LISTED if reason.startswith("WRONG")] == []
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED, ids=[name for name, _ in REFUSED])
+def test_refused_for_the_listed_reason(name: str, reason: str) -> None:
+    assert not reason.startswith("WRONG"), reason
+    assert outcome(cases()[name], DEVICES[0].descriptor_name, "buffer") == reason
+
+
+@pytest.mark.parametrize("index", range(len(BATCHES)), ids=[names[0] for names in BATCHES])
+def test_passes(index: int) -> None:
+    path, other = PATHS[index % 2], PATHS[(index + 1) % 2]
+    constants: dict[str, tuple[str, ...]] = {}
+    for name in BATCHES[index]:
+        case = cases()[name]
+        with backend.prepare(case.model, DEVICES[0].descriptor_name, memory_path=path) as prepared:
+            for inputs, expected in case.data_sets:
+                check(case, prepared.run(inputs), expected)
+            constants[name] = prepared.constants
+    # onnx's own merging leaves names inside branches and loops as they are.
+    alone = [name for name in BATCHES[index] if _has_subgraph(cases()[name].model)]
+    for device in DEVICES[1:]:
+        _check_merged([name for name in BATCHES[index] if name not in alone], constants, device.descriptor_name, other)
+        for name in alone:
+            assert outcome(cases()[name], device.descriptor_name, other) == PASSES
+
+
+def _has_subgraph(model: onnx.ModelProto) -> bool:
+    nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    return any(attribute.HasField("g") or attribute.graphs for node in nodes for attribute in node.attribute)
+
+
+def _check_merged(names: Sequence[str], constants: dict[str, tuple[str, ...]], device: str, path: str) -> None:
+    """The tests `names` as one model, with the inputs as constants that they need."""
+    if not names:
+        return
+    merged = onnx.ModelProto()
+    feeds: dict[str, NDArray[Any]] = {}
+    for number, name in enumerate(names):
+        model = onnx.ModelProto()
+        model.CopyFrom(cases()[name].model)
+        graph, prefix = model.graph, f"test{number}_"
+        arrays = dict(zip([value.name for value in graph.input], cases()[name].data_sets[0][0], strict=True))
+        for fixed in constants[name]:
+            graph.initializer.append(numpy_helper.from_array(np.asarray(arrays.pop(fixed)), fixed))
+            graph.input.remove(next(value for value in graph.input if value.name == fixed))
+        feeds |= {prefix + key: array for key, array in arrays.items()}
+        model = onnx.compose.add_prefix(model, prefix)
+        if number == 0:
+            merged.CopyFrom(model)
+            continue
+        merged.ir_version = max(merged.ir_version, model.ir_version)
+        merged.functions.extend(model.functions)
+        for field in ("node", "initializer", "input", "output", "value_info"):
+            getattr(merged.graph, field).extend(getattr(model.graph, field))
+    with backend.prepare(merged, device, memory_path=path) as prepared:  # type: ignore[arg-type]
+        outputs = iter(prepared.run(feeds))
+        assert prepared.constants == ()
+    for name in names:
+        expected = cases()[name].data_sets[0][1]
+        check(cases()[name], [next(outputs) for _ in expected], expected)
+
+
+def _add(opset: int = 13) -> onnx.ModelProto:
+    node = onnx.helper.make_node("Add", ["x", "y"], ["z"])
+    ports = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n"]) for name in "xyz"]
+    graph = onnx.helper.make_graph([node], "add", ports[:2], ports[2:])
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8)
+
+
+def test_a_prepared_model_runs_again_with_other_shapes() -> None:
+    prepared = backend.prepare(_add())
+    for size in (3, 3, 5):
+        x = np.arange(size, dtype=np.float32)
+        (z,) = prepared.run([x, x])
+        np.testing.assert_array_equal(z, x + x)
+    prepared.close()
+
+
+def test_other_data_in_an_input_that_became_a_constant() -> None:
+    node = onnx.helper.make_node("Reshape", ["x", "shape"], ["y"])
+    x = np.arange(6, dtype=np.float32)
+    ports = [
+        onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [6]),
+        onnx.helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, [2]),
+    ]
+    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["a", "b"])
+    graph = onnx.helper.make_graph([node], "g", ports, [y])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=8)
+    with backend.prepare(model) as prepared:
+        for shape in ((2, 3), (3, 2)):
+            (y,) = prepared.run([x, np.array(shape, np.int64)])
+            assert y.shape == shape
+            assert prepared.constants == ("shape",)
+
+
+def test_a_node_alone() -> None:
+    x = np.array([-1.0, 2.0], np.float32)
+    (y,) = backend.run_node(onnx.helper.make_node("Relu", ["x"], ["y"]), [x])
+    np.testing.assert_array_equal(y, [0, 2])
+
+
+@pytest.mark.parametrize("device", [device.descriptor_name for device in DEVICES] + ["CPU"])
+def test_devices_that_are_here(device: str) -> None:
+    assert backend.supports_device(device)
+
+
+def test_what_the_caller_can_get_wrong() -> None:
+    assert not backend.supports_device("abacus")
+    with pytest.raises(NoDeviceError, match="abacus"):
+        backend.prepare(_add(), "abacus")
+    x = np.ones(2, np.float32)
+    with backend.prepare(_add()) as prepared:
+        with pytest.raises(UserError, match="2 inputs"):
+            prepared.run([x])
+        with pytest.raises(UserError, match="not a tensor"):
+            prepared.run([x, [x]])
+    with pytest.raises(UserError, match="no option 'fast'"):
+        backend.prepare(_add(), fast=True)
+    with pytest.raises(UserError, match="not valid ONNX"):
+        backend.prepare(onnx.ModelProto())
+    strange = _add()
+    strange.graph.node[0].op_type = "Unique"
+    with pytest.raises(UserError):
+        backend.run_model(strange, [x, x])
+    with pytest.raises(UnsupportedModelError, match="not implemented"):
+        backend.run_node(onnx.helper.make_node("RandomUniformLike", ["x"], ["y"]), [np.ones((2, 2), np.float32)])

@@ -1,0 +1,195 @@
+"""Small models on the strict device: under each profile, memory path and transfer mode, no OpenCL rule is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+
+import flashmem
+from flashmem.base.errors import RunError
+from flashmem.base.types import MemoryPath
+from flashmem.bundle.bundle import Bundle
+from flashmem.program.launches import Arg
+from flashmem.program.program import fixed_bytes
+from flashmem.program.tensors import Tensor
+from flashmem.runtime.engine.executor import Resources, _Binder
+from flashmem.runtime.opencl.context import Context, list_devices
+from flashmem.runtime.opencl.devices import descriptor_for
+from flashmem.runtime.serving.loaded_model import LoadedModel
+from flashmem.schedule import loads as schedule
+from flashmem.schedule.plan import passing_bytes
+from flashmem.tools.doctor import selftest
+from tests.support.mini_bundle import write_mini_bundle
+from tests.support.strict_device import PROFILES, Profile, StrictOpenCL
+from tests.support.strict_device.door import strict
+from tests.support.zoo_data import DATA, examples
+
+MODELS = ("gptneo-tiny", "mobilenet-tiny", "regnet-tiny", "resnet-tiny", "vit-tiny")
+PATHS = ("buffer", "texture")
+MODES = ("alias", "dma", "interleave")
+CASES = [
+    pytest.param(profile, mode, id=f"{profile.name}-{mode}")
+    for profile in PROFILES
+    for mode in MODES
+    if profile.unified_memory or mode != "alias"
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled for")  # one bundle serves all profiles
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of kernels of their own: a strict device's binaries are nobody else's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _segments() -> Iterator[None]:
+    """Slices in segments of a page, so that threads share those of small models, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=4096))
+        yield
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Bundle]:
+    """Each model for each memory path, compiled once for all profiles; within so little that slices take turns in places."""
+    folder = tmp_path_factory.mktemp("bundles")
+    with strict(PROFILES[1]):
+        name = list_devices()[0].descriptor_name
+        assert name == "adreno750"
+        return {
+            (model, path): flashmem.compile(
+                DATA / f"{model}.onnx",
+                folder / f"{model}-{path}.flashmem",
+                device=name,
+                memory_path=path,  # type: ignore[arg-type]
+                chunk="4KiB",
+                m_peak="64KiB",
+                build=False,
+            )
+            for model in MODELS
+            for path in PATHS
+        }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[NDArray[Any]]]:
+    """ONNX Runtime's answers."""
+    return {name: onnxruntime.InferenceSession(DATA / f"{name}.onnx").run(None, examples(name)) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def device(request: pytest.FixtureRequest) -> Iterator[StrictOpenCL]:
+    with strict(request.param) as instead:
+        yield instead
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("device", "mode"), CASES, indirect=["device"])
+def test_models_break_no_rule(
+    path: str, mode: str, device: StrictOpenCL, bundles: dict[tuple[str, str], Bundle], expected: dict[str, list[NDArray[Any]]]
+) -> None:
+    profile: Profile = device.world.profile
+    (here,) = list_devices()
+    assert here.name == profile.device and mode in descriptor_for(here).modes[path]  # type: ignore[index]
+    for model in MODELS:
+        with flashmem.Session(bundles[model, path], mode=mode, trace=mode == "dma") as session:  # type: ignore[arg-type]
+            first = session.run(None, examples(model))
+            again = session.run(None, examples(model))
+        for got, same, wanted in zip(first, again, expected[model], strict=True):
+            assert np.array_equal(got, same)
+            assert np.abs(got - wanted).max() <= 1e-3 * (np.ptp(wanted) or np.abs(wanted).max())
+        assert device.rules.mapped == []
+    assert device.rules.broken == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", ["alias", "interleave"])
+def test_each_load_maps_its_own_bytes_and_nothing_else(path: str, mode: str, bundles: dict[tuple[str, str], Bundle]) -> None:
+    """Two commands a load, of a thread that reads megabytes meanwhile; constants are mapped once, as the session opens."""
+    with strict(PROFILES[1]) as device, flashmem.Session(bundles["gptneo-tiny", path], mode=mode) as session:  # type: ignore[arg-type]
+        for _ in range(3):
+            before = dict(device.rules.counts)
+            session.run(None, examples("gptneo-tiny"))
+            assert session.last_run is not None
+            made = {kind: count - before.get(kind, 0) for kind, count in device.rules.counts.items()}
+            assert made.get("map", 0) == made.get("unmap", 0) == len(session.last_run.loads)
+        assert device.rules.counts["map"] > 1
+    assert device.rules.broken == []
+
+
+def test_a_kernel_that_writes_over_an_operand_takes_one_memory_object_twice() -> None:
+    """Two that share bytes, one of them written, are undefined, in one kernel as in two."""
+    tensors = tuple(Tensor(name, (256,), "float32", 512, 1024) for name in ("operand", "output"))
+    with strict(PROFILES[1]):
+        context = Context(list_devices()[0])
+        binder = _Binder(
+            SimpleNamespace(tensors=tensors),  # type: ignore[arg-type]
+            Resources(context, context.buffer(4096), None, {}, {}),
+        )
+        operand, output = (binder.bind(Arg("tensor", tensor.name)) for tensor in tensors)
+    assert operand is output
+
+
+@pytest.mark.parametrize("share", [1.3, 3.0])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", MODES)
+def test_several_models_under_one_budget_break_no_rule(path: MemoryPath, mode: str, share: float, tmp_path: Path) -> None:
+    """While one computes the next one loads, and weights of both come and go, or it is opened, where both have room."""
+    models = [write_mini_bundle(tmp_path / f"m{seed}.flashmem", path, seed=seed) for seed in range(2)]
+    with strict(PROFILES[1]) as device:
+        needed = [fixed_bytes(m.open().program) + m.open().plan.layouts[mode].total_bytes for m in models]
+        with flashmem.Runtime(int(share * max(needed)), build_apart=False) as many:
+            opened = [many.open(model.open(), mode=mode) for model in models]  # type: ignore[arg-type]
+            order = [0, 1, 1, 0, 1]
+            answers = [many.submit(opened[which], models[which].inputs()) for which in order]
+            for which, answer in zip(order, answers, strict=True):
+                wanted = models[which].reference(models[which].inputs())
+                np.testing.assert_allclose(answer.result(60)[0], wanted[0], rtol=0, atol=2e-5)
+        assert device.rules.broken == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_constants_of_a_model_that_is_opened_beside_another_are_waited_for(
+    path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written on another queue than kernels read them on."""
+    bind = LoadedModel.try_bind
+    monkeypatch.setattr(LoadedModel, "try_bind", lambda loaded, plan, queue: bind(loaded, plan, loaded.device.beside))
+    model = write_mini_bundle(tmp_path / "m.flashmem", path)
+    with strict(PROFILES[1]) as device:
+        with flashmem.Runtime("64MiB") as many:
+            answer = many.open(model.open()).run(None, model.inputs())
+        np.testing.assert_allclose(answer[0], model.reference(model.inputs())[0], rtol=0, atol=2e-5)
+        assert device.rules.broken == []
+
+
+def test_constants_that_are_damaged_are_not_released_while_they_are_mapped(tmp_path: Path) -> None:
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    bundle = model.open()
+    with bundle.weights_path.open("r+b") as file:
+        file.seek(bundle.program.constants_offset)
+        file.write(b"\xff" * 16)
+    with strict(PROFILES[1]) as device:
+        with pytest.raises(RunError, match="the part with the constants"):
+            flashmem.Session(model.path, mode="dma")
+        assert device.rules.broken == []
+
+
+def test_the_doctor_breaks_no_rule(tmp_path: Path) -> None:
+    with strict(PROFILES[3]) as device:
+        for result in islice(selftest.tests(0, tmp_path), 4):  # the fifth takes times
+            assert result.ok, result
+    assert device.rules.broken == []

@@ -1,0 +1,115 @@
+"""All models of tests/data, small bundles in every mode, and random graphs on the strict device: no rule is broken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import flashmem
+from flashmem.base.types import MemoryPath, TransferMode
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.schedule import loads as schedule
+from flashmem.schedule.plan import passing_bytes
+from tests.conformance.random_graphs.graph import draw
+from tests.conformance.random_graphs.judge import judge
+from tests.conformance.random_graphs.listed import listed
+from tests.support.mini_bundle import LAYERS, SLICES, write_mini_bundle
+from tests.support.strict_device import PROFILES, Profile
+from tests.support.strict_device.door import strict
+from tests.support.zoo_data import DATA, EXPORTS, examples
+
+SHAPES = {"gptneo-tiny-dynamic": {"input_ids": (1, 16)}, "gptneo-tiny-dynamic-legacy": {"input_ids": (2, 11)}}
+BAND = 16 << 10
+PHONE, GPU = (next(each for each in PROFILES if each.name == name) for name in ("adreno7xx", "nvidia"))
+
+
+def _family(export: str) -> str:
+    return export.removesuffix("-legacy").partition("-tiny")[0]
+
+
+_FAMILIES = sorted({_family(export) for export in EXPORTS})
+MODELS = [(export, "buffer" if _FAMILIES.index(_family(export)) % 2 else "texture") for export in sorted(EXPORTS)]
+"""Each on one path, as the others of its family, whose kernels it shares: building those takes most of the time."""
+
+KINDS: list[tuple[Profile, MemoryPath, TransferMode]] = [
+    (profile, path, mode)
+    for profile in (PHONE, GPU)
+    for path in ("buffer", "texture")
+    for mode in ("alias", "dma", "interleave")
+    if profile is PHONE or mode != "alias"
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Slices in small segments, so that threads share those of small models, too. A strict device's binaries are its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(schedule, "passing_bytes", partial(passing_bytes, piece=BAND))
+        yield
+
+
+@pytest.mark.parametrize(("model", "path"), MODELS)
+def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path) -> None:
+    """`interleave` is a model's second export's, where it has one, and `dma` and `alias` the first one's.
+
+    Moves are launches of their own: kernels with lanes are those of `test_strict_device.py`, and take as long again to build.
+    """
+    shapes = SHAPES.get(model, {})
+    inputs = examples(model)
+    if shapes:
+        inputs = {name: np.resize(inputs[name], shape) for name, shape in shapes.items()}
+    wanted = onnxruntime.InferenceSession(DATA / f"{model}.onnx").run(None, inputs)
+    modes: tuple[TransferMode, ...] = ("interleave",) if model.endswith("-legacy") else ("dma", "alias")
+    with strict(PHONE) as device:
+        bundle = flashmem.compile(
+            DATA / f"{model}.onnx",
+            tmp_path / "m.flashmem",
+            shapes=shapes,
+            device=list_devices()[0].descriptor_name,
+            memory_path=path,
+            chunk="4KiB",
+            m_peak="64KiB",
+            build=False,
+        )
+        for mode in modes:
+            with flashmem.Session(bundle, mode=mode, lanes=False) as session:
+                answers = [session.run(None, inputs) for _ in range(2)]
+            for answer in answers:  # the second may be the steady kernels'
+                for got, right in zip(answer, wanted, strict=True):
+                    assert np.abs(got - right).max() <= 1e-3 * (np.ptp(right) or np.abs(right).max())
+            assert device.rules.broken == [] and device.rules.mapped == []
+
+
+@pytest.mark.parametrize("preload", [0, 2, LAYERS * SLICES])
+@pytest.mark.parametrize(
+    ("profile", "path", "mode"), KINDS, ids=lambda value: value.name if isinstance(value, Profile) else str(value)
+)
+def test_loads_of_small_bundles_break_no_rule(
+    profile: Profile, path: MemoryPath, mode: TransferMode, preload: int, tmp_path: Path
+) -> None:
+    """Several threads bring in segments of each slice, for W and in a run, just in time and ahead."""
+    for distance in (1, 4):
+        model = write_mini_bundle(tmp_path / f"{distance}.flashmem", path, preload=preload, distance=distance)
+        inputs = model.inputs()
+        with strict(profile) as device:
+            with flashmem.Session(model.path, mode=mode) as session:
+                for _ in range(2):
+                    np.testing.assert_allclose(session.run(None, inputs)[0], model.reference(inputs)[0], rtol=0, atol=2e-5)
+            assert device.rules.broken == [] and device.rules.mapped == []
+
+
+@pytest.mark.parametrize(("profile", "device"), [(PHONE, "adreno750"), (GPU, "nvidia")], ids=["phone", "gpu"])
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_random_graphs_break_no_rule(profile: Profile, device: str, path: MemoryPath) -> None:
+    for seed in range(2):
+        with strict(profile) as instead:
+            verdict = judge(draw(random.Random(seed), 8, listed), device, path)
+        assert verdict.kind == "agreed", verdict
+        assert instead.rules.broken == []

@@ -1,0 +1,84 @@
+"""The launch order of the lowest peak against brute force, and answers that do not depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
+
+
+def orders(problem: OrderProblem, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """All orders."""
+    if len(done) == len(problem.after):
+        yield done
+    for layer in range(len(problem.after)):
+        if layer not in done and set(problem.after[layer]) <= set(done):
+            yield from orders(problem, (*done, layer))
+
+
+def peak(problem: OrderProblem, order: Sequence[int]) -> int:
+    """The most bytes alive, layer by layer, by the definition."""
+    most = 0
+    for at in range(len(order)):
+        until, since = set(order[: at + 1]), set(order[at:])
+        most = max(
+            most,
+            sum(
+                t.nbytes
+                for t in problem.tensors
+                if t.layers and (t.early or until & set(t.layers)) and (t.late or since & set(t.layers))
+            ),
+        )
+    return most
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 7) -> OrderProblem:
+    """Layers that write a tensor each and read some of those before; views that others write into, inputs and outputs."""
+    count = draw(st.integers(1, most))
+    touching: list[list[int]] = [[layer] for layer in range(count)]
+    after: list[set[int]] = [set() for _ in range(count)]
+    for layer in range(1, count):
+        for source in draw(st.lists(st.integers(0, layer - 1), max_size=3, unique=True)):
+            after[layer].add(source)
+            touching[source].append(layer)
+    sizes = st.one_of(st.integers(0, 4), st.integers(1, 100))
+    tensors = [Held(draw(sizes), tuple(layers), late=draw(st.integers(0, 5)) == 0) for layers in touching]
+    for _ in range(draw(st.integers(0, 3))):
+        layers = draw(st.lists(st.integers(0, count - 1), max_size=3, unique=True))
+        tensors.append(Held(draw(sizes), tuple(layers), early=draw(st.booleans()), late=draw(st.booleans())))
+    return OrderProblem(tuple(tuple(sorted(each)) for each in after), tuple(tensors))
+
+
+@given(problems())
+@settings(max_examples=250, deadline=None)
+def test_the_peak_is_that_of_the_best_of_all_orders(problem: OrderProblem) -> None:
+    found = lowest_order(problem, worth=0)
+    same = tuple(range(len(problem.after)))
+    assert sorted(found.layers) == list(same)
+    for at, layer in enumerate(found.layers):
+        assert set(problem.after[layer]) <= set(found.layers[:at])
+    best = min(peak(problem, order) for order in orders(problem))
+    assert found.before == peak(problem, same) and found.peak == peak(problem, found.layers)
+    assert found.peak == best == found.bound and found.gap == 0
+    assert found.layers == same or found.peak < found.before, "ties keep the given order"
+    assert max(problem.live(found.layers), default=0) == found.peak
+
+
+@given(problems(), st.integers(0, 20))
+@settings(max_examples=100, deadline=None)
+def test_a_search_that_is_cut_short_proves_no_more_than_is_true(problem: OrderProblem, tries: int) -> None:
+    found = lowest_order(problem, tries=tries, cp_seconds=0, worth=0)
+    best = min(peak(problem, order) for order in orders(problem))
+    assert found.bound <= best <= found.peak <= found.before
+
+
+@given(problems(6))
+@settings(max_examples=25, deadline=None)
+def test_cp_sat_finds_the_same(problem: OrderProblem) -> None:
+    found = lowest_order(problem, tries=0, worth=0)
+    assert found.peak == found.bound == min(peak(problem, order) for order in orders(problem))
+    assert found == lowest_order(problem, tries=0, worth=0)

@@ -1,0 +1,343 @@
+"""`flashmem tune`: the table that it writes, resumption, and the kernel configs selected by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from flashmem.base.errors import UserError
+from flashmem.compile import _key
+from flashmem.compiler.options import Options
+from flashmem.compiler.selection.configs import choose, seconds
+from flashmem.compiler.selection.selector import Choices, fewest, packed_bytes
+from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
+from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
+from flashmem.planning.capacity.predictor import Predictor
+from flashmem.planning.limits import Limits
+from flashmem.profiler.dataset import SUFFIX as DATASET
+from flashmem.profiler.dataset import read_dataset, write_dataset
+from flashmem.profiler.descriptor import name_table, write_descriptor
+from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
+from flashmem.profiler.timing import generated
+from flashmem.profiler.tuning import Case, Request, Result, cases, summary, tune
+from flashmem.target.descriptor import DeviceDescriptor, Tile, Variant, load_descriptor
+from tests.support.paths import DATA, ROOT
+
+VARIANTS = (
+    Variant("wide", ("matmul", "conv"), 4, 16, 8),
+    Variant("shared", ("matmul",), 2, 4, 4, (2, 2), stage=8, split=2),
+    Variant("crowd", ("matmul",), 2, 4, 4, (4096, 4096)),
+    Variant("greedy", ("matmul",), 2, 4, 4, (8, 8), stage=1 << 22),
+)
+POCL = replace(load_descriptor("pocl"), variants=VARIANTS, capacity_model="", tuned="", tile=Tile(rows=2, columns=8, vector=8))
+ABOUT = {"device": "none", "version": 1}
+CASES = (Case(Matmul(9, 12, 20), "buffer"), Case(Convolution(4, 5, 5, 8, (3, 3)), "buffer"))
+
+
+def tuned(folder: Path, timings: list[Timing], descriptor: DeviceDescriptor = POCL) -> DeviceDescriptor:
+    """The descriptor with a table of these timings."""
+    (folder / f"mine{SUFFIX}").write_text(Table(ABOUT, timings).text())
+    return replace(descriptor, tuned=str(folder / "mine"))
+
+
+def timing(product: Product, variant: Variant, took: float | None) -> Timing:
+    return Timing(product, variant.name, variant.code, took, "" if took else 'it failed, in two words, "really"')
+
+
+sizes = st.integers(1, 5000)
+products = st.builds(
+    Product, st.sampled_from(["matmul", "conv", "matmul_dynamic"]), st.sampled_from(["buffer", "texture"]), sizes, sizes, sizes,
+    st.integers(1, 20), st.sampled_from(["float32", "float16"]),
+)  # fmt: skip
+times = st.one_of(st.none(), st.floats(1e-7, 10))
+timings = st.lists(st.builds(timing, products, st.sampled_from(VARIANTS), times), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(timings, products)
+def test_the_choice_is_of_the_list_and_never_one_that_failed(
+    tmp_path_factory: pytest.TempPathFactory, measured: list[Timing], product: Product
+) -> None:
+    descriptor = tuned(tmp_path_factory.mktemp("table"), measured)
+    chosen = choose(descriptor, product)
+    assert chosen in descriptor.variants_of(product.family)
+    here = {t.variant: t for t in measured if t.product == product}  # the last line of two counts
+    if any(t.seconds for t in here.values()) and product.family != "matmul_dynamic":
+        known = [v for v in descriptor.variants_of(product.family) if v.name in here]
+        ran = {v: here[v.name].seconds for v in known if here[v.name].seconds}
+        assert not ran or ran.get(chosen) == min(filter(None, ran.values()))
+    for use in (Choices(descriptor, "cold"), Choices(descriptor)):
+        assert use.variant(product) in descriptor.variants_of(product.family)
+
+
+@settings(max_examples=60, deadline=None)
+@given(timings)
+def test_a_table_reads_as_it_was_written(measured: list[Timing]) -> None:
+    read = read_table(Table(ABOUT, measured).text(), "a table")
+    assert read.about == ABOUT
+    assert [t.product for t in read.timings] == [t.product for t in measured]
+    for got, want in zip(read.timings, measured, strict=True):
+        assert (got.variant, got.code, got.note) == (want.variant, want.code, want.note)
+        assert got.seconds == (want.seconds and pytest.approx(want.seconds, rel=1e-3))
+
+
+def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
+    tile, wide, *_ = POCL.variants_of("matmul")
+    small, large = Product("matmul", "buffer", 8, 64, 64), Product("matmul", "buffer", 512, 64, 64)
+    lines = [timing(small, tile, 1e-3), timing(small, wide, 2e-3), timing(large, tile, 9e-3), timing(large, wide, 4e-3)]
+    descriptor = tuned(tmp_path, lines)
+    near_large = replace(large, rows=300)
+    assert choose(descriptor, replace(small, rows=9)) == tile and choose(descriptor, near_large) == wide
+    assert seconds(descriptor, near_large)[wide] == pytest.approx(4e-3 * 300 / 512)
+    far = replace(large, rows=512 * 2 ** (NEAR + 1), columns=1 << 20)
+    assert len(seconds(descriptor, far)) == len(POCL.variants_of("matmul"))  # nothing near: all are estimated
+    assert len(seconds(descriptor, replace(large, path="texture"))) == len(POCL.variants_of("matmul"))
+    changed = replace(POCL, variants=(replace(wide, rows=8),), tuned=descriptor.tuned)
+    assert list(seconds(changed, large)) == [tile]  # what was measured under this name is another variant
+
+
+def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
+    model = DATA / "vit-tiny.onnx"
+    tile, wide, *_ = POCL.variants_of("matmul")
+    product = Product("matmul", "buffer", 8, 64, 64)
+    keys = set()
+    for took in (1e-3, 2e-3):
+        descriptor = tuned(tmp_path, [timing(product, tile, took), timing(product, wide, 1234.0)])
+        assert digest(descriptor) and "1234" not in str(descriptor.to_dict())
+        keys.add(_key(model, [Options(descriptor, "map", Limits())]))
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "list index out of range"),
+        ("family,path\n", "Expecting value"),
+        ('# {"version": 7}\n', "it is of version 7, not 1"),
+        ('# {"version": 1}\nfamily,path\n', "its columns are not family, path"),
+        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,buffer\n', "more or fewer cells"),
+        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,disk,float32,1,1,1,1,1,1,tile,x,1.0,\n', "no memory path"),
+        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,buffer,float32,1,0,1,1,1,1,tile,x,1.0,\n', "nothing to multiply"),
+        (f'# {{"version": 1}}\n{",".join(COLUMNS)}\nmatmul,buffer,float32,1,1,1,1,1,1,tile,x,nan,\n', "nan seconds"),
+    ],
+)
+def test_a_bad_table_is_refused_in_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / f"bad{SUFFIX}").write_text(text)
+    with pytest.raises(
+        UserError, match=rf"bad\.tuned\.csv is not a table of tuned variants \(.*{reason}.*run flashmem tune"
+    ) as e:
+        choose(replace(POCL, tuned=str(tmp_path / "bad")), Product("matmul", "buffer", 8, 8, 8))
+    assert "\n" not in str(e.value)
+
+
+def test_a_missing_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.tuned\.csv cannot be read \(No such file"):
+        choose(replace(POCL, tuned=str(tmp_path / "none")), Product("matmul", "buffer", 8, 8, 8))
+
+
+def test_a_descriptor_keeps_variants_parallelism_and_table(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    wanted = replace(tuned(tmp_path / "a", []), name="mine", parallelism=77, measured=True)
+    (tmp_path / "b").mkdir()
+    read = load_descriptor(str(write_descriptor(tmp_path / "b", wanted, "a test", "cpu")))
+    assert (read.variants, read.parallelism) == (VARIANTS, 77)
+    assert read.tuned == str(tmp_path / "b" / "mine") and digest(read) == digest(wanted)
+
+
+def test_naming_a_table_keeps_what_a_descriptor_says(tmp_path: Path) -> None:
+    text = '# by hand\nname = "mine"\nparallelism = 5 # few\n\n[[variants]]\nname = "a"\nfamilies = ["conv"]\n'
+    text += "rows = 1\ncolumns = 4\nvector = 4\n[rates.contention]\nmap = 0\nalias = 0\ndma = 0\ninterleave = 0\n"
+    (tmp_path / "mine.toml").write_text(text)
+    for name in ("one", "two"):
+        path = name_table(tmp_path, replace(POCL, name="mine"), name)
+        assert path.read_text() == text.replace('"mine"\n', f'"mine"\ntuned = "{name}"\n')
+    assert load_descriptor(str(path)).tuned == str(tmp_path / "two")
+
+
+# -- measuring
+
+
+def run(folder: Path, every: tuple[Case, ...] = CASES, **request: object) -> tuple[Result, list[str]]:
+    """Tune PoCL's cases in a folder that holds its descriptor."""
+    if not (folder / "pocl.toml").exists():
+        write_descriptor(folder, POCL, "a test", "cpu")
+    said: list[str] = []
+    asked = Request(**{"device": "pocl", "output": folder, "minutes": 5.0, **request})  # type: ignore[arg-type]
+    return tune(asked, lambda stage, fraction: said.append(stage), every), said
+
+
+@pytest.fixture(scope="module")
+def pocl_table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    pytest.importorskip("pyopencl")
+    from flashmem.runtime.opencl.context import list_devices
+
+    if not any(device.descriptor_name == "pocl" for device in list_devices()):
+        pytest.skip("PoCL is not installed")
+    folder = tmp_path_factory.mktemp("tuned")
+    result, _ = run(folder)
+    return folder, result
+
+
+def test_every_variant_is_measured_or_says_why_not(pocl_table: tuple[Path, Result]) -> None:
+    folder, result = pocl_table
+    assert (result.measured, result.left) == (2, 0)
+    read = read_table((folder / f"pocl{SUFFIX}").read_text(), "it")
+    found = {(t.product.family, t.variant): t for t in read.timings}
+    assert set(found) == {("matmul", v) for v in ("tile", "wide", "shared", "crowd", "greedy")} | {
+        ("conv", v) for v in ("tile", "wide")
+    }
+    assert all((t.seconds is None) == (name in ("crowd", "greedy")) for (_, name), t in found.items())
+    assert "work-groups of 16777216" in found["matmul", "crowd"].note
+    assert "bytes of local memory" in found["matmul", "greedy"].note
+    assert load_descriptor(str(result.descriptor)).tuned == str(folder / "pocl")
+    assert summary(read, load_descriptor(str(result.descriptor))).startswith("2 products, soonest with ")
+    assert sorted(path.name for path in folder.iterdir()) == ["pocl.toml", f"pocl{SUFFIX}"]
+
+
+def test_tuning_again_measures_what_is_missing(pocl_table: tuple[Path, Result]) -> None:
+    folder, result = pocl_table
+    again, said = run(folder)
+    assert again.measured == 0 and not said and again.table.timings == read_table(result.path.read_text(), "it").timings
+    more, said = run(folder, (*CASES, Case(Matmul(3, 12, 20), "buffer")))
+    assert more.measured == 1 and said == ["matmul 3x12x20, buffer"]
+    assert more.table.timings[: len(again.table.timings)] == again.table.timings
+
+
+def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+    text = pocl_table[1].path.read_text()
+    (tmp_path / f"pocl{SUFFIX}").write_text(text.replace('"driver": "', '"driver": "older '))
+    with pytest.raises(UserError, match="was measured on another device or driver; finish it there, or use --fresh"):
+        run(tmp_path)
+
+
+def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+    product, (_, wide) = CASES[1].product, POCL.variants_of("conv")
+    (tmp_path / f".pocl{SUFFIX}.now").write_text(f"{product} {wide.code}")
+    result, _ = run(tmp_path, CASES[1:])
+    notes = {t.variant: (t.seconds is None, t.note) for t in result.table.timings}
+    assert notes == {"tile": (False, ""), "wide": (True, "the process ended while it was measured")}
+
+
+def test_no_product_is_begun_when_the_time_is_spent(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+    result, said = run(tmp_path, minutes=0.0)
+    assert (result.measured, result.left, said) == (0, 2, [])
+
+
+def test_nothing_to_choose_is_said(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="device pocl lists no variants of attention, so there is nothing to choose"):
+        run(tmp_path, families=("attention",))
+
+
+def test_the_command_says_what_it_did(pocl_table: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmem.cli.main import app
+
+    folder, _ = pocl_table
+    monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths: list(CASES))
+    done = CliRunner().invoke(app, ["tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1"])
+    assert done.exit_code == 0 and done.stdout.strip() == str(folder / "pocl.toml")
+    assert CliRunner().invoke(app, ["tune", "--family", "cake"]).exit_code == 2
+
+
+# -- shapes
+
+
+@pytest.mark.parametrize("shape", [Matmul(9, 12, 20), Convolution(4, 9, 9, 8, (3, 3), (2, 2)), Convolution(8, 4, 4, 8, (1, 1)),
+                                   Batched(2, 5, 6, 7), Convolution(3, 16, 16, 8, (8, 8), (8, 8)),
+                                   Attention(2, 9, 8), Attention(3, 1, 4, 20)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("path", ["buffer", "texture"])
+def test_the_compiler_asks_for_the_product_that_is_measured(shape: Shape, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Product] = []
+
+    def variant(self: Choices, product: Product, ending: object = (), widest: int | None = None, *given: bool) -> Variant:
+        asked.append(product)
+        return POCL.variants_of(product.family)[0]
+
+    monkeypatch.setattr(Choices, "variant", variant)
+    made = generated(shape.graph(), POCL.on_path(path))
+    assert asked == [shape.product(path)]  # type: ignore[arg-type]
+    assert sum(launch.macs for launch in made.program.launches) * 2 == shape.flops
+
+
+def test_shapes_of_models() -> None:
+    assert zoo_shapes("gptneo-125m") == {
+        Matmul(128, 768, 768): 48, Matmul(128, 768, 3072): 12, Matmul(128, 3072, 768): 12, Matmul(128, 768, 50257): 1,
+    }  # fmt: skip
+    found = zoo_shapes("resnet50")
+    assert sum(found.values()) == 54 and found[Convolution(256, 14, 14, 256, (3, 3))] == 5
+    assert sum(shape.flops * count for shape, count in found.items()) == pytest.approx(8.2e9, rel=0.02)
+    assert Matmul(4096, 320, 2560) in unet_shapes()
+    assert Attention(8, 4096, 40).flops == 4 * 8 * 4096 * 4096 * 40
+    assert len({case for case in cases(("texture", "buffer"))}) == len(cases(("texture", "buffer")))
+
+
+# -- choosing for a whole model
+
+
+def test_few_kernels_are_part_of_the_cost() -> None:
+    a, b, c = (Variant(name, ("matmul",), 1, 4, 4) for name in "abc")
+    costs = [{a: 1.0, b: 1.25, c: 9.0}, {a: 1.3, b: 1.1, c: 9.0}, {a: 1.5, b: 9.0, c: 1.0}]
+    assert fewest(costs, 0.0) == [a, b, c]
+    assert fewest(costs, 0.3) == [a, a, c]
+    assert fewest(costs, 5.0) == [a, a, a]
+    assert fewest([{a: 1.0}, {b: 1.0}], 5.0) == [a, b]  # each is the only one that can
+
+
+def test_cold_and_steady_choose_otherwise(tmp_path: Path) -> None:
+    tile, wide, *_ = POCL.variants_of("matmul")
+    one, two = Product("matmul", "buffer", 8, 64, 64), Product("matmul", "buffer", 512, 64, 64)
+    build = POCL.rates.kernel_seconds
+    lines = [timing(one, tile, build), timing(one, wide, 1.1 * build), timing(two, tile, 9 * build), timing(two, wide, build)]
+    descriptor = tuned(tmp_path, lines)
+    for optimize, wanted in (("steady", [tile, wide]), ("cold", [wide, wide])):
+        choices = Choices(descriptor, optimize)  # type: ignore[arg-type]
+        assert [choices.variant(one), choices.variant(two)] == [tile, wide]
+        assert choices.settle() == (optimize == "cold") and not choices.settle()
+        assert [choices.variant(one), choices.variant(two)] == wanted
+    assert choices.variant(replace(one, rows=9)) == wide  # asked later: the kernel that is there
+
+
+def test_the_predictor_is_told_the_variant_and_older_ones_do_without(tmp_path: Path) -> None:
+    made = generated(Matmul(9, 12, 20).graph(), replace(POCL, only="shared"))
+    features = launch_features(made.program.launches[0], 0, "buffer")
+    assert (features.tile_rows, features.tile_columns, features.stage, features.split) == (2, 4, 8, 2)
+    row = dict(zip(KERNEL_FEATURES, kernel_features([features], [1.0])[0].tolist(), strict=True))
+    assert row["log_stage"] == pytest.approx(math.log2(9)) and row["log_split"] == pytest.approx(math.log2(3))
+    older = Predictor.load("pocl", "buffer")  # trained before variants were known
+    assert older.seconds(made.program.launches[0]) > 0
+    about, rows = read_dataset(ROOT / "devices" / f"pocl{DATASET}")
+    assert {(r.features.stage, r.features.split) for r in rows} == {(0, 1)}
+    write_dataset(tmp_path / "again", about, [replace(rows[0], features=features)])
+    assert read_dataset(tmp_path / "again")[1][0].features == features
+
+
+def test_the_last_panel_is_filled_up() -> None:
+    staged = Variant("s", ("matmul",), 1, 4, 4, (1, 32), stage=8)
+    assert packed_bytes(Product("matmul", "buffer", 1, 10, 130), staged) == 10 * 256 * 4
+    assert packed_bytes(Product("matmul", "buffer", 1, 10, 3, storage="float16"), POCL.variants_of("matmul")[0]) == 10 * 4 * 2
+    assert packed_bytes(Product("matmul_dynamic", "buffer", 1, 10, 130), staged) == 0
+
+
+def test_both_give_the_same_answer(tmp_path: Path) -> None:
+    import flashmem
+
+    model = DATA / "vit-tiny.onnx"
+    write_descriptor(tmp_path, replace(POCL, variants=VARIANTS[:2]), "a test", "cpu")
+    answers = []
+    for optimize in ("cold", "steady"):
+        device = str(tmp_path / "pocl.toml")
+        bundle = flashmem.compile(
+            model, tmp_path / f"{optimize}.flashmem", device=device, memory_path="buffer", optimize=optimize
+        )
+        with flashmem.Session(bundle) as session:
+            inputs = {port.name: np.full(port.shape, 0.1, port.dtype) for port in bundle.program.inputs}
+            answers.append(session.run(None, inputs)[0])
+    assert np.allclose(*answers, rtol=1e-4, atol=1e-5) and math.isfinite(float(answers[0].sum()))
+    with pytest.raises(UserError, match="optimize 'luke' is unknown; name one of: cold, steady"):
+        flashmem.compile(model, optimize="luke")  # type: ignore[arg-type]

@@ -1,0 +1,138 @@
+"""What flashmem uses of other packages that they do not document: it exists, in one module each, and versions are bounded."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pyopencl
+import pyopencl.invoker
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import flashmem
+from flashmem.compiler.frontend import onnxscript_folding as folding
+from flashmem.runtime.opencl import context as opencl
+from flashmem.runtime.opencl import undocumented
+
+ROOT = Path(flashmem.__file__).parents[1]
+
+_ADAPTERS = {
+    "flashmem/runtime/opencl/undocumented.py": r"\b(cl|pyopencl)\._|pyopencl\.invoker|\b_(set_arg|enqueue)_",
+    "flashmem/compiler/frontend/onnxscript_folding.py": r"onnxscript\.\w*\.?_\w+|_constant_folding",
+}
+"""The one module that uses private names of a package, and what such a use looks like."""
+
+
+@pytest.mark.parametrize("adapter", sorted(_ADAPTERS))
+def test_private_names_are_used_in_one_module(adapter: str) -> None:
+    pattern = re.compile(_ADAPTERS[adapter])
+    files = [*(ROOT / "flashmem").rglob("*.py"), *(ROOT / "profiler").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    users = {str(file.relative_to(ROOT)) for file in files if pattern.search(file.read_text(encoding="utf-8"))}
+    assert users - {adapter} == set(), f"use {adapter} instead of private names in these files"
+    assert adapter in users, f"{adapter} uses no private name any more: delete it and its tests"
+
+
+_OPENCL, _FOLDING = sorted(_ADAPTERS, reverse=True)
+
+
+def _gone(package: str, what: str, adapter: str) -> str:
+    return f"{package} {metadata.version(package)} has no {what} that works as {adapter} expects: change one of them"
+
+
+@pytest.mark.parametrize("name", ["_enqueue_write_buffer", "_enqueue_read_buffer", "_enqueue_write_image"])
+def test_pyopencl_has_the_copies_without_checks(name: str) -> None:
+    """`_cl` is compiled: its functions have no signature but the one in their docstring."""
+    function = getattr(pyopencl._cl, name, None)
+    assert callable(function), _gone("pyopencl", f"_cl.{name}", _OPENCL)
+    assert "is_blocking" in (function.__doc__ or ""), _gone(
+        "pyopencl", f"_cl.{name}(is_blocking=)", "runtime/opencl/undocumented.py"
+    )
+
+
+def test_pyopencl_names_its_compiled_module_and_its_switches() -> None:
+    assert Path(pyopencl._cl.__file__).is_file(), _gone("pyopencl", "_cl.__file__", _OPENCL)
+    assert hasattr(pyopencl.Kernel, "_set_arg_buf"), _gone("pyopencl", "Kernel._set_arg_buf", _OPENCL)
+    assert hasattr(pyopencl, "_PYOPENCL_NO_CACHE"), _gone("pyopencl", "_PYOPENCL_NO_CACHE", _OPENCL)
+
+
+def test_pyopencl_writes_no_python_function_for_a_kernel_made_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyopencl looks the function up in its module for every kernel object, and takes a pair in place of what it writes."""
+    what = _gone("pyopencl", "invoker.generate_enqueue_and_set_args", _OPENCL)
+    assert hasattr(pyopencl.invoker, "generate_enqueue_and_set_args"), what
+    written: list[int] = []
+    real = pyopencl.invoker.generate_enqueue_and_set_args
+    monkeypatch.setattr(
+        pyopencl.invoker, "generate_enqueue_and_set_args", lambda *given, **named: (written.append(1), real(*given, **named))[1]
+    )
+    context = pyopencl.Context([opencl.find_device().handle])
+    program = pyopencl.Program(context, "kernel void set(global int *x) { *x = 1; }").build()
+    pyopencl.Kernel(program, "set")
+    assert written, what
+    written.clear()
+    with undocumented.without_invokers():
+        kernel = pyopencl.Kernel(program, "set")
+    assert kernel.num_args == 1 and not written, what
+
+
+def test_onnxscript_folds_as_the_importer_needs_it() -> None:
+    """The pass has the parameters and the methods that flashmem calls and replaces."""
+    of = folding.FoldConstantsPass
+    made = set(inspect.signature(of).parameters)
+    needed = {"shape_inference", "input_size_limit", "output_size_limit", "should_fold"}
+    assert needed <= made, _gone("onnxscript", f"FoldConstantsPass({', '.join(sorted(needed - made))}=)", _FOLDING)
+    called = list(inspect.signature(of.process_node).parameters)
+    assert called == ["self", "node", "is_function"], _gone("onnxscript", "process_node(node, is_function)", _FOLDING)
+    assert list(inspect.signature(of.call).parameters) == ["self", "model"], _gone("onnxscript", "call(model)", _FOLDING)
+    fields = list(inspect.signature(folding.Replacement).parameters)
+    assert fields == ["new_outputs", "new_nodes"], _gone("onnxscript", "Replacement(new_outputs, new_nodes)", _FOLDING)
+
+
+def test_onnxscript_walks_in_order_and_folds_what_it_is_allowed_to() -> None:
+    """Each node is processed once, after what it reads; `should_fold` decides; what `process_node` gives replaces the node."""
+    seen: list[str | None] = []
+
+    class Walk(folding.FoldConstantsPass):
+        def process_node(self, node: ir.Node, is_function: bool) -> folding.Replacement | None:
+            seen.append(node.op_type)
+            return super().process_node(node, is_function)
+
+    number = ir.Value(name="c", const_value=ir.tensor(np.float32(2)), shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
+    x = ir.Value(name="x", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
+    negated, absolute = ir.node("Neg", [number]), ir.node("Sqrt", [number])
+    total = ir.node("Sum", [x, negated.outputs[0], absolute.outputs[0]])
+    nodes = [negated, absolute, total]
+    graph = ir.Graph([x], total.outputs, nodes=nodes, initializers=[number], opset_imports={"": 21}, name="g")
+    walk = Walk(shape_inference=False, input_size_limit=0, output_size_limit=1, should_fold=lambda node: node.op_type == "Neg")
+    result = walk(ir.Model(graph, ir_version=10))
+    assert seen[:1] == ["Neg"] and seen[-2:] == ["Sqrt", "Sum"], _gone("onnxscript", "walk from inputs to outputs", _FOLDING)
+    assert result.modified, _gone("onnxscript", "FoldConstantsResult.modified", _FOLDING)
+    left = [node.op_type for node in graph if node.op_type != "Constant"]
+    assert left == ["Sqrt", "Sum"], _gone("onnxscript", "FoldConstantsPass(should_fold=)", _FOLDING)
+    folded = total.inputs[1]
+    assert folded is not None and folded.const_value is not None and folded.const_value.numpy() == -2
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "extra"),
+    [
+        ("pyopencl", "pyproject.toml", None),
+        ("pyopencl", "packaging/runtime/pyproject.toml", None),
+        ("onnxscript", "pyproject.toml", "compile"),
+    ],
+)
+def test_versions_stop_before_the_next_series(package: str, file: str, extra: str | None) -> None:
+    """A new series may be without the private names: it is let in when these tests passed with it."""
+    project = tomllib.loads((ROOT / file).read_text(encoding="utf-8"))["project"]
+    needed = map(Requirement, project["dependencies"] if extra is None else project["optional-dependencies"][extra])
+    (bounds,) = (each.specifier for each in needed if each.name == package)
+    version = Version(metadata.version(package))
+    following = f"{version.major + 1}.1" if version.major else f"0.{version.minor + 1}"
+    assert str(version) in bounds, f"{file} does not allow {package} {version}, which is installed"
+    assert following not in bounds, f"{file} allows {package} {following}, with which these tests never ran"

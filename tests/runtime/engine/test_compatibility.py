@@ -1,0 +1,136 @@
+"""A bundle on another machine than it was compiled for: what it may allocate, and the message where it does not fit."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashmem
+from flashmem.base.errors import FlashmemWarning, UserError
+from flashmem.bundle.bundle import Bundle
+from flashmem.compiler.memory.allocations import within_allocations
+from flashmem.planning.capacity.model import Roofline, default_model
+from flashmem.runtime.compatibility import usable_modes
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.runtime.opencl.devices import Device
+from flashmem.runtime.serving.runtime import Runtime
+from flashmem.runtime.session import Session
+from flashmem.target.descriptor import load_descriptor
+from tests.runtime.opencl.test_devices import phone
+from tests.support.mini_bundle import MiniModel, write_mini_bundle
+from tests.support.paths import DATA, ROOT
+
+MODEL = DATA / "gptneo-tiny.onnx"
+
+
+@pytest.fixture(scope="module")
+def travelled(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Compiled for an Adreno 740, with no such device here."""
+    return flashmem.compile(MODEL, tmp_path_factory.mktemp("made") / "m.flashmem", device="adreno740")
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory: pytest.TempPathFactory) -> MiniModel:
+    return write_mini_bundle(tmp_path_factory.mktemp("mini") / "m.flashmem")
+
+
+def test_nothing_is_said_on_the_device_that_it_was_compiled_for(travelled: Bundle) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        descriptor = usable_modes(
+            travelled, phone(image_max_width=16384, image_max_height=16384, image_pitch_alignment=64), "auto"
+        )
+    assert descriptor.modes["texture"][0] == "alias"
+
+
+def test_another_device_is_one_sentence(travelled: Bundle) -> None:
+    other = phone(version="OpenCL 3.0 Adreno(TM) 750", image_max_width=16384, image_max_height=16384, image_pitch_alignment=64)
+    with pytest.warns(FlashmemWarning, match=r"was compiled for adreno740 and runs on QUALCOMM Adreno\(TM\) \(adreno750\)"):
+        usable_modes(travelled, other, "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_alloc_bytes": 1000}, "has .* bytes of activations in one buffer, and .* allocates at most 1000 at a time"),
+        ({"image_max_width": 4, "image_max_height": 4}, "has textures of .* texels, and .* takes them up to 4 x 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_sentence(travelled: Bundle, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"compiled for adreno740, {message}; compile the model for this device"):
+        usable_modes(travelled, phone(**changes), "auto")
+
+
+def test_rows_that_cannot_lie_over_a_buffer_leave_the_other_modes(travelled: Bundle) -> None:
+    strict = phone(image_max_width=16384, image_max_height=16384, image_pitch_alignment=4096)
+    assert usable_modes(travelled, strict, "auto").modes["texture"] == ("interleave", "dma")
+    with pytest.raises(UserError, match="mode alias here: its textures have rows that are not multiples of 4096 texels"):
+        usable_modes(travelled, strict, "alias")
+
+
+def test_pools_and_arenas_are_held_against_one_allocation(mini: MiniModel, tmp_path: Path) -> None:
+    bundle = mini.open()
+    descriptor = replace(load_descriptor("adreno740"), max_alloc_bytes=1 << 20)
+    assert within_allocations(bundle.program, bundle.plan, descriptor, "alias") == bundle.plan
+    pool = bundle.plan.layouts["alias"].pool_bytes
+    tight = replace(descriptor, max_alloc_bytes=pool - 1)
+    left = within_allocations(bundle.program, bundle.plan, tight, "map").layouts
+    assert "alias" not in left and "map" in left
+    with pytest.raises(UserError, match=f"in mode alias .* take {pool} bytes in one buffer, and adreno740 allocates at most"):
+        within_allocations(bundle.program, bundle.plan, tight, "alias")
+    arena = replace(bundle.program, arena_bytes=2 << 20)
+    with pytest.raises(UserError, match=r"activations take 2097152 bytes in one buffer.*--budget"):
+        within_allocations(arena, bundle.plan, descriptor, "alias")
+    with pytest.raises(UserError, match=r"weight 'w0' takes \d+ bytes"):
+        within_allocations(bundle.program, bundle.plan, replace(descriptor, max_alloc_bytes=50_000), "alias")
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+def test_auto_takes_a_mode_that_the_bundle_has_a_layout_for(device: Device, tmp_path: Path) -> None:
+    """A phone's bundle has layouts for the phone's modes: alias and interleave, of which a runtime here may have the second."""
+    model = write_mini_bundle(tmp_path / "m.flashmem", "texture")
+    bundle = model.open()
+    name = str(list_devices().index(device))
+
+    def having(*modes: str) -> Bundle:
+        layouts = {mode: layout for mode, layout in bundle.plan.layouts.items() if mode in modes}
+        return replace(bundle, variants=(replace(bundle.variants[0], plan=replace(bundle.plan, layouts=layouts)),))
+
+    expected = model.reference(model.inputs())[0]
+    with Session(having("interleave"), device=name) as session:
+        assert session.mode == "interleave"
+        np.testing.assert_allclose(session.run(None, model.inputs())[0], expected, rtol=1e-4, atol=1e-5)
+    with Runtime(device=name) as runtime:
+        opened = runtime.open(having("interleave"))
+        np.testing.assert_allclose(opened.run(None, model.inputs())[0], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"layouts for transfer modes none, and device .* has .*interleave on the texture"):
+        Session(having(), device=name)
+
+
+def test_compiling_for_a_phone_names_the_budget_that_works(tmp_path: Path) -> None:
+    text = (ROOT / "devices/adreno740.toml").read_text()
+    limit, model = 300_000, DATA / "sd-tiny-unet.onnx"
+    (tmp_path / "small.toml").write_text(text.replace("max_alloc_bytes = 1073741824", f"max_alloc_bytes = {limit}"))
+    device = str(tmp_path / "small.toml")
+    with pytest.raises(UserError, match=rf"in mode alias .* at most {limit} at a time; name a budget of {limit} bytes or less"):
+        flashmem.compile(model, tmp_path / "m.flashmem", device=device)
+    assert not (tmp_path / "m.flashmem").exists()
+    bundle = flashmem.compile(model, tmp_path / "m.flashmem", device=device, budget=limit)
+    assert bundle.plan.layouts["alias"].pool_bytes <= limit
+    assert max(part.file_bytes for part in bundle.program.slices) <= limit
+
+
+def test_a_bundle_names_no_folder_of_the_machine_that_compiled(tmp_path: Path) -> None:
+    text = (ROOT / "devices/adreno740.toml").read_text()
+    text = text.replace("[modes]", 'capacity_model = "mine"\n\n[modes]', 1).replace('"adreno740"', '"mine"')
+    (tmp_path / "mine.toml").write_text(text)
+    descriptor = load_descriptor(str(tmp_path / "mine.toml"))
+    assert Path(descriptor.capacity_model).is_absolute()
+    assert (descriptor.portable.capacity_model, descriptor.portable.tuned) == ("mine", "")
+    model = default_model(descriptor.portable, "texture")
+    assert isinstance(model, Roofline) and "the trained model mine is not here" in model.note

@@ -1,0 +1,196 @@
+"""The executor: events, waits, run-ahead, and the message of a failing launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashmem.base.errors import RunError
+from flashmem.runtime.engine import executor as module
+from flashmem.runtime.engine.executor import LAYERS_APART, Command, Executor, Step
+from flashmem.runtime.opencl.context import Context, Queue, list_devices
+from flashmem.runtime.streaming.copied import InterleaveTransfer
+from flashmem.runtime.streaming.transfer import Transfer
+
+
+class FakeQueue:
+    """Notes what is enqueued. A kernel is the number of its layer, and so is an event, which is done once it is waited for."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[int] = []
+        self.events: list[int] = []
+        self.submitted = 0  # launches that the device was told of
+        self.waited = 0
+        self.followed: list[tuple[str, int]] = []  # events of other queues, and behind how many launches
+
+    def prepare(self, kernel: int, global_size: tuple[int, ...], local_size: None) -> int:
+        return kernel
+
+    def launch(self, launch: int) -> int:
+        self.enqueued.append(launch)
+        self.events.append(launch)
+        return launch
+
+    def launch_all(self, launches: Iterable[int], *, alone: bool) -> None:
+        self.enqueued += launches
+
+    def flush(self) -> None:
+        self.submitted = len(self.enqueued)
+
+    def follow(self, events: Iterable[str]) -> None:
+        self.followed += [(event, len(self.enqueued)) for event in events]
+
+    def wait(self, event: int) -> None:
+        assert event in self.events
+        self.submitted = max(self.submitted, self.enqueued.index(event) + 1)
+        self.waited = max(self.waited, event)
+
+
+class FakeLoader:
+    """Loads that are there as soon as their gate is open; a gate opens when the executor says that its layer is done."""
+
+    def __init__(self, queue: FakeQueue, gates: dict[str, int], frees: Iterable[int]) -> None:
+        self.queue, self.gates = queue, gates
+        self.loaded = dict.fromkeys(gates, False)
+        self.wakes = frozenset(gates.values()) | frozenset(frees)
+        self.done: list[int] = []
+
+    def layer_done(self, layer: int) -> None:
+        assert layer <= self.queue.waited, "a layer is done that nobody waited for"
+        if layer in self.wakes:
+            self.done.append(layer)
+
+    def wait(self, name: str) -> None:
+        assert self.queue.submitted == len(self.queue.enqueued), "the device would idle, and perhaps for ever"
+        assert self.gates[name] <= max(self.done, default=0), "the gate would never open"
+        self.loaded[name] = True
+
+
+@st.composite
+def sessions(draw: st.DrawFn) -> tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int]:
+    layers = draw(st.integers(1, 200))
+    gates, needs = {}, dict[int, tuple[str, ...]]()
+    for number in range(draw(st.integers(0, 20))):
+        layer = draw(st.integers(1, layers))
+        gates[f"s{number}"] = draw(st.integers(0, layer - 1))
+        needs[layer] = (*needs.get(layer, ()), f"s{number}")
+    frees = draw(st.sets(st.integers(1, layers), max_size=10))
+    return layers, gates, needs, frees, draw(st.integers(*LAYERS_APART))
+
+
+@given(sessions(), st.booleans(), st.integers(1, 300))
+@settings(max_examples=300, deadline=None)
+def test_every_gate_opens_and_nothing_else_is_waited_for(
+    session: tuple[int, dict[str, int], dict[int, tuple[str, ...]], set[int], int], streamed: bool, quick: int
+) -> None:
+    """`quick`: of how many layers one has ended whenever somebody looks."""
+    layers, gates, needs, frees, apart = session
+    queue = FakeQueue()
+    steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, layers + 1)]
+    executor = Executor(queue, steps)  # type: ignore[arg-type]
+    executor._apart = apart
+    loader = FakeLoader(queue, gates, frees) if streamed else None
+    most = 0
+
+    def ahead() -> None:
+        nonlocal most
+        most = max(most, len(queue.enqueued) - queue.waited)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "wait", queue.wait)
+        patch.setattr(module, "has_ended", lambda event: event % quick == 0)
+        patch.setattr(Executor, "_space", lambda *_: None)
+        executor.run(loader, None, ahead)  # type: ignore[arg-type]
+    assert queue.enqueued == list(range(1, layers + 1)) and queue.waited == layers
+    assert most <= 2 * apart
+    waking = loader.wakes - {0} if loader else set()
+    if loader:
+        assert loader.done == sorted(waking) and all(loader.loaded[name] for name in gates)
+    assert waking <= set(queue.events)
+    assert len(set(queue.events) - waking) <= layers // apart + 1
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_layers_wait_for_the_events_of_what_brought_their_slices_in(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what an earlier layer needed, before the run was halted behind `done` layers, and a later one uses again."""
+    queue = FakeQueue()
+    needs = {1: ("early",), 2: ("used again",), 3: ("late", "there before")}
+    steps = [Step(str(n), (Command(n, (1,), None, ()),), needs.get(n, ())) for n in range(1, 5)]
+
+    class Brought(FakeLoader):
+        def wait(self, name: str) -> None:
+            transfer.arrived[name] = [f"copy of {name}"]
+            self.loaded[name] = True
+
+    transfer = Transfer.__new__(InterleaveTransfer)
+    transfer.arrived = {"there before": ["copy of there before"]}
+    loads = {1: {"early", "used again", "late"}, 2: {"used again", "late"}, 3: {"used again", "late"}}[done + 1]
+    loader = Brought(queue, dict.fromkeys(loads, 0), ())
+    monkeypatch.setattr(module, "wait", queue.wait)
+    monkeypatch.setattr(module, "has_ended", lambda event: False)
+    Executor(queue, steps, None, transfer).run(loader, done=done)  # type: ignore[arg-type]
+    assert queue.enqueued == list(range(done + 1, 5)) and not transfer.arrived
+    expected = {"there before": 0, "used again": 1, "late": 2} | ({"early": 0} if done == 0 else {})
+    assert dict(queue.followed) == {f"copy of {name}": max(0, layer - done) for name, layer in expected.items()}
+
+
+def test_events_are_as_far_apart_as_layers_are_quick() -> None:
+    executor = Executor(FakeQueue(), [])  # type: ignore[arg-type]
+    assert executor._apart == LAYERS_APART[0]  # until something is known
+    for layers, seconds, apart in ((8, 8e-6, LAYERS_APART[1]), (8, 8e-3, 10), (1, 0.1, LAYERS_APART[0]), (5, 0.0, 64)):
+        executor._space(layers, seconds)
+        assert executor._apart == apart
+
+
+SOURCE = "__kernel void add(__global int* data, int more) { data[get_global_id(0)] += more; }"
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
+def test_launches_without_events_run_in_order_and_fail_with_a_sentence(device: Any) -> None:
+    context = Context(device)
+    queue, data = context.queue(), context.buffer(4 * 64)
+    program = context.build(SOURCE, [])
+    queue.write(data, np.zeros(64, np.int32))
+    kernels = [program.kernel("add", [data, np.int32(number)]) for number in range(3)]
+    launches = [queue.prepare(kernel, (64,), local) for kernel, local in zip(kernels, (None, (8,), (64,)), strict=True)]
+    for _ in range(2):
+        queue.launch_all(launches)
+    answer = np.zeros(64, np.int32)
+    queue.flush()
+    queue.read(answer, data)
+    assert (answer == 6).all()
+    wrong = queue.prepare(kernels[0], (64,), (7,))
+    with pytest.raises(RunError, match=r"OpenCL failed to launch add: INVALID_WORK_GROUP_SIZE"):
+        queue.launch_all([launches[0], wrong])
+    steps = [Step("a", (Command(kernels[1], (64,), (64,), (data,)),))] * 100
+    Executor(queue, steps).run(None)
+    queue.read(answer, data)
+    assert (answer == 106).all()
+    broken = Executor(queue, [*steps[:10], Step("b", (Command(kernels[1], (64,), (7,), (data,)),)), *steps[:10]])
+    with pytest.raises(RunError, match="launch add"):
+        broken.run(None)
+    broken.drain()
+    queue.read(answer, data)
+    assert (answer == 116).all()
+
+
+def test_a_driver_that_refuses_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyopencl frees what nobody holds any more; what it then launches is not launched twice."""
+    device = list_devices()[0]
+    context = Context(device)
+    queue, data = context.queue(), context.buffer(4 * 64)
+    queue.write(data, np.zeros(64, np.int32))
+    kernel = context.build(SOURCE, []).kernel("add", [data, np.int32(1)])
+    monkeypatch.setattr("flashmem.runtime.opencl.context.enqueue_function", lambda alone: lambda *arguments: -4)
+    asked: list[Any] = []
+    launch = Queue.launch
+    monkeypatch.setattr(Queue, "launch", lambda queue, each: asked.append(each) or launch(queue, each))
+    queue.launch_all([queue.prepare(kernel, (64,), None)] * 2)
+    answer = np.zeros(64, np.int32)
+    queue.read(answer, data)
+    assert len(asked) == 2 and (answer == 2).all()

@@ -1,0 +1,271 @@
+"""Forms of attention as exporters and people write it, each a small graph inside one model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from tests.support.inputs import KINDS
+
+Array = NDArray[Any]
+LOWEST = float(np.finfo(np.float32).min)
+
+
+@dataclass
+class Model:
+    """A model under construction. `answers` are its outputs, `kind` that of its numbers (`inputs.KINDS`)."""
+
+    opset: int = 23
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    feeds: dict[str, Array] = field(default_factory=dict)
+    constants: list[onnx.TensorProto] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
+    kind: str = "normal"
+
+    def input(self, *shape: int) -> str:
+        """The name of random run-time data."""
+        return self.given(KINDS[self.kind](self.generator, shape).astype(np.float32))
+
+    def given(self, data: Array) -> str:
+        """The name of run-time data."""
+        name = f"x{len(self.feeds)}"
+        self.feeds[name] = data
+        return name
+
+    def constant(self, data: Any, dtype: type = np.float32) -> str:
+        """The name of a constant."""
+        name = f"c{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(np.asarray(data, dtype), name))
+        return name
+
+    def shape(self, *shape: int) -> str:
+        """The name of a constant shape."""
+        return self.constant(shape, np.int64)
+
+    def op(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        """The name, or the names, of what a node computes."""
+        names = [f"{op}{len(self.nodes)}.{i}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(op, list(inputs), names, name=names[0], domain=domain, **attributes))
+        return names[0] if outputs == 1 else names
+
+    def answer(self, name: str) -> None:
+        """Make `name` an output."""
+        self.answers.append(name)
+
+    def heads(self, batch: int, length: int, heads: int, size: int) -> str:
+        """Run-time data [batch, length, heads * size] as [batch, heads, length, size]."""
+        given = self.input(batch, length, heads * size)
+        return str(self.op("Transpose", self.op("Reshape", given, self.shape(batch, length, heads, size)), perm=(0, 2, 1, 3)))
+
+    def turned(self, value: str) -> str:
+        """The last two of four dimensions exchanged."""
+        return str(self.op("Transpose", value, perm=(0, 1, 3, 2)))
+
+    def merged(self, value: str, batch: int, length: int, width: int) -> str:
+        """[batch, heads, length, size] as [batch, length, width]."""
+        return str(self.op("Reshape", self.op("Transpose", value, perm=(0, 2, 1, 3)), self.shape(batch, length, width)))
+
+    def proto(self) -> onnx.ModelProto:
+        """The model."""
+        inputs = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
+            for name, data in self.feeds.items()
+        ]
+        outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in self.answers]
+        graph = helper.make_graph(self.nodes, "attention", inputs, outputs, self.constants)
+        opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def plain(m: Model, batch: int, heads: int, rows: int, keys: int, size: int, value_size: int = 0) -> None:
+    """Heads cut from projections, scores scaled."""
+    value_size = value_size or size
+    q, k, v = m.heads(batch, rows, heads, size), m.heads(batch, keys, heads, size), m.heads(batch, keys, heads, value_size)
+    scores = m.op("Mul", m.op("MatMul", q, m.turned(k)), m.constant(1 / math.sqrt(size)))
+    answer = m.op("MatMul", m.op("Softmax", scores, axis=-1), v)
+    m.answer(m.merged(answer, batch, rows, heads * value_size))
+
+
+def scaled_before(m: Model) -> None:
+    """Both factors scaled by the root of the scale, as PyTorch writes it, the scores divided once more."""
+    q, k, v = (m.heads(2, 13, 3, 8) for _ in range(3))
+    root = m.constant(8**-0.25)
+    scores = m.op("MatMul", m.op("Mul", q, root), m.op("Mul", root, m.turned(k)))
+    scores = m.op("Div", scores, m.constant([1.5]))
+    m.answer(m.op("MatMul", m.op("Softmax", scores, axis=3), m.op("Mul", v, m.constant(0.5))))
+
+
+def masked(m: Model, *, guarded: bool) -> None:
+    """A mask with rows of -inf alone, first keys of -inf, and a row that sees one key far behind."""
+    q, k, v = m.heads(2, 21, 2, 8), m.heads(2, 150, 2, 8), m.heads(2, 150, 2, 8)
+    mask = np.zeros((2, 1, 21, 150), np.float32)
+    mask[:, :, 3:7, :140] = -np.inf
+    mask[0, :, 8] = -np.inf
+    mask[1, :, 20] = -np.inf
+    mask[:, :, 10, :149] = -np.inf
+    weights = m.op("Softmax", m.op("Add", m.op("MatMul", q, m.turned(k)), m.given(mask)), axis=-1)
+    if guarded:
+        weights = m.op("Where", m.op("IsNaN", weights), m.constant(0), weights)
+    m.answer(m.merged(m.op("MatMul", weights, v), 2, 21, 16))
+
+
+def causal(m: Model) -> None:
+    """A triangle by Where, a bias of each head given at run time, a padding mask of keys."""
+    q, k, v = (m.heads(2, 35, 3, 16) for _ in range(3))
+    scores = m.op("Where", m.constant(np.tri(35)[None, None], np.bool_), m.op("MatMul", q, m.turned(k)), m.constant(LOWEST))
+    scores = m.op("Add", m.input(3, 35, 35), scores)
+    padding = m.op("Expand", m.given(np.array([[[[0.0] * 30 + [LOWEST] * 5]]], np.float32)), m.shape(2, 1, 35, 35))
+    m.answer(m.merged(m.op("MatMul", m.op("Softmax", m.op("Add", scores, padding), axis=-1), v), 2, 35, 48))
+
+
+def capped(m: Model) -> None:
+    """A soft cap: the score is read twice on its way, once for its sign."""
+    q, k, v = (m.heads(1, 17, 2, 8) for _ in range(3))
+    scores = m.op("MatMul", q, m.turned(k))
+    scores = m.op("Mul", m.op("Tanh", m.op("Div", scores, m.constant(3))), m.constant(3))
+    scores = m.op("Add", scores, m.op("Mul", m.op("Sign", scores), m.constant(0.25)))
+    m.answer(m.op("MatMul", m.op("Softmax", scores, axis=-1), v))
+
+
+def windowed(m: Model) -> None:
+    """Swin: windows as the batch, a table of biases for each head, a mask for each window."""
+    images, windows, heads, places, size = 2, 4, 3, 9, 5
+    packed = m.input(images * windows, places, 3 * heads * size)
+    packed = m.op("Reshape", packed, m.shape(images * windows, places, 3, heads, size))
+    parts = m.op("Split", m.op("Transpose", packed, perm=(2, 0, 3, 1, 4)), m.shape(1, 1, 1), outputs=3, axis=0)
+    q, k, v = (m.op("Squeeze", part, m.shape(0)) for part in parts)
+    scores = m.op("MatMul", m.op("Mul", q, m.constant(size**-0.5)), m.turned(k))
+    scores = m.op("Add", scores, m.constant(m.generator.standard_normal((1, heads, places, places))))
+    apart = m.constant(np.where(m.generator.random((1, windows, 1, places, places)) < 0.3, -100, 0))
+    scores = m.op("Add", m.op("Reshape", scores, m.shape(images, windows, heads, places, places)), apart)
+    scores = m.op("Reshape", scores, m.shape(images * windows, heads, places, places))
+    m.answer(m.merged(m.op("MatMul", m.op("Softmax", scores, axis=-1), v), images * windows, places, heads * size))
+
+
+def repeated(m: Model) -> None:
+    """Grouped heads, each key and value repeated by Expand, as dynamo writes it."""
+    q = m.heads(2, 6, 6, 8)
+
+    def repeat(given: str) -> str:
+        more = m.op("Expand", m.op("Unsqueeze", given, m.shape(2)), m.shape(2, 2, 3, 11, 8))
+        return str(m.op("Reshape", more, m.shape(2, 6, 11, 8)))
+
+    k, v = repeat(m.heads(2, 11, 2, 8)), repeat(m.heads(2, 11, 2, 8))
+    answer = m.op("MatMul", m.op("Softmax", m.op("MatMul", q, m.turned(k)), axis=-1), v)
+    m.answer(m.merged(answer, 2, 6, 48))
+
+
+def in_rows(m: Model) -> None:
+    """Grouped heads, the queries that share a key as rows of one product, which are masked as heads."""
+    q, k, v = m.heads(2, 6, 6, 8), m.heads(2, 11, 2, 8), m.heads(2, 11, 2, 8)
+    scores = m.op("MatMul", m.op("Reshape", q, m.shape(2, 2, 18, 8)), m.turned(k))
+    scores = m.op("Reshape", m.op("Mul", scores, m.constant(0.3)), m.shape(2, 6, 6, 11))
+    scores = m.op("Where", m.constant(np.tri(6, 11, 5), np.bool_), scores, m.constant(LOWEST))
+    weights = m.op("Reshape", m.op("Softmax", scores, axis=-1), m.shape(2, 2, 18, 11))
+    answer = m.op("Reshape", m.op("MatMul", weights, v), m.shape(2, 6, 6, 8))
+    m.answer(m.merged(answer, 2, 6, 48))
+
+
+def strided(m: Model) -> None:
+    """Matrices alone, channels far apart in keys and values, queries shared by a batch."""
+    q, k, v = m.input(12, 10), m.input(3, 10, 37), m.input(3, 6, 37)
+    scores = m.op("MatMul", q, k)
+    m.answer(m.op("MatMul", m.op("Softmax", scores, axis=-1), m.op("Transpose", v, perm=(0, 2, 1))))
+
+
+def images(m: Model) -> None:
+    """Queries, keys and values from one convolution: channels last in memory, first in the model."""
+    x, w = m.input(1, 4, 5, 6), m.constant(m.generator.standard_normal((48, 4, 1, 1)))
+    packed = m.op("Reshape", m.op("Conv", x, w), m.shape(1, 2, 24, 30))
+    q, k, v = m.op("Split", packed, m.shape(8, 8, 8), outputs=3, axis=2)
+    scores = m.op("MatMul", m.turned(q), k)
+    answer = m.turned(m.op("MatMul", m.op("Softmax", scores, axis=-1), m.turned(v)))
+    m.answer(m.op("Reshape", answer, m.shape(1, 16, 5, 6)))
+
+
+def standard(m: Model) -> None:
+    """ONNX's own operator: grouped heads, causal, with a soft cap."""
+    q, k, v = m.input(2, 4, 9, 8), m.input(2, 2, 9, 8), m.input(2, 2, 9, 8)
+    m.answer(m.op("Attention", q, k, v, is_causal=1, softcap=2.0, scale=0.4))
+
+
+def standard_masked(m: Model) -> None:
+    """ONNX's own operator with a mask of booleans, in which one query sees nothing: its answer is 0."""
+    mask = m.generator.random((19, 12)) < 0.6
+    mask[4] = False
+    m.answer(m.op("Attention", m.input(2, 4, 19, 8), m.input(2, 2, 12, 8), m.input(2, 2, 12, 8), m.given(mask)))
+
+
+def few_masked(m: Model) -> None:
+    """The same of two queries."""
+    mask = np.array([[False] * 9, [True] * 9])
+    m.answer(m.op("Attention", m.input(2, 4, 2, 8), m.input(2, 4, 9, 8), m.input(2, 4, 9, 8), m.given(mask)))
+
+
+def contributed(m: Model) -> None:
+    """ONNX Runtime's operator."""
+    m.answer(
+        m.op("MultiHeadAttention", m.input(2, 7, 24), m.input(2, 9, 24), m.input(2, 9, 24), num_heads=3, domain="com.microsoft")
+    )
+
+
+FORMS: dict[str, Callable[[Model], None]] = {
+    "one query": lambda m: plain(m, 2, 3, 1, 197, 64),
+    "three queries": lambda m: plain(m, 1, 2, 3, 257, 20),
+    "seven": lambda m: plain(m, 1, 2, 7, 7, 20),
+    "197 queries": lambda m: plain(m, 1, 2, 197, 197, 64),
+    "257 of one channel": lambda m: plain(m, 1, 3, 257, 257, 1),
+    "heads of 40": lambda m: plain(m, 1, 2, 64, 33, 40, 24),
+    "heads of 80": lambda m: plain(m, 2, 1, 70, 3, 80),
+    "heads of 160": lambda m: plain(m, 1, 1, 5, 77, 160),
+    "heads of 256": lambda m: plain(m, 1, 1, 19, 70, 256),
+    "one key": lambda m: plain(m, 1, 2, 5, 1, 8),
+    "scaled before": scaled_before,
+    "masked": lambda m: masked(m, guarded=False),
+    "guarded": lambda m: masked(m, guarded=True),
+    "causal": causal,
+    "capped": capped,
+    "windowed": windowed,
+    "repeated": repeated,
+    "in rows": in_rows,
+    "strided": strided,
+    "images": images,
+    "standard": standard,
+    "standard, masked": standard_masked,
+    "few, masked": few_masked,
+    "contributed": contributed,
+}
+"""Every form by name; each adds one answer to a model."""
+
+
+def read_elsewhere() -> Iterator[tuple[str, Model]]:
+    """Forms that have to stay as they are: somebody else reads scores or weights, or another axis is summed."""
+    m = Model()
+    q, k, v = (m.heads(1, 9, 2, 8) for _ in range(3))
+    scores = m.op("MatMul", q, m.turned(k))
+    m.answer(m.op("MatMul", m.op("Softmax", scores, axis=-1), v))
+    m.answer(scores)
+    yield "scores", m
+    m = Model()
+    q, k, v = (m.heads(1, 9, 2, 8) for _ in range(3))
+    weights = m.op("Softmax", m.op("MatMul", q, m.turned(k)), axis=-1)
+    m.answer(m.op("MatMul", weights, v))
+    m.answer(m.op("ReduceMax", weights, m.shape(3)))
+    yield "weights", m
+    m = Model()
+    q, k, v = (m.heads(1, 9, 2, 8) for _ in range(3))
+    m.answer(m.op("MatMul", m.op("Softmax", m.op("MatMul", q, m.turned(k)), axis=2), v))
+    yield "columns", m
+    m = Model()
+    given = [m.input(1, 2, 5, 8), m.input(1, 2, 6, 8), m.input(1, 2, 6, 8)]
+    m.nodes.append(helper.make_node("Attention", given, ["answer", "", "", "scores"], is_causal=1))
+    m.answers += ["answer", "scores"]
+    yield "ONNX's scores", m

@@ -1,0 +1,126 @@
+"""Nodes of ONNX Runtime's quantised contrib operators.
+
+Where ONNX Runtime has no kernel for the CPU, a case says what the answer is, by ONNX Runtime's other operators or by numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.support.contrib_case import Array, Case, floats, i8, ids, numbers, random, scale, u8
+
+
+def _quantized(make: Callable[..., Array]) -> list[Case]:
+    """All operators with elements of one type."""
+    a, b = make(2, 5, 7), make(5, 7)
+    narrow = np.array(0 if a.dtype == np.uint8 else -128, a.dtype)
+    fraction = np.float32(1 / 256)
+    z = [make() for _ in range(3)]
+    mean = [make(2, 5, 7), scale(), make(), np.float32(0.02), make()]
+
+    def reduced() -> list[Array]:
+        x = (mean[0].astype(np.float32) - mean[2].astype(np.float32)) * mean[1]
+        y = np.rint(x.mean(1, keepdims=True) / mean[3]) + mean[4]
+        return [np.clip(y, np.iinfo(a.dtype).min, np.iinfo(a.dtype).max).astype(a.dtype)]
+
+    return [
+        Case("QLinearAdd", [a], [scale(), z[0], b, scale(), z[1], scale(), z[2]]),
+        Case("QLinearMul", [a], [scale(), z[0], b, scale(), z[1], np.float32(0.1), z[2]]),
+        Case("QLinearSigmoid", [a], [scale(), z[0], fraction, z[1]]),
+        Case("QLinearLeakyRelu", [a], [scale(), z[0], scale(), z[1]], alpha=0.1),
+        Case("QLinearAveragePool", [make(1, 3, 6, 7)], [scale(), z[0], scale(), z[1]], kernel_shape=[2, 3], pads=[1, 1, 0, 1]),
+        Case("QLinearAveragePool", [make(1, 6, 7, 3)], [scale(), z[0], scale(), z[1]], kernel_shape=[2, 3], channels_last=1),
+        Case("QLinearGlobalAveragePool", [make(1, 3, 6, 7)], [scale(), z[0], scale(), z[1]]),
+        Case("QLinearGlobalAveragePool", [make(1, 6, 7, 3)], [scale(), z[0], scale(), z[1]], channels_last=1),
+        *(
+            Case("QLinearSoftmax", [a], [scale(), z[0], fraction, narrow], axis=axis, opset=opset)
+            for axis in (1, 2, -1)
+            for opset in (12, 13)
+        ),
+        Case("QLinearConcat", [scale(), z[0], make(2, 3), scale(), z[1], make(2, 4), scale(1), z[2]], axis=1),
+        Case("QLinearWhere", [np.array([[True], [False]]), make(2, 5)], [scale(), z[0], make(5), scale(), z[1], scale(), z[2]]),
+        Case("QLinearReduceMean", [mean[0]], mean[1:], expected=reduced, axes=[1], keepdims=1),
+        Case(
+            "QGemm",
+            [make(3, 6)],
+            [scale(), z[0], make(5, 6), scale(), z[1], ids(100, 5), np.float32(0.5), z[2]],
+            transB=1,
+            alpha=0.7,
+        ),
+        Case("QGemm", [make(3, 6)], [scale(), z[0], make(6, 5), scale(), z[1], ids(100, 5)], alpha=1.3),
+        Case("QGemm", [make(3, 6)], [scale(), z[0], make(5, 6), scale(5), make(5), None, np.float32(0.5), z[2]], transB=1),
+        Case(
+            "QLinearConv",
+            [make(1, 6, 5, 4)],
+            [scale(), z[0], i8(8, 4, 3, 3), scale(8), np.zeros(8, np.int8), np.float32(3), z[1], ids(100, 8)],
+            channels_last=1,
+            pads=[1, 1, 1, 1],
+        ),
+        Case("QuantizeLinear", [floats(3, 4)], [scale(), z[0]], model_opset=12),
+        Case("DequantizeLinear", [make(3, 4)], [scale(4), make(4)], axis=1),
+        Case("MatMulIntegerToFloat", [make(3, 6)], [i8(6, 5), scale(), scale(5), z[0], i8(5), floats(5)]),
+        Case("MatMulIntegerToFloat", [make(3, 6)], [i8(6, 5), scale(1), scale()]),
+    ]
+
+
+def _integer_products() -> list[Case]:
+    width = 12
+    tables = [u8(20, 8), u8(9, 8), u8(3, 8), u8(8), u8(8)]
+    past = floats(2, 2, 3, 2, 4)
+    weights = [i8(7, 3 * width), floats(3 * width), scale(), scale()]
+    unsigned = [u8(7, 3 * width), floats(3 * width), scale(), scale(), numbers(3, 5), u8(), u8()]
+    return [
+        Case("DynamicQuantizeMatMul", [floats(3, 6)], [i8(6, 5), scale(5), i8(5), floats(5)]),
+        Case("DynamicQuantizeMatMul", [floats(2, 3, 6)], [u8(6, 5), scale()]),
+        Case("QAttention", [u8(2, 5, 7)], [*weights, None, u8(), np.int8(0)], num_heads=3),
+        Case("QAttention", [u8(2, 5, 7)], [*unsigned, past], num_heads=3, outputs=(0, 1), unidirectional=1),
+        Case(
+            "QEmbedLayerNormalization",
+            [ids(20, 2, 5), ids(3, 2, 5)],
+            [
+                *tables,
+                np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], np.int32),
+                *(scale() for _ in tables),
+                *(u8() for _ in tables),
+            ],
+            outputs=(0, 1),
+            epsilon=1e-5,
+        ),
+        Case("QuantizeLinear", [floats(3, 4)], [scale(), np.uint16(7)], model_opset=12),
+        Case("DequantizeLinear", [np.arange(12, dtype=np.int16)], [scale(), np.int16(7)], model_opset=17),
+    ]
+
+
+def nbits(columns: int, inner: int, block: int, bits: int = 4, zeros: str = "", bias: bool = False, opset: int = 21) -> Case:
+    """A MatMulNBits with zero points that are "packed", "float" or left out."""
+    blocks = -(-inner // block)
+    weight, scales = u8(columns, blocks, block * bits // 8), scale(columns, blocks)
+    points = {
+        "": None,
+        "packed": u8(columns, blocks if bits == 8 else -(-blocks // 2)),
+        "float": (15 * random.random((columns, blocks))).astype(np.float32),
+    }[zeros]
+    constants = [weight, scales, points, None, floats(columns) if bias else None]
+    return Case(
+        "MatMulNBits", [floats(2, 3, inner)], constants, K=inner, N=columns, block_size=block, bits=bits, model_opset=opset
+    )
+
+
+def _blocks() -> list[Case]:
+    return [
+        nbits(24, 64, 32),
+        nbits(24, 64, 32, zeros="packed"),
+        nbits(24, 96, 32, zeros="packed"),
+        nbits(24, 96, 32, zeros="float"),
+        nbits(7, 45, 16, zeros="packed"),
+        nbits(7, 45, 16, bias=True),
+        nbits(24, 64, 32, bits=8),
+        nbits(9, 40, 16, bits=8, zeros="packed"),
+        nbits(24, 96, 32, opset=14),
+    ]
+
+
+QUANTIZED_CASES = [*_quantized(u8), *_quantized(i8), *_integer_products(), *_blocks()]
+"""Whose expansion holds quantised operators."""

@@ -1,0 +1,41 @@
+"""Installs the strict device in flashmem: the one module here that knows the program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from flashmem.runtime.opencl import binding, undocumented
+from flashmem.runtime.opencl import context as opencl
+from tests.support.strict_device.calls import StrictOpenCL
+from tests.support.strict_device.library import StrictLibrary
+from tests.support.strict_device.profiles import Profile
+
+
+@functools.cache
+def base_device() -> Any:
+    """The device underneath: PoCL, or another CPU with images. First asked for where no strict device is in place."""
+    found = [each for each in opencl.list_devices() if each.kind == "cpu" and each.has_images]
+    if not found:
+        pytest.skip("no CPU device with images is here")
+    return min(found, key=lambda each: each.descriptor_name != "pocl").handle
+
+
+@contextmanager
+def strict(profile: Profile) -> Iterator[StrictOpenCL]:
+    """While inside, the only OpenCL device is a strict one."""
+    instead = StrictOpenCL(profile, base_device(), by_event=True)  # flashmem's own rule (docs/opencl-notes.md)
+    library = StrictLibrary(instead)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (binding, undocumented, opencl):
+            patch.setattr(module, "cl", instead)
+        patch.setattr(undocumented, "library", lambda *, locked=False: library)
+        opencl.list_devices.cache_clear()
+        try:
+            yield instead
+        finally:
+            opencl.list_devices.cache_clear()

@@ -1,0 +1,44 @@
+"""Call sites: which lines of the program led to a call, and on which thread of the host."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+_HERE = str(Path(__file__).parent)
+_MOST = 4
+"""Callers that are named: the first is often a helper, and the ones behind it say what the call was for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A call: lines of the program, the innermost first, and the name of the thread."""
+
+    lines: tuple[tuple[str, int, str], ...]
+    thread: str
+
+    def __str__(self) -> str:
+        named = [f"{_short(file)}:{line} in {function}" for file, line, function in self.lines]
+        return f"{', from '.join(named)}; thread {self.thread}"
+
+
+def call_site() -> Site:
+    """The call that is being made, from outside this package."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None and len(lines) < _MOST:
+        file = frame.f_code.co_filename
+        if not file.startswith(_HERE):
+            if lines and not file.startswith(str(ROOT)):  # the interpreter's own: what starts threads, and pytest
+                break
+            lines.append((file, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return Site(tuple(lines), threading.current_thread().name)
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else file

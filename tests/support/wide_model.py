@@ -1,0 +1,50 @@
+"""A model whose later runs use another kernel, and one launch instead of two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from flashmem.compiler.selection.selector import Choices, Use
+from flashmem.target.descriptor import Variant
+from tests.support.compared import Nodes
+
+Wide = tuple[Path, dict[str, Any], list[Any]]
+"""A model, its inputs, and what is right."""
+
+PARTED = Variant("parted", ("matmul",), 4, 8, 4, (2, 4), stage=16, double=True, split=4)
+"""Its panels are as wide as those of a CPU's plain tile, 32 columns, and it sums the depth in four parts."""
+
+
+def wide_model(folder: Path) -> Wide:
+    """Two products: the weights of the first take two slices, those of the second one. Its inputs, and what is right."""
+    nodes, random = Nodes(), np.random.default_rng(3)
+    weight = random.standard_normal((512, 4096), np.float32) / 16
+    [wide] = nodes.node("MatMul", nodes.input(random.standard_normal((19, 512), np.float32)), nodes.constant(weight))
+    nodes.node("MatMul", wide, nodes.constant(random.standard_normal((4096, 36), np.float32) / 64))
+    model = nodes.proto()
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, nodes.feeds)
+    return folder / "m.onnx", nodes.feeds, expected
+
+
+def with_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on later runs have that kernel for the second product, where its panels are as wide."""
+
+    def sooner(choices: Choices, use: Use, first: Variant) -> Variant:
+        return PARTED if use.product.depth == 4096 else first
+
+    monkeypatch.setattr(Choices, "_sooner", sooner)
+
+
+def close_to(answers: list[Any], expected: list[Any]) -> None:
+    for answer, wanted in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(answer, wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def equal(answers: list[Any], others: list[Any]) -> bool:
+    return all(np.array_equal(one, other) for one, other in zip(answers, others, strict=True))

@@ -1,0 +1,111 @@
+"""Device descriptors: shipped ones, and refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.types import TRANSFER_MODES
+from flashmem.target.descriptor import DeviceDescriptor, Rates, Tile, descriptor_names, load_descriptor
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "devices"
+
+
+def test_every_file_in_devices_ships() -> None:
+    assert set(descriptor_names()) == {file.stem for file in FOLDER.glob("*.toml")}
+    assert {"pocl", "intel-cpu"} <= set(descriptor_names())
+
+
+@pytest.mark.parametrize("name", [file.stem for file in sorted(FOLDER.glob("*.toml"))])
+def test_a_shipped_descriptor_makes_sense(name: str) -> None:
+    descriptor = load_descriptor(name)
+    assert descriptor.name == name
+    assert set(descriptor.modes) == set(descriptor.memory_paths) <= {"buffer", "texture"}
+    for modes in descriptor.modes.values():
+        assert modes, "a memory path without a transfer mode cannot run"
+        assert set(modes) <= set(TRANSFER_MODES)
+    tile = descriptor.tile
+    assert tile.columns % tile.vector == 0, "a panel is a whole number of vectors"
+    assert min(tile.rows, tile.columns, tile.vector, tile.lanes, *tile.local_size) >= 1
+    assert all(rate > 0 for name, rate in vars(descriptor.rates).items() if name not in ("contention", "conv_flops"))
+    assert all(mode in TRANSFER_MODES and share >= 0 for mode, share in descriptor.rates.contention.items())
+    assert set(descriptor.rates.contention) >= set(TRANSFER_MODES) - ({"map"} if descriptor.kind == "gpu" else set())
+    assert "contention" in descriptor.sources
+    assert set(descriptor.sources) <= {*vars(descriptor.rates), *vars(descriptor)}, "a source must be of something"
+    if {"map", "alias"} & set(descriptor.modes.get("texture", ())):
+        assert descriptor.image_pitch_alignment > 0, "a texture over a buffer needs the device's row pitch"
+
+
+PHONES = [name for name in descriptor_names() if name.startswith(("adreno", "mali"))]
+_PEAK = re.compile(r"% of ([\d.]+) ([GT])FLOP/s")
+_PART = re.compile(r"(?:up to|about) (\d+) MB/s")
+
+
+def shares(name: str) -> tuple[float, float, float]:
+    """Of a phone's descriptor: `gemm_flops` over the peak and `disk_bandwidth` over the part's rate that its sources state, and
+    the seconds of opening.
+    """
+    descriptor = load_descriptor(name)
+    peak, part = _PEAK.search(descriptor.sources["gemm_flops"]), _PART.search(descriptor.sources["disk_bandwidth"])
+    assert peak and part, name
+    flops = float(peak[1]) * {"G": 1e9, "T": 1e12}[peak[2]]
+    rates = descriptor.rates
+    return rates.gemm_flops / flops, rates.disk_bandwidth / (1e6 * float(part[1])), rates.session_seconds
+
+
+@pytest.mark.parametrize("name", PHONES)
+def test_phones_reach_the_same_shares_of_what_is_published(name: str) -> None:
+    """Those that were fitted for one of them: an older phone beside it is not predicted to be quicker."""
+    assert shares(name) == pytest.approx(shares("adreno750"), rel=0.01)
+    assert "adreno750.toml" in load_descriptor(name).sources["gemm_flops"] or name == "adreno750"
+
+
+def test_a_descriptor_survives_the_bundle() -> None:
+    descriptor = DeviceDescriptor(name="x", tile=Tile(rows=4), rates=Rates(gemm_flops=1e12), sources={"gemm_flops": "measured"})
+    assert DeviceDescriptor.from_dict(descriptor.to_dict()) == descriptor
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\nmemory_paths = ["texture"]\n[tile]\nlocal_size = [8, 4]\n[modes]\ntexture = ["dma"]\n'
+        "[rates]\ncontention = {dma = 0}\n"
+    )
+    descriptor = load_descriptor(str(file))
+    assert (descriptor.name, descriptor.tile.local_size, descriptor.modes) == ("mine", (8, 4), {"texture": ("dma",)})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = 'x'\nimage_max_widht = 4", "unknown key 'image_max_widht'"),
+        ("name = 'x'\n[tile]\nrow = 4", "unknown key 'row' for Tile"),
+        ("kind = 'cpu'", "'name' is missing"),
+        ("name = 'x'", r"the contention of transfer mode 'alias' is missing; add it under \[rates.contention\], or measure"),
+        ("name = 'x'\n[modes]\nbuffer = ['map', 'dma']\n[rates]\ncontention = {map = 0.1}", "transfer mode 'dma' is missing"),
+        ("name = ", "not valid TOML"),
+    ],
+)
+def test_a_file_that_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_descriptor(str(file))
+    assert "wrong.toml" in str(caught.value)
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(MissingFileError, match=r"no device descriptor 'adreno9000'.*pocl"):
+        load_descriptor("adreno9000")
+
+
+def test_another_memory_path_comes_first() -> None:
+    descriptor = DeviceDescriptor(name="x", memory_paths=("buffer", "texture"))
+    assert descriptor.on_path("texture").memory_paths == ("texture", "buffer")
+    assert descriptor.on_path("buffer") == descriptor
+    with pytest.raises(UserError, match="has no memory path 'texture'; it has buffer"):
+        DeviceDescriptor(name="x", memory_paths=("buffer",)).on_path("texture")

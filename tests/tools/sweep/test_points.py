@@ -1,0 +1,108 @@
+"""Points of a sweep are planned as `compile` plans them: from a graph without its weights, with layers split."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import flashmem
+from flashmem.compile import read_graph
+from flashmem.compiler.ir.graph import Graph, Placeholder
+from flashmem.compiler.ir.portable import PortableGraph, portable
+from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES
+from flashmem.compiler.lowering.program import generate
+from flashmem.compiler.options import Options
+from flashmem.compiler.passes.decompose import decompose
+from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.planning.limits import Limits
+from flashmem.runtime.opencl.context import list_devices
+from flashmem.target.descriptor import load_descriptor
+from flashmem.tools.sweep.grid import Point
+from flashmem.tools.sweep.points import Subject, measured, simulated
+from flashmem.tools.sweep.subjects import subject_of
+from flashmem.tools.zoo.graphs import zoo_graph
+from tests.support.paths import DATA
+
+MODELS = sorted(DATA.glob("*-tiny.onnx"))
+
+
+def graph_of(model: Path) -> Graph:
+    return read_graph(model, Options(load_descriptor("generic-cpu"), "map", Limits()))
+
+
+def sent(graph: Graph) -> Graph:
+    """What a worker makes of `graph`."""
+    read: PortableGraph = pickle.loads(pickle.dumps(portable(graph, RESIDENT_CONSTANT_BYTES)))
+    return read.graph()
+
+
+@pytest.mark.parametrize("device", ["generic-cpu", "generic-gpu"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.stem)
+def test_a_worker_generates_the_same_program(model: Path, device: str) -> None:
+    graph, descriptor = graph_of(model), load_descriptor(device)
+    arrived = sent(graph)
+    assert generate(arrived, fuse(arrived), descriptor).program == generate(graph, fuse(graph), descriptor).program
+
+
+def test_a_deep_graph_travels_without_its_weights() -> None:
+    graph = assign_layouts(decompose(zoo_graph("gptneo-1.3b")))
+    flat = pickle.dumps(portable(graph, RESIDENT_CONSTANT_BYTES))
+    assert len(flat) < 8 << 20 and len(graph.nodes) > 500
+    descriptor = load_descriptor("generic-cpu")
+    arrived: Graph = pickle.loads(flat).graph()
+    assert generate(arrived, fuse(arrived), descriptor).program == generate(graph, fuse(graph), descriptor).program
+    weights = [value.constant for value in arrived.constants() if 4 * value.size > RESIDENT_CONSTANT_BYTES]
+    assert weights and all(isinstance(weight, Placeholder) for weight in weights)
+
+
+@pytest.fixture
+def slow_copies(tmp_path: Path) -> str:
+    """A device whose copies are so slow that a matmul of the tiny model hides none of its neighbour's chunks."""
+    path = tmp_path / "slow-copies.toml"
+    path.write_text(
+        'name = "slow-copies"\n[rates]\ncopy_bandwidth = 4e8\nlaunch_seconds = 10e-6\ndisk_bandwidth = 4e8\n'
+        "contention = {map = 0, alias = 0, dma = 0, interleave = 0}\n"
+    )
+    return str(path)
+
+
+def point(device: str, mu: float) -> Point:
+    return Point(
+        model=str(DATA / "gptneo-tiny.onnx"), shape="", device=device, precision="fp32", m_peak_bytes=256 << 10,
+        budget_bytes=None, lambda_=0.9, mu=mu, chunk_bytes=4 << 10, objective_asked="paper", mode="map", disk="cached",
+        source="simulated",
+    )  # fmt: skip
+
+
+def test_mu_splits_layers_of_a_simulated_point_as_compile_does(slow_copies: str, tmp_path: Path) -> None:
+    subject = subject_of(point(slow_copies, 0.1))
+    rows = {mu: simulated(subject, point(slow_copies, mu)) for mu in (0.0, 0.1)}
+    # At mu 0 layers are split until every weight finds room; what is left to gain after that is loading distance.
+    assert rows[0.0]["preload_ratio"] == rows[0.1]["preload_ratio"] == 0
+    further, enough = rows[0.1]["objective"], rows[0.0]["objective"]
+    assert isinstance(further, float) and isinstance(enough, float) and further < 0.8 * enough
+    launches = {}
+    for mu, row in rows.items():
+        bundle = flashmem.compile(
+            point(slow_copies, mu).model, tmp_path / f"{mu}.flashmem", device=slow_copies, m_peak=256 << 10, chunk=4 << 10,
+            mu=mu, mode="map", objective="paper",
+        )  # fmt: skip
+        assert row["objective"] == bundle.plan.objective
+        launches[mu] = len(bundle.program.launches)
+    assert launches[0.0] < launches[0.1]
+
+
+def test_a_measured_point_runs_the_layers_it_was_planned_with(slow_copies: str, tmp_path: Path) -> None:
+    """Its bundle has the layers whole, so one with them split is made for the point, and does not outlive it."""
+    model, device = Path(point(slow_copies, 0.1).model), list_devices()[0].descriptor_name
+    whole = flashmem.compile(model, tmp_path / "bundles" / "whole.flashmem", device=slow_copies, unfusion=False)
+    subject = Subject(whole.descriptor, "dma", graph_of(model), whole.program, whole.path)
+    asked = replace(point(device, 0.1), mode="dma", source="measured")
+    ran, predicted = measured(subject, asked, 1), simulated(subject, asked)
+    assert ran["objective"] == predicted["objective"] != simulated(subject, replace(asked, mu=0.0))["objective"]
+    assert ran["peak_bytes"] == predicted["peak_bytes"]
+    assert [path.name for path in whole.path.parent.iterdir()] == ["whole.flashmem"]
