@@ -22,7 +22,7 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.bundle.kernel_bounds import check_reach
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Value
-from flashmem.compiler.lowering.context import Emitter
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.memory import buffers as places
 from flashmem.compiler.memory.aliases import unreshaped
@@ -157,23 +157,23 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
     layers = fuse(graph)
     begins: list[tuple[Layer, int]] = []
     names: dict[Value, str] = {}
-    tensor = Emitter.tensor
+    tensor = LoweringContext.tensor
 
-    def recorded(emitter: Emitter, value: Value) -> Any:
-        arg = tensor(emitter, value)
+    def recorded(context: LoweringContext, value: Value) -> Any:
+        arg = tensor(context, value)
         names[value] = str(arg.value)
         return arg
 
-    def begun(emitter: Emitter, layer: Layer) -> None:
-        begins.append((layer, len(emitter.launches)))
-        emit(emitter, layer)
+    def begun(context: LoweringContext, layer: Layer) -> None:
+        begins.append((layer, len(context.launches)))
+        lower(context, layer)
 
     from flashmem.compiler.lowering import program as module
 
-    emit = module.emit
+    lower = module.lower
     with monkeypatch.context() as patched:
-        patched.setattr(Emitter, "tensor", recorded)
-        patched.setattr(module, "emit", begun)
+        patched.setattr(LoweringContext, "tensor", recorded)
+        patched.setattr(module, "lower", begun)
         made = generate(graph, layers, load_descriptor("pocl"), precision=precision)
     _play(graph, made.program, begins, names)
     return made

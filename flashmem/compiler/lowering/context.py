@@ -1,4 +1,4 @@
-"""What the emitters of all operator families write to: tensors, constants, weight slices, launches."""
+"""The state of a lowering: the tensors, constants, weight slices and launches of one program as they are added."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Held:
 
 
 @dataclass
-class Emitter:
+class LoweringContext:
     """Collects a program. Values become tensors by where they lie: those of one place and size share one.
 
     `half`: float weights are packed in half. `earlier`: what programs for other shapes have placed in the file. `cuts`: slices
@@ -304,7 +304,7 @@ class Emitter:
             overwritten=self.places.overwritten.get(layer.main),
         )
 
-    def tail_context(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
+    def tail_values(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
         """Template variables of an expression: its function, its parameters, the call that finishes `seed`, and the operand
         that the kernel writes over, or "".
         """

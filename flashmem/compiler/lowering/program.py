@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
-from flashmem.compiler.lowering.context import Cuts, Emitter
+from flashmem.compiler.lowering.context import Cuts, LoweringContext
 from flashmem.compiler.lowering.host_embedding import host_indices, place_rows
 from flashmem.compiler.lowering.outputs import read_early
-from flashmem.compiler.lowering.registry import emit
+from flashmem.compiler.lowering.registry import lower
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.memory.arena import Use, place_blocks, shapes
@@ -116,28 +116,28 @@ def generate(
     early = [*(port.value for port in graph.inputs), *gathered]
     places = find_places(launched, early, [port.value for port in results if port.value.size], ranges, storage)
     weights = PackingList(descriptor.page_bytes, earlier.size)
-    emitter = Emitter(
+    context = LoweringContext(
         descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights, earlier
     )
-    emitter.cuts = cuts or {}
+    context.cuts = cuts or {}
     for value in gathered:
-        emitter.tensor(value)
+        context.tensor(value)
     for layer in launched:
-        emit(emitter, layer)
+        lower(context, layer)
     gathers = [
-        place_rows(emitter, node, indices, str(emitter.tensor(value).value)) for value, (node, indices) in gathered.items()
+        place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]
     # An input that no kernel reads (it only picks rows, or nothing) has no tensor.
-    inputs = [Port(port.name, port.value.shape, port.dtype, emitter.known(port.value)) for port in graph.inputs]
+    inputs = [Port(port.name, port.value.shape, port.dtype, context.known(port.value)) for port in graph.inputs]
     outputs = [
-        Port(port.name, port.value.shape, port.dtype, str(emitter.tensor(port.value).value) if port.value.size else None)
+        Port(port.name, port.value.shape, port.dtype, str(context.tensor(port.value).value) if port.value.size else None)
         for port in results
     ]
     hands_over = descriptor.uses_host_memory
-    touched = first_and_last(emitter.launches, "tensor")
-    outputs = outputs if hands_over else read_early(emitter.tensors, touched, outputs, gathers)
-    tensors, arena_bytes, live_bytes = _arena(emitter, touched, inputs, outputs, gathers)
-    constants = np.frombuffer(bytes(emitter.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
+    touched = first_and_last(context.launches, "tensor")
+    outputs = outputs if hands_over else read_early(context.tensors, touched, outputs, gathers)
+    tensors, arena_bytes, live_bytes = _arena(context, touched, inputs, outputs, gathers)
+    constants = np.frombuffer(bytes(context.constants) or bytes(TENSOR_ALIGNMENT), np.uint8)
     constants_offset, end = _constants_place(weights, constants.nbytes)
     program = Program(
         memory_path=path,
@@ -145,8 +145,8 @@ def generate(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         tensors=tensors,
-        slices=tuple(emitter.slices),
-        launches=tuple(emitter.launches),
+        slices=tuple(context.slices),
+        launches=tuple(context.launches),
         row_gathers=tuple(gathers),
         arena_bytes=arena_bytes,
         live_bytes=live_bytes,
@@ -155,12 +155,12 @@ def generate(
         constants_offset=constants_offset,
         constants_bytes=constants.nbytes,
         weights_bytes=end,
-        status=None if emitter.status_value is None else str(emitter.status().value),
+        status=None if context.status_value is None else str(context.status().value),
     )
     channels = {part.channel for part in program.slices if part.is_image}
-    source = emitter.kernels.source(lane_kind(program), channels)
-    made = {key: tuple(part for _, part in parts) for key, parts in emitter.packed.items()}
-    return Generated(program, source, weights, constants, emitter.placements, made)
+    source = context.kernels.source(lane_kind(program), channels)
+    made = {key: tuple(part for _, part in parts) for key, parts in context.packed.items()}
+    return Generated(program, source, weights, constants, context.placements, made)
 
 
 def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]]:
@@ -181,7 +181,7 @@ def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]
 
 
 def _arena(
-    emitter: Emitter,
+    context: LoweringContext,
     touched: Mapping[str, tuple[int, int]],
     inputs: Sequence[Port],
     outputs: Sequence[Port],
@@ -192,9 +192,9 @@ def _arena(
     A tensor is needed from the layer that writes it first to the last that reads it: `touched`, but for what is there before
     the first layer, or after the last one.
     """
-    last = len(emitter.launches) + 1
+    last = len(context.launches) + 1
     lifetimes = dict(touched)
-    status = None if emitter.status_value is None else str(emitter.status().value)  # holds from before the run to after it
+    status = None if context.status_value is None else str(context.status().value)  # holds from before the run to after it
     early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
     for name in early:
         if name is not None:
@@ -203,7 +203,7 @@ def _arena(
         if name is not None:
             end = last if end is None else end
             lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # its parts are tensors if no launch has it
-    held = {name: emitter.tensors[name] for name in lifetimes}
+    held = {name: context.tensors[name] for name in lifetimes}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():
         blocks.setdefault(tensor.place.root, name)

@@ -53,7 +53,7 @@ class Lane:
         return lane_places(self.kind)
 
 
-class _Context:
+class _TemplateValues:
     """What a template is given. Equal ones, whose values have the same types too, give equal text."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class _Context:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Context) and self._key == other._key
+        return isinstance(other, _TemplateValues) and self._key == other._key
 
 
 def _typed(value: Any) -> tuple[object, ...]:
@@ -77,8 +77,8 @@ def _typed(value: Any) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1024)  # equal layers have equal kernels, and a model is generated several times before its plan is final
-def _rendered(template: str, lane: Lane | None, context: _Context) -> str:
-    text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **context.values)
+def _rendered(template: str, lane: Lane | None, given: _TemplateValues) -> str:
+    text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **given.values)
     if lane:
         module: Any = _environment().get_template("lane.cl.j2").module
         text = module.definitions(lane) + text
@@ -90,16 +90,16 @@ class KernelLibrary:
 
     def __init__(self) -> None:
         self._plain: dict[str, str] = {}
-        self._given: dict[str, tuple[str, _Context]] = {}
+        self._given: dict[str, tuple[str, _TemplateValues]] = {}
 
     def kernel(self, template: str, **values: Any) -> str:
         """The name of the kernel that `template` gives for `values`."""
-        context = _Context(values)
-        plain = _rendered(template, None, context)
+        given = _TemplateValues(values)
+        plain = _rendered(template, None, given)
         name = f"{template}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
-            self._given[name] = (template, context)
+            self._given[name] = (template, given)
         return name
 
     def source(self, lane: LaneKind, channels: Collection[Channel]) -> Source:
@@ -107,12 +107,12 @@ class KernelLibrary:
         textures of `channels` data are moved by kernels that do nothing else, too.
         """
         laned = {
-            name: _rendered(template, Lane(lane, _units(context.values)), context).replace(_PLACEHOLDER, name)
-            for name, (template, context) in self._given.items()
+            name: _rendered(template, Lane(lane, _units(given.values)), given).replace(_PLACEHOLDER, name)
+            for name, (template, given) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            text = _rendered("lane_copy", Lane(kind, _COPY_UNITS), _Context({}))
+            text = _rendered("lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}))
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
@@ -121,9 +121,9 @@ class KernelLibrary:
         )
 
 
-def _units(context: dict[str, Any]) -> int:
+def _units(given: dict[str, Any]) -> int:
     """Units of its stream lane that a work-item of such a kernel carries."""
-    return _STAGED_UNITS if "t" in context and context["t"].stage else _LANE_UNITS
+    return _STAGED_UNITS if "t" in given and given["t"].stage else _LANE_UNITS
 
 
 def _prelude(text: str) -> str:
