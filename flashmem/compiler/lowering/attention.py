@@ -6,7 +6,7 @@ from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import affine, place
 from flashmem.compiler.ir.views import Dimension
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.passes.fusion import Layer
@@ -31,7 +31,7 @@ def lower_attention(context: LoweringContext, layer: Layer) -> None:
     variant = context.choices.variant(product, [node.op for node in nodes])
     form = form_of(variant, rows, query.channels, value.channels, wide)
     down = form.form == "rows" and form.vector > 1
-    tail = Expression(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
+    tail = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
     strides: list[int] = []
     tensors = (node.input(0), node.input(1), node.input(2), layer.output)
     places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(context.stored, tensors), strict=True)

@@ -14,7 +14,7 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, StoredType
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.memory.buffers import Place, Places
@@ -291,10 +291,10 @@ class LoweringContext:
         """The widest vector that a row of `columns` fills at least once."""
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
-    def tail(self, layer: Layer, vector: int) -> Expression:
+    def tail(self, layer: Layer, vector: int) -> PointwiseBody:
         """The elementwise end of `layer`, seeded by its main operator's output."""
         seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
-        return Expression(
+        return PointwiseBody(
             tuple(layer.tail),
             seed,
             seed.shape,
@@ -304,19 +304,19 @@ class LoweringContext:
             overwritten=self.places.overwritten.get(layer.main),
         )
 
-    def tail_values(self, expression: Expression, seed: str = "v") -> dict[str, Any]:
-        """Template variables of an expression: its function, its parameters, the call that finishes `seed`, and the operand
+    def tail_values(self, body: PointwiseBody, seed: str = "v") -> dict[str, Any]:
+        """Template variables of a pointwise body: its function, its parameters, the call that finishes `seed`, and the operand
         that the kernel writes over, or "".
         """
-        names = ([seed] if expression.seed is not None else []) + [*expression.places(), *expression.names()]
-        parameters = "".join(f", {parameter}" for parameter in expression.parameters())
-        overwritten = [i for i, operand in enumerate(expression.operands) if operand.value is expression.overwritten]
+        names = ([seed] if body.seed is not None else []) + [*body.places(), *body.names()]
+        parameters = "".join(f", {parameter}" for parameter in body.parameters())
+        overwritten = [i for i, operand in enumerate(body.operands) if operand.value is body.overwritten]
         over = f"e{overwritten[0]}" if overwritten else ""
-        if not expression.nodes:
+        if not body.nodes:
             return {"tail": "", "operands": "", "finish": "", "over": over}
         return {
             "over": over,
-            "tail": expression.function("KERNEL_NAME_tail"),
+            "tail": body.function("KERNEL_NAME_tail"),
             "operands": parameters,
             "finish": f"KERNEL_NAME_tail({', '.join(names)})",
         }
@@ -326,10 +326,10 @@ class LoweringContext:
         kinds = Vector(vector)
         return {"vector": vector, "vec": kinds.named("float"), "ivec": kinds.named("int")}
 
-    def operand_args(self, expression: Expression) -> list[Arg]:
-        """The arguments of an expression's operands and of its numbers, in order."""
-        operands = [self.operand(operand.value) for operand in expression.operands]
-        return operands + [Arg("int", number) for number in expression.numbers]
+    def operand_args(self, body: PointwiseBody) -> list[Arg]:
+        """The arguments of a pointwise body's operands and of its numbers, in order."""
+        operands = [self.operand(operand.value) for operand in body.operands]
+        return operands + [Arg("int", number) for number in body.numbers]
 
 
 def nbytes_of(value: Value) -> int:

@@ -15,7 +15,7 @@ from flashmem.compiler.ir.broadcast import broadcast_strides
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
-from flashmem.compiler.lowering.quantisation import Kept, read_both, read_weights
+from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import Tile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
@@ -69,15 +69,15 @@ def choice(context: LoweringContext, layer: Layer, product: Product, *, packed: 
     return context.variants[key]
 
 
-def _with(tile: Tile, kept: Kept) -> Tile:
+def _with(tile: Tile, binding: WeightBinding) -> Tile:
     """`tile` with the zero points and scales of its operands."""
     return replace(
         tile,
-        zero=kept.zero,
-        scale=kept.scale,
-        weight_zero=kept.weight_zero,
-        weight_scale=kept.weight_scale,
-        block_depth=kept.block,
+        zero=binding.zero,
+        scale=binding.scale,
+        weight_zero=binding.weight_zero,
+        weight_scale=binding.weight_scale,
+        block_depth=binding.block,
     )
 
 
@@ -136,20 +136,22 @@ def lower_packed(
     """
     node = layer.main
     depth, columns = weight_matrix(node)
-    kept = read_weights(context, node)
+    binding = read_weights(context, node)
     product = Product(
-        template, context.memory_path, rows, depth, columns // groups, groups, kept.storage,
+        template, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
-    only_plain = kept.codes is None or kept.zero is not None or kept.scale is not None or not stageable
-    tile = _with(_tile(context, layer, product, run, packed=kept.codes is not None, plain=only_plain, winograd=winograd), kept)
+    only_plain = binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable
+    tile = _with(
+        _tile(context, layer, product, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
+    )
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
-    step = max(n for n in range(1, DEPTH_BLOCK + 1) if kept.block % n == 0) if kept.block else DEPTH_BLOCK
+    step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     packing = Packing(
-        depth, columns // groups, groups, tile.panel, kept.storage, context.memory_path,
+        depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
         _fold_unit(template, tile, run, step), context.descriptor,
     )  # fmt: skip
-    if kept.codes is None:
+    if binding.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
     else:
         parts = context.parts(node, packing, tile.launched(rows, 1)[0])
@@ -174,21 +176,21 @@ def lower_packed(
     )
     x, y = context.operand(node.input(0)), context.tensor(layer.output)
     zeros = [context.zeros(dims[3])] if template != "matmul" else []
-    if kept.codes is None:
+    if binding.codes is None:
         sliced = [_packed_at_run_time(context, layer, groups, tile.panel)]
     else:
-        sliced = [Arg("slice", name) for name in placed(context, node, packing, parts, kept.codes)]
-    blocks = replace(packing, depth=-(-depth // (kept.block or depth)), path="buffer")
+        sliced = [Arg("slice", name) for name in placed(context, node, packing, parts, binding.codes)]
+    blocks = replace(packing, depth=-(-depth // (binding.block or depth)), path="buffer")
     scaling = [
         placed(context, node, each, [each.plain(part.first_panel, part.panels) for part in parts], by_block.array)
-        for by_block in kept.by_block
+        for by_block in binding.by_block
         for each in (replace(blocks, storage=by_block.storage),)
     ]
     operands = [*sampled, *context.operand_args(tail)]
     for i, (packed, part) in enumerate(zip(sliced, parts, strict=True)):
         folds = [part.height, part.panels * packing.panel_texels] if tile.texture else []
         places = [layer.places] if layer.moved is not None else []
-        scales = [*kept.args, *(Arg("slice", names[i]) for names in scaling)]
+        scales = [*binding.args, *(Arg("slice", names[i]) for names in scaling)]
         context.launch(
             layer,
             kernel,
@@ -266,19 +268,19 @@ def lower_depthwise(context: LoweringContext, layer: Layer) -> None:
     out_height, out_width = y.shape[1:3]
     rows = batch * out_height * out_width
     vector = context.vector_for(columns)
-    kept = read_weights(context, node, blocks=False)
+    binding = read_weights(context, node, blocks=False)
     stored, accumulator = context.stored(layer.output), REGISTER[y.dtype]
-    storage = "float32" if kept.storage == "float16" else kept.storage.replace("int4", "int8")
+    storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
     plain = Tile(
         "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=context.stored(x),
         stored=stored,
     )  # fmt: skip
-    tile = _with(plain, replace(kept, block=0))
+    tile = _with(plain, replace(binding, block=0))
     tail = context.tail(layer, vector)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel("depthwise", t=tile, attributes=context.attributes(local), **context.tail_values(tail))
-    read, dtype = kept.codes, np.dtype(storage)
+    read, dtype = binding.codes, np.dtype(storage)
     if read is None:
         packed = _packed_at_run_time(context, layer, 1, columns)
     else:
@@ -290,7 +292,7 @@ def lower_depthwise(context: LoweringContext, layer: Layer) -> None:
         rows, height, width, columns, out_height, out_width, *weight.shape[2:], *node.attributes["strides"],
         *node.attributes["dilations"], *node.attributes["pads"][:2],
     ]  # fmt: skip
-    args = [context.operand(x), packed, context.tensor(layer.output), zeros, *kept.args, *context.operand_args(tail), *dims]
+    args = [context.operand(x), packed, context.tensor(layer.output), zeros, *binding.args, *context.operand_args(tail), *dims]
     shape = KernelShape(rows=rows, columns=columns, depth=weight.size // columns, run=columns, vector=vector)
     context.launch(layer, kernel, args, items, local, shape, macs=rows * weight.size)
 
@@ -301,10 +303,13 @@ def _lower_dynamic(context: LoweringContext, layer: Layer) -> None:
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
-    right, kept = read_both(context, layer.main)
-    product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches, kept.storage)
-    floats = kept.storage in ("float32", "float16") and kept.zero is kept.scale is kept.weight_zero is kept.weight_scale is None
-    tile = _with(_tile(context, layer, product, depth, packed=False, plain=not floats), kept)
+    right, binding = read_both(context, layer.main)
+    product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches, binding.storage)
+    floats = (
+        binding.storage in ("float32", "float16")
+        and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
+    )
+    tile = _with(_tile(context, layer, product, depth, packed=False, plain=not floats), binding)
     tail = context.tail(layer, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = context.kernels.kernel(
@@ -315,7 +320,7 @@ def _lower_dynamic(context: LoweringContext, layer: Layer) -> None:
         transposed=transposed,
         **context.tail_values(tail),
     )
-    args = [context.operand(a), right, context.tensor(layer.output), *kept.args, *context.operand_args(tail)]
+    args = [context.operand(a), right, context.tensor(layer.output), *binding.args, *context.operand_args(tail)]
     context.launch(
         layer,
         kernel,

@@ -1,17 +1,17 @@
-"""Elementwise layers: the whole layer is one expression."""
+"""Elementwise groups: the whole group is one pointwise body."""
 
 from __future__ import annotations
 
 from flashmem.compiler.ir.broadcast import best_split, matrix_of
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
 def lower_elementwise(context: LoweringContext, layer: Layer) -> None:
-    """One launch for the layer's whole expression."""
+    """One launch of the whole pointwise body."""
     domain = layer.output.shape or (1,)
     inside = {node.outputs[0] for node in layer.nodes}
     values = [v for node in layer.nodes for v in node.inputs if v is not None and v not in inside]
@@ -19,7 +19,7 @@ def lower_elementwise(context: LoweringContext, layer: Layer) -> None:
     rows, columns = matrix_of(domain, split)
     vector = context.vector_for(columns)
     overwritten = context.places.overwritten.get(layer.main)
-    expression = Expression(layer.nodes, None, domain, split, vector, context.storage, overwritten=overwritten)
+    body = PointwiseBody(layer.nodes, None, domain, split, vector, context.storage, overwritten=overwritten)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
@@ -28,9 +28,9 @@ def lower_elementwise(context: LoweringContext, layer: Layer) -> None:
         stored=context.stored(layer.output),
         vector=vector,
         vec=Vector(vector).named(STORED[layer.output.dtype]),
-        **context.tail_values(expression),
+        **context.tail_values(body),
     )
-    args: list[Arg | int] = [context.tensor(layer.output), *context.operand_args(expression), rows, columns]
+    args: list[Arg | int] = [context.tensor(layer.output), *context.operand_args(body), rows, columns]
     shape = KernelShape(rows=rows, columns=columns, run=columns, vector=vector)
     nbytes = context.nbytes(layer.output) + sum(map(context.nbytes, values))
     context.launch(layer, kernel, args, items, local, shape, nbytes=nbytes)

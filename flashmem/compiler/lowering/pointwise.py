@@ -1,4 +1,4 @@
-"""Elementwise pieces of a layer as one OpenCL function.
+"""Pointwise bodies: the elementwise operators of a layer as one OpenCL function.
 
 A kernel computes its outputs in vectors of `vector` elements at places (row, col) of its output seen as a matrix. The function
 made here takes such a vector through the layer's tail: it loads what else the tail reads, at the places that broadcasting
@@ -29,7 +29,7 @@ rows divides for each of its elements."""
 
 
 @dataclass(frozen=True)
-class Expression:
+class PointwiseBody:
     """The nodes of a layer that run elementwise, as a function of (seed, row, col).
 
     `seed` is the value that arrives in registers (None if everything is loaded). `storage` says what each value is stored in.
@@ -48,7 +48,7 @@ class Expression:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Tensors the expression reads, in order of first use, each with its place. Fusion took in none without."""
+        """Tensors the body reads, in order of first use, each with its place. Fusion took in none without."""
         return self._placed[0]
 
     @property

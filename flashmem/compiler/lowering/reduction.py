@@ -8,7 +8,7 @@ from typing import Any
 from flashmem.base.types import DType
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.pointwise import Expression
+from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
@@ -76,7 +76,7 @@ def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
     }
 
 
-def _over(context: LoweringContext, layer: Layer, tail: Expression) -> dict[str, Any]:
+def _over(context: LoweringContext, layer: Layer, tail: PointwiseBody) -> dict[str, Any]:
     """The values of the tail; what is written over may be the input itself, `a`."""
     values = context.tail_values(tail)
     return {**values, "over": "a"} if context.places.overwritten.get(layer.main) is layer.main.input(0) else values

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from flashmem.base.types import DType
-from flashmem.compiler.lowering.quantisation import Scaling
+from flashmem.compiler.lowering.quantisation import QuantisationParameters
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.compiler.selection.configs import panel
 from flashmem.program.launches import KernelShape
@@ -31,10 +31,10 @@ class Tile(Variant):
     scalar: str = "float"
     activation: str = "float"
     stored: str = "float"
-    zero: Scaling | None = None
-    scale: Scaling | None = None
-    weight_zero: Scaling | None = None
-    weight_scale: Scaling | None = None
+    zero: QuantisationParameters | None = None
+    scale: QuantisationParameters | None = None
+    weight_zero: QuantisationParameters | None = None
+    weight_scale: QuantisationParameters | None = None
     block_depth: int = 0
     aligned: bool = False
     aligned_columns: bool = False
