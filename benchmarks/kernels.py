@@ -4,7 +4,7 @@
 
 On an NVIDIA GPU: cuBLAS, cuDNN and scaled_dot_product_attention of PyTorch, float32 without TF32, by CUDA events. On a CPU:
 OpenBLAS through numpy for products, ONNX Runtime's operator alone for convolutions and attention. Ours by OpenCL's profiling
-events, on every memory path of the device, with the variants and the table that its descriptor has. Medians; ratios are the
+events, on every memory path of the device, with the configs and the table that its descriptor has. Medians; ratios are the
 peer's time over ours. Everything is resident; changes of layout around a convolution are not counted.
 
 Each shape is written to `--json` as soon as it is measured, and `--seconds` is when no further one is begun.
@@ -81,7 +81,7 @@ class Bench:
             "driver": f"{self.device.platform} {self.device.driver_version}",
             "descriptor": self.descriptor.name,
             "tuned": self.descriptor.tuned,
-            "variants": [variant.name for variant in self.descriptor.variants],
+            "configs": [config.name for config in self.descriptor.configs],
             "peer": self.peer.about if self.peer else None,
             "paths": list(self.paths),
             "memory_bandwidth": rates.memory_bandwidth,

@@ -273,7 +273,7 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     maker, _ = FAMILIES[family]
     draw = Draw(ordinal, seed + list(FAMILIES).index(family))
     tile_unit, half_unit, choice = draw.unit(), draw.unit(), draw.unit()
-    listed = descriptor.variants_of(family)
+    listed = descriptor.configs_of(family)
     if len(listed) > 1 and tile_unit < 0.25:
         descriptor = replace(descriptor, only=listed[int(choice * len(listed))].name)
     elif family in ("matmul", "conv", "matmul_dynamic") and tile_unit < 0.35:

@@ -40,7 +40,7 @@ class Matmul:
         return self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
 
     def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for."""
+        """What the compiler chooses a config for."""
         return Product("matmul", path, self.rows, self.depth, self.columns, storage=storage)
 
     def graph(self) -> Graph:
@@ -90,7 +90,7 @@ class Convolution:
         return image + math.prod(self.kernel) * self.channels * self.columns + math.prod(self.out) * self.columns
 
     def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: a 1x1 convolution is a plain product."""
+        """What the compiler chooses a config for: a 1x1 convolution is a plain product."""
         taps, stride = math.prod(self.kernel), max(self.stride)
         family = "matmul" if taps == stride == 1 else "conv"
         depth = taps * self.channels
@@ -128,7 +128,7 @@ class Batched:
         return self.batches * (self.rows * self.depth + self.depth * self.columns + self.rows * self.columns)
 
     def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        """What the compiler chooses a config for: activations are in buffers on either path."""
         return Product("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
 
     def graph(self) -> Graph:
@@ -161,7 +161,7 @@ class Attention:
         return 2 * self.heads * self.width * (self.rows + (self.keys or self.rows))
 
     def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        """What the compiler chooses a config for: activations are in buffers on either path."""
         return Product("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
 
     def graph(self) -> Graph:
@@ -197,7 +197,7 @@ class Rows:
         return 2 * self.rows * self.columns
 
     def product(self, path: MemoryPath, storage: str = "float32") -> Product:
-        """What the compiler chooses a variant for: activations are in buffers on either path."""
+        """What the compiler chooses a config for: activations are in buffers on either path."""
         return Product("reduce_rows", "buffer", self.rows, self.columns, 1, storage=storage)
 
     def graph(self) -> Graph:

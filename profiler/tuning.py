@@ -1,6 +1,6 @@
-"""`flashmem tune`: measure a device's variants of contractions, and write the table that the compiler chooses by.
+"""`flashmem tune`: measure a device's configs of contractions, and write the table that the compiler chooses by.
 
-Products are measured in the order in which they are worth most, all variants of one before the next, and kept as they come: a
+Products are measured in the order in which they are worth most, all configs of one before the next, and kept as they come: a
 call that was stopped, or whose time was short, leaves a table that is good for what is in it, and the next one goes on.
 """
 
@@ -26,7 +26,7 @@ from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Product
 from flashmem.runtime.opencl.context import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import device_here
-from flashmem.target.descriptor import DeviceDescriptor, Variant, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
 
 from .descriptor import name_table
 from .shapes import Attention, Batched, Convolution, Matmul, Rows, Shape
@@ -37,9 +37,9 @@ Storage = Literal["float32", "float16"]
 
 _AHEAD = 12  # products whose kernels are built while others are measured, where that disturbs nothing
 _LONGEST = 0.1  # of the time, for one product, by what is known of the device
-_LAUNCHES = 6  # of each variant, at least
-_SLOW = 3.0  # times the best variant: not repeated
-_SECONDS = 0.025  # of device time for each variant
+_LAUNCHES = 6  # of each config, at least
+_SLOW = 3.0  # times the best config: not repeated
+_SECONDS = 0.025  # of device time for each config
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def cases(paths: Sequence[MemoryPath]) -> list[Case]:
 
 @dataclass
 class _Work:
-    """One case with the variants that are missing, and their kernels under way. `refused`: why a variant cannot run."""
+    """One case with the configs that are missing, and their kernels under way. `refused`: why a config cannot run."""
 
     case: Case
     product: Product
-    variants: list[Variant]
-    refused: dict[str, str] = field(default_factory=dict)  # by the variant's name
+    configs: list[KernelConfig]
+    refused: dict[str, str] = field(default_factory=dict)  # by the config's name
     made: dict[str, Generated] = field(default_factory=dict)
     building: dict[str, Future[Program]] = field(default_factory=dict)
 
@@ -139,7 +139,7 @@ def tune(request: Request, progress: Progress, every: Iterable[Case] | None = No
 
     Raises:
         NoDeviceError: no such device.
-        UserError: a table of another device is in the way, or there is nothing to choose: the device lists no variants.
+        UserError: a table of another device is in the way, or there is nothing to choose: the device lists no configs.
         RunError: the device is lost; what was measured is in the table.
     """
     begun = perf_counter()
@@ -156,7 +156,7 @@ def tune(request: Request, progress: Progress, every: Iterable[Case] | None = No
     ]
     if not wanted:
         families = " or ".join(request.families) or "anything"
-        raise UserError(f"device {name} lists no variants of {families}, so there is nothing to choose; add [[variants]]")
+        raise UserError(f"device {name} lists no configs of {families}, so there is nothing to choose; add [[configs]]")
     tuner = _Tuner(device, descriptor, table, begun, 60 * request.minutes)
     try:
         measured = tuner.run(wanted, progress)
@@ -199,10 +199,10 @@ class _Growing:
         if not resume:
             self._mark.unlink(missing_ok=True)
 
-    def missing(self, product: Product, descriptor: DeviceDescriptor) -> list[Variant]:
-        """The variants not measured on `product`."""
+    def missing(self, product: Product, descriptor: DeviceDescriptor) -> list[KernelConfig]:
+        """The configs not measured on `product`."""
         known = self.table.products.get(product.kind, {}).get(product, {})
-        return [variant for variant in candidates(descriptor, product) if variant.code not in known]
+        return [config for config in candidates(descriptor, product) if config.code not in known]
 
     def add(self, timings: Sequence[Timing]) -> None:
         """All that was missing of one product."""
@@ -210,16 +210,16 @@ class _Growing:
         with written_whole(self.path) as file:
             file.write(self.table.text().encode())
 
-    def under_way(self, product: Product, variant: Variant) -> str:
+    def under_way(self, product: Product, config: KernelConfig) -> str:
         """Note what is about to run, and return it."""
-        text = f"{product} {variant.code}"
+        text = f"{product} {config.code}"
         self._mark.write_text(text, encoding="utf-8")
         return text
 
-    def crashed(self, product: Product, variant: Variant) -> bool:
+    def crashed(self, product: Product, config: KernelConfig) -> bool:
         """Whether an earlier process ended in the midst of this."""
         try:
-            return self._mark.read_text(encoding="utf-8") == f"{product} {variant.code}"
+            return self._mark.read_text(encoding="utf-8") == f"{product} {config.code}"
         except OSError:
             return False
 
@@ -274,71 +274,71 @@ class _Tuner:
             rate = self._rates.get(product.kind, inf)
             longest = _LAUNCHES * len(missing) * case.shape.flops / rate
             if missing and longest <= _LONGEST * self._budget:
-                missing.sort(key=lambda variant: estimate(self._descriptor, product, variant))  # good ones rule out slow ones
+                missing.sort(key=lambda config: estimate(self._descriptor, product, config))  # good ones rule out slow ones
                 yield self._begin(_Work(case, product, missing))
 
     def _begin(self, work: _Work) -> _Work:
-        """Generate and begin to build every variant that the device can hold."""
+        """Generate and begin to build every config that the device can hold."""
         precision: Literal["fp32", "fp16"] = "fp16" if work.case.storage == "float16" else "fp32"
         here = self._descriptor.on_path(work.case.path)
-        for variant in work.variants:
-            why = self._too_large(variant)
-            if not why and self._table.crashed(work.product, variant):
+        for config in work.configs:
+            why = self._too_large(config)
+            if not why and self._table.crashed(work.product, config):
                 why = "the process ended while it was measured"
             if not why:
                 try:
-                    made = generated(work.case.shape.graph(), replace(here, only=variant.name), precision)
+                    made = generated(work.case.shape.graph(), replace(here, only=config.name), precision)
                     if work.product.family not in {launch.shape.family for launch in made.program.launches}:
                         why = f"no kernel of the family {work.product.family}"
-                except Exception as error:  # whatever is wrong with one variant, the others are measured
+                except Exception as error:  # whatever is wrong with one config, the others are measured
                     why = _sentence(error)
             if why:
-                work.refused[variant.name] = why
+                work.refused[config.name] = why
                 continue
-            work.made[variant.name] = made
-            work.building[variant.name] = self._builders.submit(self._stand.build, made)
+            work.made[config.name] = made
+            work.building[config.name] = self._builders.submit(self._stand.build, made)
         return work
 
-    def _too_large(self, variant: Variant) -> str:
+    def _too_large(self, config: KernelConfig) -> str:
         device = self._device
-        if 0 < device.max_group_items < variant.items:
-            return f"work-groups of {variant.items}; the device has {device.max_group_items}"
-        if 0 < device.local_memory_bytes < variant.local_bytes:
-            return f"{variant.local_bytes} bytes of local memory; the device has {device.local_memory_bytes}"
+        if 0 < device.max_group_items < config.items:
+            return f"work-groups of {config.items}; the device has {device.max_group_items}"
+        if 0 < device.local_memory_bytes < config.local_bytes:
+            return f"{config.local_bytes} bytes of local memory; the device has {device.local_memory_bytes}"
         return ""
 
     def _measured(self, work: _Work) -> list[Timing] | None:
-        """Timings of all variants of one case; None if the time was spent in its midst."""
+        """Timings of all configs of one case; None if the time was spent in its midst."""
         timings: list[Timing] = []
         best, known = inf, dict[object, float]()
         # All of them are built before the first one is timed.
         if wait(work.building.values(), timeout=max(0.0, self._left)).not_done:
             return None
-        for variant in work.variants:
+        for config in work.configs:
             if self._left <= 0 and work.building:
                 return None
-            why, seconds = work.refused.get(variant.name, ""), None
+            why, seconds = work.refused.get(config.name, ""), None
             if not why:
-                kernel = _kernel(work.made[variant.name])
+                kernel = _kernel(work.made[config.name])
                 try:
                     if kernel not in known:
-                        self._table.under_way(work.product, variant)
-                        known[kernel] = self._seconds(work, variant, best)
+                        self._table.under_way(work.product, config)
+                        known[kernel] = self._seconds(work, config, best)
                     seconds = known[kernel]
                     best = min(best, seconds)
                 except Exception as error:
                     why = _sentence(error)
                     self._recover()
-            timings.append(Timing(work.product, variant.name, variant.code, seconds, why))
+            timings.append(Timing(work.product, config.name, config.code, seconds, why))
         self._table.done()
         if best < inf:
             rate = work.case.shape.flops / best
             self._rates[work.product.kind] = max(rate, self._rates.get(work.product.kind, 0.0))
         return timings
 
-    def _seconds(self, work: _Work, variant: Variant, best: float) -> float:
-        made = work.made[variant.name]
-        work.building[variant.name].result()
+    def _seconds(self, work: _Work, config: KernelConfig, best: float) -> float:
+        made = work.made[config.name]
+        work.building[config.name].result()
         commands = self._stand.commands(made, self._stand.build(made))
         return max(1e-9, self._stand.time(commands, _SECONDS, _SLOW * best).seconds)
 
@@ -352,11 +352,11 @@ class _Tuner:
             self._stand.close()
             self._stand = Stand(self._device)
             if not self._stand.works():
-                raise RunError("the device refuses everything since a variant failed; call flashmem tune again to go on")
+                raise RunError("the device refuses everything since a config failed; call flashmem tune again to go on")
 
 
 def _kernel(made: Generated) -> object:
-    """What tells kernels apart: variants cut to a small matrix, or to one they cannot compute, may be the same one."""
+    """What tells kernels apart: configs cut to a small matrix, or to one they cannot compute, may be the same one."""
     return made.source.plain, tuple((launch.kernel, launch.global_size, launch.local_size) for launch in made.program.launches)
 
 
@@ -366,12 +366,12 @@ def _sentence(error: Exception) -> str:
 
 
 def summary(table: Table, descriptor: DeviceDescriptor) -> str:
-    """How often each variant is the soonest, and what the choice gains over the plain tile, as one line."""
+    """How often each config is the soonest, and what the choice gains over the plain tile, as one line."""
     wins: Counter[str] = Counter()
     gains = []
     for products in table.products.values():
         for product, timings in products.items():
-            here = {variant.code: variant.name for variant in descriptor.variants_of(product.family)}
+            here = {config.code: config.name for config in descriptor.configs_of(product.family)}
             ran = {code: timing.seconds for code, timing in timings.items() if code in here and timing.seconds is not None}
             if not ran:
                 continue

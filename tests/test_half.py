@@ -19,7 +19,7 @@ from command_line import command_line
 from compared import DEVICES, PLACES, by_runtime
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
-from test_variants import VARIANTS
+from test_kernel_configs import CONFIGS
 from zoo_data import DATA, examples
 
 import flashmem
@@ -33,7 +33,7 @@ from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.compiler.selection.selector import Choices
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
-from flashmem.target.descriptor import Variant, load_descriptor
+from flashmem.target.descriptor import KernelConfig, load_descriptor
 
 Array = NDArray[Any]
 RANDOM = np.random.default_rng(16)
@@ -284,13 +284,15 @@ def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Pa
     _check(CONTRACTIONS if place[0] == QUICK else CONTRACTIONS[:4], place, tmp_path)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda variant: variant.name)
-def test_staged_contractions_read_and_leave_halves(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choices, "variant", lambda self, *given: variant)
+@pytest.mark.parametrize("config", CONFIGS[:3], ids=lambda config: config.name)
+def test_staged_contractions_read_and_leave_halves(
+    config: KernelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choices, "config", lambda self, *given: config)
     _check(STAGED, QUICKEST, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b").program.launches
-    staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == variant.items}
-    assert staged >= set(variant.families)
+    staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == config.items}
+    assert staged >= set(config.families)
 
 
 @pytest.mark.parametrize("place", DEVICES, ids="-".join)

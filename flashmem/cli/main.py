@@ -274,7 +274,7 @@ def tune(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Measure what the table lacks, or begin anew.")] = True,
 ) -> None:
-    """Measure a device's kernel variants, most useful shapes first, and print the path of the descriptor to compile with."""
+    """Measure a device's kernel configs, most useful shapes first, and print the path of the descriptor to compile with."""
     from flashmem.cli.commands.tune import tune_device
 
     print(tune_device(device or "auto", output, minutes=minutes, families=tuple(family or ()), resume=resume))

@@ -25,8 +25,8 @@ class KernelShape:
     `rows` x `columns` elements are written, each from `depth` elements (1 where nothing is summed). Source elements lie in
     runs of `run` neighbours; after a run, or between elements if it is 1, the address jumps by `stride` elements. A load
     takes `vector` elements. Each written element passes `simple_ops` elementwise operators and `special_ops` transcendental
-    ones. Of a contraction's variant: `tile_rows` x `tile_columns` elements of a work-item (0: not said), `stage` steps of depth
-    in local memory at a time, `split` parts of the depth.
+    ones. Of the kernel config: `tile_rows` x `tile_columns` elements of a work-item (0: not said), `k_block` steps of depth
+    in local memory at a time, `slice_k` parts of the depth.
     """
 
     family: str = ""  # the template: matmul, conv, elementwise ...
@@ -40,8 +40,8 @@ class KernelShape:
     special_ops: int = 0
     tile_rows: int = 0
     tile_columns: int = 0
-    stage: int = 0
-    split: int = 1
+    k_block: int = 0
+    slice_k: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def steady_text(rows: list[SteadyRow]) -> dict[str, str]:
 
 
 def _tile(launch: Launch) -> str:
-    """A variant in the words of its descriptor: outputs of a work-item, work-items of a group, parts of the depth."""
+    """A config in the words of its descriptor: outputs of a work-item, work-items of a group, parts of the depth."""
     shape, group = launch.shape, launch.local_size or ()
-    parts = f" in {shape.split} parts" if shape.split > 1 else ""
+    parts = f" in {shape.slice_k} parts" if shape.slice_k > 1 else ""
     return f"{shape.tile_rows} x {shape.tile_columns} by {'x'.join(map(str, group))}{parts}"

@@ -1,4 +1,4 @@
-"""`flashmem tune`: measures which variants of its kernels a device computes contractions with, and writes their table."""
+"""`flashmem tune`: measures which configs of its kernels a device computes contractions with, and writes their table."""
 
 from __future__ import annotations
 

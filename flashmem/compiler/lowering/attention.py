@@ -28,8 +28,8 @@ def lower_attention(context: LoweringContext, layer: Layer) -> None:
     dropped = place(operands.pop(), scores.shape, len(scores.shape) - 1) if given["dropped"] else None
     seed, nodes = scores.nodes(operands)
     product = Product("attention", "buffer", rows, query.channels, keys, batches)
-    variant = context.choices.variant(product, [node.op for node in nodes])
-    form = form_of(variant, rows, query.channels, value.channels, wide)
+    config = context.choices.config(product, [node.op for node in nodes])
+    form = form_of(config, rows, query.channels, value.channels, wide)
     down = form.form == "rows" and form.vector > 1
     tail = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)
     strides: list[int] = []

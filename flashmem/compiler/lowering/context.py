@@ -29,7 +29,7 @@ from flashmem.compiler.weights.sharing import NOTHING_STORED, PackedWeight, Plac
 from flashmem.compiler.weights.slicing import MOST_BYTES, Slicing
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
-from flashmem.target.descriptor import DeviceDescriptor, Variant
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 RESIDENT_CONSTANT_BYTES = 1 << 20
 """Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
@@ -90,7 +90,7 @@ class LoweringContext:
     tensors: dict[str, Held] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
-    variants: dict[tuple[Value, Product, bool], Variant] = field(default_factory=dict)
+    configs: dict[tuple[Value, Product, bool], KernelConfig] = field(default_factory=dict)
     cuts: Cuts = field(default_factory=dict)
     status_value: Value | None = None
     _names: dict[tuple[Place, int], str] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.configs import Product, cut
 from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import Variant
+from flashmem.target.descriptor import KernelConfig
 
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
@@ -38,35 +38,37 @@ def _tile(
     plain: bool = False,
     winograd: bool = False,
 ) -> Tile:
-    """The variant for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
+    """The config for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
     `winograd`: as in `compiler.selection.selector.Use`.
     """
     node, weights = layer.main, product.storage
     scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
-        [variant] = context.descriptor.plain(product.family)
+        [config] = context.descriptor.plain(product.family)
     else:
-        variant = choice(context, layer, product, packed=packed, winograd=winograd)
+        config = choice(context, layer, product, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
-        variant = replace(variant, half=0)
-    variant = cut(variant, product)
+        config = replace(config, half=0)
+    config = cut(config, product)
     return Tile.of(
-        variant, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
+        config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
         stored=context.stored(layer.output), aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
-        whole=bool(variant.stage) and run % variant.stage == 0,
-        looped=context.descriptor.kind == "cpu" and not variant.stage and variant.rows * variant.columns > variant.vector,
+        whole=bool(config.k_block) and run % config.k_block == 0,
+        looped=context.descriptor.kind == "cpu" and not config.k_block and config.rows * config.columns > config.vector,
     )  # fmt: skip
 
 
-def choice(context: LoweringContext, layer: Layer, product: Product, *, packed: bool = True, winograd: bool = False) -> Variant:
-    """The variant for `product`, asked for once: a weight is packed once, however many rows a band of a layer has."""
+def choice(
+    context: LoweringContext, layer: Layer, product: Product, *, packed: bool = True, winograd: bool = False
+) -> KernelConfig:
+    """The config for `product`, asked for once: a weight is packed once, however many rows a band of a layer has."""
     key = (layer.main.input(1), replace(product, rows=0), winograd)
-    if not packed or key not in context.variants:
+    if not packed or key not in context.configs:
         widest = context.slicing.widest(product.depth * (2 if product.storage == "float16" else 4)) if packed else None
         forms = context.earlier.forms(layer.main) if packed else frozenset()
-        context.variants[key] = context.choices.variant(product, [node.op for node in layer.tail], widest, winograd, forms)
-    return context.variants[key]
+        context.configs[key] = context.choices.config(product, [node.op for node in layer.tail], widest, winograd, forms)
+    return context.configs[key]
 
 
 def _with(tile: Tile, binding: WeightBinding) -> Tile:
@@ -129,8 +131,8 @@ def lower_packed(
 ) -> None:
     """Pack the weights and launch `template` once for each slice.
 
-    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether variants that
-    share what they read can compute it. `winograd`: see `compiler.selection.selector.Use`; another variant was chosen. `row`:
+    `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether configs that
+    share what they read can compute it. `winograd`: see `compiler.selection.selector.Use`; another config was chosen. `row`:
     elements of a row of taps, where they lie side by side in the image and taps are short; 0 elsewhere. `values`: what else
     it takes.
     """
@@ -159,7 +161,7 @@ def lower_packed(
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
     if template == "conv":
         direct = tile.scalar == tile.activation == "float" and not (
-            tile.stage or tile.integers or tile.folded or values["volume"]
+            tile.k_block or tile.integers or tile.folded or values["volume"]
         )
         values["gathered"] = row if direct and context.descriptor.kind == "cpu" and node.op == "Conv" else 0
     if template != "matmul":
@@ -215,7 +217,7 @@ def _fold_unit(template: str, tile: Tile, run: int, step: int) -> int:
         return run
     if tile.block_depth:
         return step
-    if tile.half and not tile.stage:
+    if tile.half and not tile.k_block:
         return tile.half if (step if template == "matmul" else run) % tile.half == 0 else run if template == "conv" else step
     return 1
 

@@ -1,4 +1,4 @@
-"""Convolutions: as implicit products, or by Winograd's F(2x2, 3x3), whichever of the device's variants is chosen."""
+"""Convolutions: as implicit products, or by Winograd's F(2x2, 3x3), whichever of the device's configs is chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.configs import Product, cut, transformed
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import Variant
+from flashmem.target.descriptor import KernelConfig
 
 FEW_CHANNELS = 16
 """A CPU copies taps of fewer channels before it multiplies them."""
@@ -51,9 +51,9 @@ def lower_convolution(context: LoweringContext, layer: Layer) -> None:
     tiled = can_be_winograd(context, node)
     if tiled:
         product = Product("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
-        variant = choice(context, layer, product, winograd=True)
-        if variant.winograd:
-            _lower_winograd(context, layer, cut(variant, transformed(product, _tiles(y))))
+        config = choice(context, layer, product, winograd=True)
+        if config.winograd:
+            _lower_winograd(context, layer, cut(config, transformed(product, _tiles(y))))
             return
     dims = [
         rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
@@ -95,8 +95,8 @@ def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
     return made
 
 
-def _lower_winograd(context: LoweringContext, layer: Layer, variant: Variant) -> None:
-    """One launch for each slice of the transformed weights. `variant` is cut to the tiles."""
+def _lower_winograd(context: LoweringContext, layer: Layer, config: KernelConfig) -> None:
+    """One launch for each slice of the transformed weights. `config` is cut to the tiles."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     images, height, width, channels = x.shape
@@ -105,7 +105,7 @@ def _lower_winograd(context: LoweringContext, layer: Layer, variant: Variant) ->
     assert weight.constant is not None
     read = weight.constant.array
     tile = Tile.of(
-        variant, texture=context.memory_path == "texture", stored=context.stored(layer.output),
+        config, texture=context.memory_path == "texture", stored=context.stored(layer.output),
         whole=True, aligned_columns=columns % 4 == 0,
     )  # fmt: skip
     packing = Packing(depth, columns, 1, tile.panel, "float32", context.memory_path, 1, context.descriptor)

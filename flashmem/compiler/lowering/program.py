@@ -92,7 +92,7 @@ def generate(
 ) -> Generated:
     """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.write` does that later.
 
-    `choices` says which variant computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
+    `choices` says which config computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
     the file already, of programs for other shapes; those are read to be compared. `cuts`: the slices that its own weights have
     already; those that lie side by side become one.
     """

@@ -14,7 +14,7 @@ from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.configs import Product
 from flashmem.program.launches import Arg, KernelShape
-from flashmem.target.descriptor import Variant
+from flashmem.target.descriptor import KernelConfig
 
 _JOINED: dict[str, tuple[float, str, str, str]] = {
     "ReduceL1": (0, "|v|", "$a + $b", "$"),
@@ -95,23 +95,23 @@ def lower_reduction(context: LoweringContext, layer: Layer) -> None:
         _lower_columns(context, layer, values, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
-def _variant(context: LoweringContext, layer: Layer, rows: int, depth: int) -> Variant:
+def _variant(context: LoweringContext, layer: Layer, rows: int, depth: int) -> KernelConfig:
     """How work-items share a row, or a group."""
-    return context.choices.variant(Product("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
+    return context.choices.config(Product("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
 
 
 def _lower_rows(
     context: LoweringContext, layer: Layer, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
 ) -> None:
-    variant = _variant(context, layer, outer, depth)
-    lanes, vector = variant.split, min(variant.vector, 1 << (depth.bit_length() - 1))
+    config = _variant(context, layer, outer, depth)
+    lanes, vector = config.slice_k, min(config.vector, 1 << (depth.bit_length() - 1))
     tail = context.tail(layer, vector)
     local = (lanes, 1)
     kernel = context.kernels.kernel(
         "reduce_rows",
         attributes=context.attributes(local),
         lanes=lanes,
-        subgroups=variant.subgroups and values["kind"] == "float",
+        subgroups=config.subgroups and values["kind"] == "float",
         **_typed(values, layer.main.input(0).dtype, vector),
         **_over(context, layer, tail),
     )
@@ -148,15 +148,15 @@ def lower_group_normalization(context: LoweringContext, layer: Layer) -> None:
     """NormalizeGroups: a group is a run of columns in each of `depth` rows."""
     x = layer.main.input(0)
     outer, depth, groups, columns = x.shape
-    variant = _variant(context, layer, outer * groups, depth * columns)
-    lanes, even = variant.split, columns & -columns
-    vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), variant.vector)
+    config = _variant(context, layer, outer * groups, depth * columns)
+    lanes, even = config.slice_k, columns & -columns
+    vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), config.vector)
     tail, kinds = context.tail(layer, vector), Vector(vector)
     kernel = context.kernels.kernel(
         "normalize_groups",
         attributes=context.attributes((lanes, 1)),
         lanes=lanes,
-        subgroups=variant.subgroups,
+        subgroups=config.subgroups,
         vector=vector,
         vec=kinds.named("float"),
         mask=kinds.named("int"),

@@ -123,7 +123,7 @@ class KernelLibrary:
 
 def _units(given: dict[str, Any]) -> int:
     """Units of its stream lane that a work-item of such a kernel carries."""
-    return _STAGED_UNITS if "t" in given and given["t"].stage else _LANE_UNITS
+    return _STAGED_UNITS if "t" in given and given["t"].k_block else _LANE_UNITS
 
 
 def _prelude(text: str) -> str:

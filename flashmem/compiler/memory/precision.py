@@ -1,5 +1,5 @@
 """Which activations `--precision fp16` stores in half. Arithmetic is in float32, whatever the operands are stored in, but for
-the products of a few steps of depth where a device's variant says so (`Variant.half`).
+the products of a few steps of depth where a device's config says so (`KernelConfig.half`).
 
 What a layer leaves in memory is stored in half, but for
 

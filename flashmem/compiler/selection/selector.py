@@ -1,4 +1,4 @@
-"""Which variant computes each contraction of one model, by what a first answer costs or by what every later one does.
+"""Which config computes each contraction of one model, by what a first answer costs or by what every later one does.
 
 A model is generated once to learn what it asks for; where the choice of all together is another one, it is generated again.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashmem.base.types import Optimize
 from flashmem.compiler.selection.configs import Product, cut, panel, seconds, transformed
-from flashmem.target.descriptor import DeviceDescriptor, Variant
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 BUILD_SECONDS = 0.1
 """Compiling one kernel, which happens when a bundle is compiled: assumed of every device."""
@@ -28,11 +28,11 @@ _ITEMSIZE = {"float32": 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 @dataclass(frozen=True)
 class Use:
-    """A contraction as one layer has it: `ending` is what else tells kernels of one variant apart, its fused operators.
+    """A contraction as one layer has it: `ending` is what else tells kernels of one config apart, its fused operators.
 
     `widest`: the most columns that a panel of packed weights may have for slices to be as small as they must; None: any.
     `winograd`: a convolution of floats by 3x3 taps, one apart in both directions. `forms`: columns of a panel and depth that
-    its weights are packed in already, for other shapes of the model, one of which is taken where any variant reads it.
+    its weights are packed in already, for other shapes of the model, one of which is taken where any config reads it.
     """
 
     product: Product
@@ -43,7 +43,7 @@ class Use:
 
     @property
     def kernel(self) -> tuple[object, ...]:
-        """What uses must share to be one kernel if they take one variant."""
+        """What uses must share to be one kernel if they take one config."""
         p = self.product
         heads = p.depth if p.family == "attention" else 0
         return p.family, p.path, p.storage, p.taps > 1, heads, self.ending
@@ -56,19 +56,19 @@ class Choices:
         self._descriptor, self._limited = descriptor, limited
         self._optimize = optimize
         self._uses: Counter[Use] = Counter()
-        self._answers: dict[Use, Variant] = {}
+        self._answers: dict[Use, KernelConfig] = {}
         self._settled = optimize == "steady"
         self._first: Choices | None = None
 
-    def variant(
+    def config(
         self,
         product: Product,
         ending: Sequence[str] = (),
         widest: int | None = None,
         winograd: bool = False,
         forms: frozenset[tuple[int, int]] = frozenset(),
-    ) -> Variant:
-        """The variant for a layer's contraction, always one of the device's list; see `Use`.
+    ) -> KernelConfig:
+        """The config for a layer's contraction, always one of the device's list; see `Use`.
 
         Raises:
             UserError: the tuned table that the descriptor names is missing or damaged.
@@ -76,18 +76,18 @@ class Choices:
         use = Use(product, tuple(ending), widest, winograd, forms)
         self._uses[use] += 1
         if use not in self._answers:
-            first = self._first and self._first.variant(product, ending, widest, winograd, forms)
+            first = self._first and self._first.config(product, ending, widest, winograd, forms)
             self._answers[use] = self._sooner(use, first) if first else self._soonest(use)
         return self._answers[use]
 
-    def _sooner(self, use: Use, first: Variant) -> Variant:
+    def _sooner(self, use: Use, first: KernelConfig) -> KernelConfig:
         """The best for later runs that reads weights as they are packed for `first`, or `first` itself."""
         costs = {v: cost for v, cost in self._costs(use).items() if _packs_alike(v, first, use.product)}
-        best = min(costs, key=lambda variant: costs[variant], default=first)
+        best = min(costs, key=lambda config: costs[config], default=first)
         return best if first not in costs or costs[best] < (1 - WORTH) * costs[first] else first
 
     def beside(self) -> Choices:
-        """What later runs are to choose beside these: of variants that read the same packed weights the one that runs soonest,
+        """What later runs are to choose beside these: of configs that read the same packed weights the one that runs soonest,
         where it is worth another kernel.
         """
         later = Choices(self._descriptor, "steady", limited=self._limited)
@@ -110,24 +110,24 @@ class Choices:
             groups[use.kernel].append(use)
         for uses in groups.values():
             costs = [{v: self._uses[use] * cost for v, cost in self._costs(use).items()} for use in uses]
-            for use, variant in zip(uses, fewest(costs, self._build), strict=True):
-                self._answers[use] = variant
+            for use, config in zip(uses, fewest(costs, self._build), strict=True):
+                self._answers[use] = config
         return before != self._answers
 
     @property
     def _build(self) -> float:
         return self._descriptor.rates.kernel_seconds + BUILD_SECONDS / RUNS
 
-    def _costs(self, use: Use) -> dict[Variant, float]:
-        """Seconds of one layer by variant: running it, and getting what it reads."""
+    def _costs(self, use: Use) -> dict[KernelConfig, float]:
+        """Seconds of one layer by config: running it, and getting what it reads."""
         product = use.product
         [plain, *_] = self._descriptor.plain(product.family)
         times = {v: time for v, time in seconds(self._descriptor, product).items() if self._allowed(v, use, plain)}
         if use.forms:
-            there = [variant for variant in dict.fromkeys((*times, plain)) if packed_form(product, variant) in use.forms]
-            times = {variant: times.get(variant, max(times.values(), default=0.0)) for variant in there} or times
+            there = [config for config in dict.fromkeys((*times, plain)) if packed_form(product, config) in use.forms]
+            times = {config: times.get(config, max(times.values(), default=0.0)) for config in there} or times
         rate = self._weights_rate
-        return {variant: time + packed_bytes(product, variant) / rate for variant, time in (times or {plain: 0.0}).items()}
+        return {config: time + packed_bytes(product, config) / rate for config, time in (times or {plain: 0.0}).items()}
 
     @property
     def _weights_rate(self) -> float:
@@ -139,41 +139,41 @@ class Choices:
             return rates.disk_bandwidth
         return min(rates.memory_bandwidth, 2 * rates.copy_bandwidth) if cpu else rates.memory_bandwidth
 
-    def _allowed(self, variant: Variant, use: Use, plain: Variant) -> bool:
-        """Whether `variant` computes such a layer and its weights take no more memory than they may."""
-        if variant.winograd and (self._limited or not use.winograd):
+    def _allowed(self, config: KernelConfig, use: Use, plain: KernelConfig) -> bool:
+        """Whether `config` computes such a layer and its weights take no more memory than they may."""
+        if config.winograd and (self._limited or not use.winograd):
             return False
-        if variant.steady and self._optimize != "steady":
+        if config.steady and self._optimize != "steady":
             return False
-        return use.widest is None or variant == plain or variant.block[1] <= use.widest
+        return use.widest is None or config == plain or config.block[1] <= use.widest
 
-    def _soonest(self, use: Use) -> Variant:
+    def _soonest(self, use: Use) -> KernelConfig:
         """The best for one use; a kernel that the model has already costs nothing to build."""
         costs = self._costs(use)
         if self._settled and self._optimize == "cold":
             here = {self._answers[other] for other in self._answers if other.kernel == use.kernel}
-            costs = {variant: cost + (variant not in here) * self._build for variant, cost in costs.items()}
-        return min(costs, key=lambda variant: costs[variant])
+            costs = {config: cost + (config not in here) * self._build for config, cost in costs.items()}
+        return min(costs, key=lambda config: costs[config])
 
 
-def fewest(costs: Sequence[Mapping[Variant, float]], build: float) -> list[Variant]:
-    """For each use the variant that takes it soonest, of a set that is worth its kernels: each costs `build` once.
+def fewest(costs: Sequence[Mapping[KernelConfig, float]], build: float) -> list[KernelConfig]:
+    """For each use the config that takes it soonest, of a set that is worth its kernels: each costs `build` once.
 
     From the set of all that are best for something, the one whose loss saves most is dropped until none does. That is the
     greedy heuristic for choosing facilities; lists are short.
     """
 
-    def assigned(chosen: Sequence[Variant]) -> tuple[float, list[Variant]]:
+    def assigned(chosen: Sequence[KernelConfig]) -> tuple[float, list[KernelConfig]]:
         total, found = build * len(chosen), []
         for row in costs:
-            best = min((variant for variant in chosen if variant in row), key=lambda variant: row[variant], default=None)
+            best = min((config for config in chosen if config in row), key=lambda config: row[config], default=None)
             if best is None:
                 return math.inf, []
             total += row[best]
             found.append(best)
         return total, found
 
-    chosen = list(dict.fromkeys(min(row, key=lambda variant: row[variant]) for row in costs))
+    chosen = list(dict.fromkeys(min(row, key=lambda config: row[config]) for row in costs))
     total, found = assigned(chosen)
     while len(chosen) > 1:
         fewer = [[kept for kept in chosen if kept != dropped] for dropped in chosen]
@@ -184,24 +184,24 @@ def fewest(costs: Sequence[Mapping[Variant, float]], build: float) -> list[Varia
     return found
 
 
-def packed_form(product: Product, variant: Variant) -> tuple[int, int]:
-    """Columns of a panel, and depth, of the weights that `variant` reads."""
-    return panel(cut(variant, product)), (transformed(product) if variant.winograd else product).depth
+def packed_form(product: Product, config: KernelConfig) -> tuple[int, int]:
+    """Columns of a panel, and depth, of the weights that `config` reads."""
+    return panel(cut(config, product)), (transformed(product) if config.winograd else product).depth
 
 
-def _packs_alike(one: Variant, other: Variant, product: Product) -> bool:
-    """Whether two variants read the same packed weights, if they read any."""
+def _packs_alike(one: KernelConfig, other: KernelConfig, product: Product) -> bool:
+    """Whether two configs read the same packed weights, if they read any."""
     if packed_bytes(product, one) == 0:
         return True
-    kinds = [(variant.winograd > 0, variant.half, panel(cut(variant, product))) for variant in (one, other)]
+    kinds = [(config.winograd > 0, config.half, panel(cut(config, product))) for config in (one, other)]
     return kinds[0] == kinds[1]
 
 
-def packed_bytes(product: Product, variant: Variant) -> float:
+def packed_bytes(product: Product, config: KernelConfig) -> float:
     """Bytes of the packed weights, whose last panel is filled up; 0 for products of activations."""
     if product.family not in ("matmul", "conv"):
         return 0.0
-    width = panel(cut(variant, product))
-    product = transformed(product) if variant.winograd else product
+    width = panel(cut(config, product))
+    product = transformed(product) if config.winograd else product
     columns = -(-product.columns // width) * width
     return product.batches * product.depth * columns * _ITEMSIZE.get(product.storage, 1.0)

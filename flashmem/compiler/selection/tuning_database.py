@@ -1,7 +1,7 @@
-"""The table of what `flashmem tune` measured: seconds of each variant for products of several shapes.
+"""The table of what `flashmem tune` measured: seconds of each config for products of several shapes.
 
 NAME.tuned.csv lies beside the descriptor, whose key `tuned` is NAME. Comments begin with #: the first one says, as JSON, what
-was measured and when. Each line is one variant on one product; a variant that cannot run has no seconds, and a note says why.
+was measured and when. Each line is one config on one product; a config that cannot run has no seconds, and a note says why.
 The descriptor is stored in bundles, the table is not: only compiling reads it.
 """
 
@@ -22,10 +22,10 @@ from typing import Any, cast
 from flashmem.base.errors import UserError
 from flashmem.base.resources import read_text
 from flashmem.base.types import MemoryPath
-from flashmem.target.descriptor import DeviceDescriptor, Variant
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 SUFFIX = ".tuned.csv"
-VERSION = 1
+VERSION = 2
 NEAR = 3.0
 """Doublings, over all sizes together, up to which a measured product says something of another."""
 
@@ -66,16 +66,16 @@ class Product:
 
 
 _SIZES = ("batches", "rows", "depth", "columns", "taps", "stride")
-COLUMNS = ("family", "path", "storage", *_SIZES, "variant", "code", "seconds", "note")
+COLUMNS = ("family", "path", "storage", *_SIZES, "config", "code", "seconds", "note")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one variant took for one product; None with a note where it cannot run."""
+    """What one config took for one product; None with a note where it cannot run."""
 
     product: Product
-    variant: str
-    code: str  # `Variant.code`: what was measured, should the name come to mean another
+    config: str
+    code: str  # `KernelConfig.code`: what was measured, should the name come to mean another
     seconds: float | None
     note: str = ""
 
@@ -84,7 +84,7 @@ class Timing:
         p = self.product
         seconds = "" if self.seconds is None else f"{self.seconds:.4g}"
         sizes = [str(getattr(p, name)) for name in _SIZES]
-        return [p.family, p.path, p.storage, *sizes, self.variant, self.code, seconds, self.note]
+        return [p.family, p.path, p.storage, *sizes, self.config, self.code, seconds, self.note]
 
 
 @dataclass(frozen=True)
@@ -109,22 +109,22 @@ class Table:
 
     @cached_property
     def products(self) -> dict[tuple[str, str], dict[Product, dict[str, Timing]]]:
-        """Timings by kind, product and the variant's code."""
+        """Timings by kind, product and the config's code."""
         kinds: dict[tuple[str, str], dict[Product, dict[str, Timing]]] = defaultdict(lambda: defaultdict(dict))
         for timing in self.timings:
             kinds[timing.product.kind][timing.product][timing.code] = timing
         return kinds
 
-    def seconds(self, product: Product, variants: Sequence[Variant]) -> dict[Variant, float]:
-        """Seconds of those of `variants` that ran on the nearest product measured, by multiplications; {} if none is near.
+    def seconds(self, product: Product, configs: Sequence[KernelConfig]) -> dict[KernelConfig, float]:
+        """Seconds of those of `configs` that ran on the nearest product measured, by multiplications; {} if none is near.
 
-        A variant that failed there is left out; so is one whose numbers were changed since.
+        A config that failed there is left out; so is one whose numbers were changed since.
         """
-        codes = tuple(variant.code for variant in variants)
+        codes = tuple(config.code for config in configs)
         if (product, codes) not in self._found:
             self._found[product, codes] = self._nearest(product, codes)
         found = self._found[product, codes]
-        return {variant: found[code] for variant, code in zip(variants, codes, strict=True) if code in found}
+        return {config: found[code] for config, code in zip(configs, codes, strict=True) if code in found}
 
     def _nearest(self, product: Product, codes: Iterable[str]) -> dict[str, float]:
         wanted = set(codes)
@@ -159,13 +159,13 @@ def read_table(text: str, where: str) -> Table:
         timings = [_timing(row) for row in rows]
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, csv.Error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{where} is not a table of tuned variants ({reason}); run flashmem tune --fresh") from error
+        raise UserError(f"{where} is not a table of tuned configs ({reason}); run flashmem tune --fresh") from error
     return Table(about, timings, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def _timing(row: dict[str, str]) -> Timing:
     if None in row or None in row.values():
-        raise ValueError(f"the line of {row.get('variant')!r} has more or fewer cells than there are columns")
+        raise ValueError(f"the line of {row.get('config')!r} has more or fewer cells than there are columns")
     if row["path"] not in ("buffer", "texture"):
         raise ValueError(f"{row['path']!r} is no memory path")
     sizes = {name: int(row[name]) for name in _SIZES}
@@ -175,7 +175,7 @@ def _timing(row: dict[str, str]) -> Timing:
     if seconds is not None and not 0 < seconds < math.inf:
         raise ValueError(f"{row['seconds']} seconds")
     product = Product(row["family"], cast(MemoryPath, row["path"]), storage=row["storage"], **sizes)
-    return Timing(product, row["variant"], row["code"], seconds, row["note"])
+    return Timing(product, row["config"], row["code"], seconds, row["note"])
 
 
 def tuned_table(descriptor: DeviceDescriptor) -> Table | None:
@@ -192,7 +192,7 @@ def tuned_table(descriptor: DeviceDescriptor) -> Table | None:
         text = Path(name).read_text(encoding="utf-8") if stem.is_absolute() else read_text("devices", name)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"the table of tuned variants {name} cannot be read ({reason}); run flashmem tune") from error
+        raise UserError(f"the table of tuned configs {name} cannot be read ({reason}); run flashmem tune") from error
     return _parsed(text, name)
 
 

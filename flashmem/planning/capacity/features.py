@@ -53,8 +53,8 @@ class LaunchFeatures:
     group: int
     tile_rows: int = 0
     tile_columns: int = 0
-    stage: int = 0
-    split: int = 1
+    k_block: int = 0
+    slice_k: int = 1
 
     @property
     def own_bytes(self) -> int:
@@ -85,8 +85,8 @@ def launch_features(launch: Launch, weight_bytes: int, memory_path: MemoryPath) 
         group=math.prod(launch.local_size or (1,)),
         tile_rows=shape.tile_rows,
         tile_columns=shape.tile_columns,
-        stage=shape.stage,
-        split=shape.split,
+        k_block=shape.k_block,
+        slice_k=shape.slice_k,
     )
 
 
@@ -94,7 +94,7 @@ KERNEL_FEATURES: Final = (
     *(f"is_{family}" for family in FAMILIES), "is_texture", "log_rows", "log_columns", "log_depth", "log_run", "log_stride",
     "log_vector", "log_macs", "log_bytes", "log_weight_bytes", "log_items", "log_across", "log_group", "log_groups",
     "log_outputs", "log_intensity", "log_special", "simple_ops", "special_ops", "log_outputs_per_item", "log_roofline",
-    "log_tile_rows", "log_tile_columns", "log_stage", "log_split",
+    "log_tile_rows", "log_tile_columns", "log_k_block", "log_slice_k",
 )  # fmt: skip
 
 LOAD_FEATURES: Final = (
@@ -123,8 +123,8 @@ def kernel_features(kernels: Sequence[LaunchFeatures], roofline: Sequence[float]
             kernel.macs / (kernel.bytes + kernel.weight_bytes + 1), kernel.special_ops * outputs,
         )  # fmt: skip
         numbers = [kernel.simple_ops, kernel.special_ops, math.log2(outputs / kernel.items), math.log2(seconds)]
-        variant = map(_log, (kernel.tile_rows, kernel.tile_columns, kernel.stage, kernel.split))
-        rows.append([*family, float(kernel.memory_path == "texture"), *map(_log, logarithms), *numbers, *variant])
+        config = map(_log, (kernel.tile_rows, kernel.tile_columns, kernel.k_block, kernel.slice_k))
+        rows.append([*family, float(kernel.memory_path == "texture"), *map(_log, logarithms), *numbers, *config])
     return np.array(rows, np.float32).reshape(len(kernels), len(KERNEL_FEATURES))
 
 
