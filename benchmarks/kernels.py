@@ -184,7 +184,7 @@ def markdown(data: Row) -> str:
     paths, peer = about["paths"], about["peer"]
     unit = 1e12 if about["kind"] == "gpu" else 1e9
     name = "TFLOP/s" if about["kind"] == "gpu" else "GFLOP/s"
-    tuned = "with its tuned table" if about["tuned"] else "not tuned"
+    tuned = "with its tuning database" if about["tuned"] else "not tuned"
     lines = [
         f"{about['device']} ({about['driver']}), descriptor {about['descriptor']}, {tuned}, {about['date']}; "
         f"{'peer: ' + peer if peer else 'no peer'}. Medians, float32; a ratio is the peer's time over ours.",

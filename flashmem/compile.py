@@ -31,7 +31,7 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import Layer, fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.selection.tuning_database import digest
 from flashmem.compiler.tiling.search import fitting_bands
 from flashmem.compiler.weights.granularity import first_attempt
@@ -306,24 +306,24 @@ def _plan(
     """
     descriptor, limits, mode = options.descriptor, options.limits, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
-    choices = Choices(descriptor, options.optimize, limited=limited)
+    selector = KernelSelector(descriptor, options.optimize, limited=limited)
     only_one = not limited and not may_refine(limits, mode)
 
     def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
 
-        def generated(choices: Choices, packed: SlicesOfWeights | None = None) -> Generated:
+        def generated(selector: KernelSelector, packed: SlicesOfWeights | None = None) -> Generated:
             return generate(
-                graph, layers, descriptor, precision=options.precision, slicing=slicing, choices=choices, earlier=earlier,
+                graph, layers, descriptor, precision=options.precision, slicing=slicing, selector=selector, earlier=earlier,
                 cuts=packed,
             )  # fmt: skip
 
-        made = generated(choices)
+        made = generated(selector)
 
         def again() -> Generated | None:
-            if not choices.later_differ() and all(len(parts) == 1 for parts in made.cuts.values()):
+            if not selector.differs_later() and all(len(parts) == 1 for parts in made.cuts.values()):
                 return None
-            return generated(choices.beside(), made.cuts)
+            return generated(selector.for_later_runs(), made.cuts)
 
         return replace(made, program=replace(made.program, order=order), again=again)
 
@@ -334,7 +334,7 @@ def _plan(
                 layers, order = in_lowest_order(graph, layers, half=options.precision == "fp16")
         with watch("generate"):
             made = write(layers, order, slicing)
-            if choices.settle():
+            if selector.select():
                 made = write(layers, order, slicing)
         if only_one:
             final(made)

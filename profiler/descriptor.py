@@ -34,7 +34,7 @@ def write_descriptor(folder: Path, descriptor: DeviceDescriptor, source: str, wh
 
 
 def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
-    """Let the descriptor in `folder` name the table `name` of tuned configs, and return its path.
+    """Let the descriptor in `folder` name the tuning database `name`, and return its path.
 
     A descriptor that lies there keeps everything else that it says, comments too; otherwise `descriptor` is written, and the
     capacity model that it names, so that the folder holds all of it.

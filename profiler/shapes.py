@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.ir.graph import Graph, Node
-from flashmem.compiler.selection.tuning_database import Product
+from flashmem.compiler.selection.tuning_database import Workload
 from flashmem.tools.zoo.graphs import zoo_graph
 
 from .sketch import Sketch
@@ -39,9 +39,9 @@ class Matmul:
         """Of both operands and the result, each once."""
         return self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
         """What the compiler chooses a config for."""
-        return Product("matmul", path, self.rows, self.depth, self.columns, storage=storage)
+        return Workload("matmul", path, self.rows, self.depth, self.columns, storage=storage)
 
     def graph(self) -> Graph:
         """The operator alone."""
@@ -89,12 +89,12 @@ class Convolution:
         image = self.channels * self.height * self.width
         return image + math.prod(self.kernel) * self.channels * self.columns + math.prod(self.out) * self.columns
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
         """What the compiler chooses a config for: a 1x1 convolution is a plain product."""
         taps, stride = math.prod(self.kernel), max(self.stride)
         family = "matmul" if taps == stride == 1 else "conv"
         depth = taps * self.channels
-        return Product(family, path, math.prod(self.out), depth, self.columns, storage=storage, taps=taps, stride=stride)
+        return Workload(family, path, math.prod(self.out), depth, self.columns, storage=storage, taps=taps, stride=stride)
 
     def graph(self) -> Graph:
         """The operator alone; the compiler adds changes of layout around it."""
@@ -127,9 +127,9 @@ class Batched:
         """Of both operands and the result, each once."""
         return self.batches * (self.rows * self.depth + self.depth * self.columns + self.rows * self.columns)
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
         """What the compiler chooses a config for: activations are in buffers on either path."""
-        return Product("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
+        return Workload("matmul_dynamic", "buffer", self.rows, self.depth, self.columns, self.batches, storage)
 
     def graph(self) -> Graph:
         """The operator alone."""
@@ -160,9 +160,9 @@ class Attention:
         """Of Q, K, V and the result, each once."""
         return 2 * self.heads * self.width * (self.rows + (self.keys or self.rows))
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
         """What the compiler chooses a config for: activations are in buffers on either path."""
-        return Product("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
+        return Workload("attention", "buffer", self.rows, self.width, self.keys or self.rows, self.heads, storage)
 
     def graph(self) -> Graph:
         """As exports have it: scores, scaled, softmax, product."""
@@ -196,9 +196,9 @@ class Rows:
         """Of the operand and the result."""
         return 2 * self.rows * self.columns
 
-    def product(self, path: MemoryPath, storage: str = "float32") -> Product:
+    def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
         """What the compiler chooses a config for: activations are in buffers on either path."""
-        return Product("reduce_rows", "buffer", self.rows, self.columns, 1, storage=storage)
+        return Workload("reduce_rows", "buffer", self.rows, self.columns, 1, storage=storage)
 
     def graph(self) -> Graph:
         """The operator alone."""

@@ -23,7 +23,7 @@ from flashmem.bundle.writer import replace_binaries
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
-from flashmem.runtime.kernels.required import Use, Wanted
+from flashmem.runtime.kernels.required import KernelLaunch, Wanted
 from flashmem.runtime.opencl import compile_target
 from flashmem.runtime.opencl.context import Context, find_device, list_devices
 
@@ -148,7 +148,7 @@ def test_a_binary_that_gives_no_kernel_is_built_again(
 ) -> None:
     context = Context(find_device(device))
     text = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"
-    wanted = Wanted("f", text, (Use(((64,), (1,)), ()),))
+    wanted = Wanted("f", text, (KernelLaunch(((64,), (1,)), ()),))
     texts = {
         "another kernel": "__kernel void g(__global float* a) { a[get_global_id(0)] = 2; }",
         "other arguments": "__kernel void f(__global float* a, int n) { a[get_global_id(0)] = n; }",
@@ -179,7 +179,7 @@ def test_a_binary_that_gives_no_kernel_is_built_again(
 def test_what_one_bundle_brings_is_not_given_to_another(device: str, cache: ProgramCache) -> None:
     """The binary that a bundle has under the key of a kernel may be of another kernel."""
     context = Context(find_device(device))
-    wanted = Wanted("f", "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }", (Use(((64,), (1,)), ()),))
+    wanted = Wanted("f", "__kernel void f(__global float* a) { a[get_global_id(0)] = 1; }", (KernelLaunch(((64,), (1,)), ()),))
     key = kernel_key(context.device, wanted, ())
     evil = context.build("__kernel void f(__global float* a) { a[get_global_id(0)] = 666; }", ())
     memory, queue = context.buffer(256), context.queue()

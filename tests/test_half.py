@@ -30,7 +30,7 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.precision import SMALL
 from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.passes.fusion import Layer, fuse
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.target.descriptor import KernelConfig, load_descriptor
@@ -288,7 +288,7 @@ def test_contractions_read_and_leave_halves(place: tuple[str, str], tmp_path: Pa
 def test_staged_contractions_read_and_leave_halves(
     config: KernelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Choices, "config", lambda self, *given: config)
+    monkeypatch.setattr(KernelSelector, "config", lambda self, *given: config)
     _check(STAGED, QUICKEST, tmp_path)
     launches = flashmem.Bundle.open(tmp_path / "b").program.launches
     staged = {each.shape.family for each in launches if max(each.local_size or (1,)) == config.items}

@@ -19,8 +19,8 @@ from inputs import floats
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize
-from flashmem.compiler.selection.configs import Product, candidates, choose, seconds
-from flashmem.compiler.selection.selector import Choices, packed_bytes
+from flashmem.compiler.selection.configs import Workload, candidates, choose, seconds
+from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
 from flashmem.compiler.weights.packing import Storage
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import list_devices
@@ -75,7 +75,7 @@ NODES = model()
 
 @pytest.mark.parametrize(("config", "device", "path"), CASES, ids=lambda each: getattr(each, "name", each))
 def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Choices, "config", lambda *asked: config)
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: config)
     file = tmp_path / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
@@ -160,7 +160,7 @@ HALF_PLACES = [
 def test_sums_in_half(
     config: KernelConfig, device: str, path: MemoryPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Choices, "config", lambda *asked: config)
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: config)
     nodes, file = stored_model(), tmp_path / "m.onnx"
     file.write_bytes(nodes.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, nodes.feeds)
@@ -180,7 +180,7 @@ def test_sums_in_half(
 def test_a_session_says_that_its_device_has_no_arithmetic_in_half(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Choices, "config", lambda *asked: HALVES[0])
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: HALVES[0])
     (tmp_path / "m.onnx").write_bytes(stored_model().proto().SerializeToString())
     bundle = flashmem.compile(
         tmp_path / "m.onnx", tmp_path / "b", device=HALF_PLACES[0][0], memory_path="buffer", precision="fp16", build=False
@@ -219,12 +219,12 @@ def test_shipped_configs_can_be_built(name: str) -> None:
 
 @pytest.mark.parametrize("name", descriptor_names())
 def test_packed_weights_of_groups_are_less_than_twice_as_large(name: str) -> None:
-    """For all configs and tuned tables. Of fewer columns than a vector has there is one vector."""
+    """For all configs and tuning databases. Of fewer columns than a vector has there is one vector."""
     descriptor = load_descriptor(name)
     storages: tuple[Storage, ...] = ("float32", "float16")
     for path, storage, rows, depth in product(descriptor.memory_paths, storages, (1, 49, 3136), ((1, 4), (9, 4), (9, 64))):
         for columns in (1, 3, 4, 8, 12, 16, 24, 32, 48, 64, 100, 128, 300):
-            conv = Product("conv", path, rows, math.prod(depth), columns, 32, storage, depth[0])
+            conv = Workload("conv", path, rows, math.prod(depth), columns, 32, storage, depth[0])
             raw = conv.batches * conv.depth * max(4, columns) * (2 if storage == "float16" else 4)
             fitting = candidates(descriptor, conv)
             assert [each.name for each in fitting if packed_bytes(conv, each) >= 2 * raw] == [], conv
@@ -254,4 +254,4 @@ def test_weights_of_a_grouped_model_take_less_than_twice_their_bytes(name: str, 
 def test_one_of_the_list_is_chosen(
     descriptor: DeviceDescriptor, family: str, sizes: tuple[int, int, int], batches: int
 ) -> None:
-    assert choose(descriptor, Product(family, "buffer", *sizes, batches)) in descriptor.configs_of(family)
+    assert choose(descriptor, Workload(family, "buffer", *sizes, batches)) in descriptor.configs_of(family)

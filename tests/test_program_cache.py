@@ -27,13 +27,13 @@ from flashmem import Session
 from flashmem.base.errors import RunError
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries, unpacked_entries
-from flashmem.runtime.kernels.required import Use, Wanted
+from flashmem.runtime.kernels.required import KernelLaunch, Wanted
 from flashmem.runtime.opencl import context as opencl
 from flashmem.runtime.opencl.context import Context, list_devices
 
 KEY = "ab" * 32
 SOURCE = "__kernel void f(__global float* a) { a[get_global_id(0)] = get_global_id(0); }"
-WANTED = Wanted("f", SOURCE, (Use(((64,), (1,)), ()),))
+WANTED = Wanted("f", SOURCE, (KernelLaunch(((64,), (1,)), ()),))
 
 _RUN_BUNDLE = """
 import json, sys, time
@@ -236,7 +236,7 @@ def test_the_key_depends_on_everything_that_matters() -> None:
     other = replace(device, driver_version="other")
 
     def wanted(*sizes: Any, text: str = SOURCE) -> Wanted:
-        return Wanted("f", text, tuple(Use(size, ()) for size in sizes))
+        return Wanted("f", text, tuple(KernelLaunch(size, ()) for size in sizes))
 
     small, group, large = ((64,), (1,)), ((64,), (2,)), ((1 << 16,), (1,))
     changes = [

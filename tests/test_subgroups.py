@@ -13,8 +13,8 @@ from compared import PLACES, Nodes
 
 import flashmem
 from flashmem.base.types import MemoryPath
-from flashmem.compiler.selection.configs import Product, choose
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.configs import Workload, choose
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import Rows
 from flashmem.profiler.tuning import Case, Request, tune
@@ -80,14 +80,14 @@ def test_shuffles_give_the_bits_of_local_memory(
     file = tmp_path / "m.onnx"
     file.write_bytes(NODES.proto().SerializeToString())
     expected = onnxruntime.InferenceSession(file).run(None, NODES.feeds)
-    chosen = Choices.config
+    chosen = KernelSelector.config
     answers: dict[KernelConfig, list[Any]] = {}
     for config in configs:
 
-        def one(choices: Choices, product: Product, *others: Any, taken: KernelConfig = config) -> KernelConfig:
-            return taken if product.family == "reduce_rows" else chosen(choices, product, *others)
+        def one(selector: KernelSelector, workload: Workload, *others: Any, taken: KernelConfig = config) -> KernelConfig:
+            return taken if workload.family == "reduce_rows" else chosen(selector, workload, *others)
 
-        monkeypatch.setattr(Choices, "config", one)
+        monkeypatch.setattr(KernelSelector, "config", one)
         bundle = flashmem.compile(file, tmp_path / config.name, device=device, memory_path=path, build=False)
         sharing = [launch for launch in bundle.program.launches if launch.local_size == (config.slice_k, 1)]
         assert {launch.shape.family for launch in sharing} == {"reduce_rows", "normalize_groups"} and len(sharing) == 9
@@ -118,7 +118,7 @@ __kernel void probe(__global int* width)
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 def test_a_driver_with_the_extension_shuffles(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own prelude, asked how many work-items it would join by shuffles."""
-    monkeypatch.setattr(Choices, "config", lambda *asked: shuffled(SHARED))
+    monkeypatch.setattr(KernelSelector, "config", lambda *asked: shuffled(SHARED))
     (tmp_path / "m.onnx").write_bytes(softmax().proto().SerializeToString())
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device="generic-gpu", build=False)
     [text] = kernel_texts(bundle.source.plain).values()
@@ -147,7 +147,7 @@ def softmax() -> Nodes:
 )
 def test_who_shuffles(name: str, wanted: bool, tmp_path: Path) -> None:
     descriptor = load_descriptor(name)
-    assert choose(descriptor, Product("reduce_rows", "buffer", 128, 768, 1)).subgroups == wanted
+    assert choose(descriptor, Workload("reduce_rows", "buffer", 128, 768, 1)).subgroups == wanted
     (tmp_path / "m.onnx").write_bytes(softmax().proto().SerializeToString())
     bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b", device=name, build=False)
     assert ("FM_SHUFFLE(" in bundle.source.plain) == wanted
@@ -172,7 +172,7 @@ def test_tuning_measures_them(device: str, tmp_path: Path) -> None:
     write_descriptor(tmp_path, listed, "", "device")
     case = Case(Rows(3, 50), "buffer")
     result = tune(Request(device, tmp_path, 5.0, ("reduce_rows",)), lambda stage, fraction: None, [case])
-    assert {timing.config for timing in result.table.timings} == {"tile", "shared", "shared shuffled"}
-    assert all(timing.seconds and timing.product == case.product for timing in result.table.timings)
+    assert {timing.config for timing in result.database.timings} == {"tile", "shared", "shared shuffled"}
+    assert all(timing.seconds and timing.workload == case.workload for timing in result.database.timings)
     tuned = load_descriptor(str(result.descriptor))
-    assert choose(tuned, case.product).name == min(result.table.timings, key=lambda timing: timing.seconds or 1.0).config
+    assert choose(tuned, case.workload).name == min(result.database.timings, key=lambda timing: timing.seconds or 1.0).config

@@ -16,8 +16,17 @@ from flashmem.base.errors import UserError
 from flashmem.compile import _key
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.configs import choose, seconds
-from flashmem.compiler.selection.selector import Choices, fewest, packed_bytes
-from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Product, Table, Timing, digest, read_table
+from flashmem.compiler.selection.selector import KernelSelector, fewest, packed_bytes
+from flashmem.compiler.selection.tuning_database import (
+    COLUMNS,
+    NEAR,
+    SUFFIX,
+    Timing,
+    TuningDatabase,
+    Workload,
+    digest,
+    parse_database,
+)
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits
@@ -27,7 +36,7 @@ from flashmem.profiler.descriptor import name_table, write_descriptor
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, Request, Result, cases, summary, tune
-from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, Tile, load_descriptor
+from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, PlainTile, load_descriptor
 
 CONFIGS = (
     KernelConfig("wide", ("matmul", "conv"), 4, 16, 8),
@@ -35,53 +44,55 @@ CONFIGS = (
     KernelConfig("crowd", ("matmul",), 2, 4, 4, (4096, 4096)),
     KernelConfig("greedy", ("matmul",), 2, 4, 4, (8, 8), k_block=1 << 22),
 )
-POCL = replace(load_descriptor("pocl"), configs=CONFIGS, capacity_model="", tuned="", tile=Tile(rows=2, columns=8, vector=8))
+POCL = replace(
+    load_descriptor("pocl"), configs=CONFIGS, capacity_model="", tuned="", tile=PlainTile(rows=2, columns=8, vector=8)
+)
 ABOUT = {"device": "none", "version": 2}
 CASES = (Case(Matmul(9, 12, 20), "buffer"), Case(Convolution(4, 5, 5, 8, (3, 3)), "buffer"))
 
 
 def tuned(folder: Path, timings: list[Timing], descriptor: DeviceDescriptor = POCL) -> DeviceDescriptor:
     """The descriptor with a table of these timings."""
-    (folder / f"mine{SUFFIX}").write_text(Table(ABOUT, timings).text())
+    (folder / f"mine{SUFFIX}").write_text(TuningDatabase(ABOUT, timings).text())
     return replace(descriptor, tuned=str(folder / "mine"))
 
 
-def timing(product: Product, config: KernelConfig, took: float | None) -> Timing:
-    return Timing(product, config.name, config.code, took, "" if took else 'it failed, in two words, "really"')
+def timing(workload: Workload, config: KernelConfig, took: float | None) -> Timing:
+    return Timing(workload, config.name, config.code, took, "" if took else 'it failed, in two words, "really"')
 
 
 sizes = st.integers(1, 5000)
-products = st.builds(
-    Product, st.sampled_from(["matmul", "conv", "matmul_dynamic"]), st.sampled_from(["buffer", "texture"]), sizes, sizes, sizes,
-    st.integers(1, 20), st.sampled_from(["float32", "float16"]),
+workloads = st.builds(
+    Workload, st.sampled_from(["matmul", "conv", "matmul_dynamic"]), st.sampled_from(["buffer", "texture"]), sizes, sizes,
+    sizes, st.integers(1, 20), st.sampled_from(["float32", "float16"]),
 )  # fmt: skip
 times = st.one_of(st.none(), st.floats(1e-7, 10))
-timings = st.lists(st.builds(timing, products, st.sampled_from(CONFIGS), times), max_size=12)
+timings = st.lists(st.builds(timing, workloads, st.sampled_from(CONFIGS), times), max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(timings, products)
+@given(timings, workloads)
 def test_the_choice_is_of_the_list_and_never_one_that_failed(
-    tmp_path_factory: pytest.TempPathFactory, measured: list[Timing], product: Product
+    tmp_path_factory: pytest.TempPathFactory, measured: list[Timing], workload: Workload
 ) -> None:
     descriptor = tuned(tmp_path_factory.mktemp("table"), measured)
-    chosen = choose(descriptor, product)
-    assert chosen in descriptor.configs_of(product.family)
-    here = {t.config: t for t in measured if t.product == product}  # the last line of two counts
-    if any(t.seconds for t in here.values()) and product.family != "matmul_dynamic":
-        known = [v for v in descriptor.configs_of(product.family) if v.name in here]
+    chosen = choose(descriptor, workload)
+    assert chosen in descriptor.configs_of(workload.family)
+    here = {t.config: t for t in measured if t.workload == workload}  # the last line of two counts
+    if any(t.seconds for t in here.values()) and workload.family != "matmul_dynamic":
+        known = [v for v in descriptor.configs_of(workload.family) if v.name in here]
         ran = {v: here[v.name].seconds for v in known if here[v.name].seconds}
         assert not ran or ran.get(chosen) == min(filter(None, ran.values()))
-    for use in (Choices(descriptor, "cold"), Choices(descriptor)):
-        assert use.config(product) in descriptor.configs_of(product.family)
+    for use in (KernelSelector(descriptor, "cold"), KernelSelector(descriptor)):
+        assert use.config(workload) in descriptor.configs_of(workload.family)
 
 
 @settings(max_examples=60, deadline=None)
 @given(timings)
 def test_a_table_reads_as_it_was_written(measured: list[Timing]) -> None:
-    read = read_table(Table(ABOUT, measured).text(), "a table")
+    read = parse_database(TuningDatabase(ABOUT, measured).text(), "a table")
     assert read.about == ABOUT
-    assert [t.product for t in read.timings] == [t.product for t in measured]
+    assert [t.workload for t in read.timings] == [t.workload for t in measured]
     for got, want in zip(read.timings, measured, strict=True):
         assert (got.config, got.code, got.note) == (want.config, want.code, want.note)
         assert got.seconds == (want.seconds and pytest.approx(want.seconds, rel=1e-3))
@@ -89,7 +100,7 @@ def test_a_table_reads_as_it_was_written(measured: list[Timing]) -> None:
 
 def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
     tile, wide, *_ = POCL.configs_of("matmul")
-    small, large = Product("matmul", "buffer", 8, 64, 64), Product("matmul", "buffer", 512, 64, 64)
+    small, large = Workload("matmul", "buffer", 8, 64, 64), Workload("matmul", "buffer", 512, 64, 64)
     lines = [timing(small, tile, 1e-3), timing(small, wide, 2e-3), timing(large, tile, 9e-3), timing(large, wide, 4e-3)]
     descriptor = tuned(tmp_path, lines)
     near_large = replace(large, rows=300)
@@ -105,10 +116,10 @@ def test_the_nearest_product_counts_scaled_by_its_work(tmp_path: Path) -> None:
 def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     model = Path(__file__).parent / "data" / "vit-tiny.onnx"
     tile, wide, *_ = POCL.configs_of("matmul")
-    product = Product("matmul", "buffer", 8, 64, 64)
+    workload = Workload("matmul", "buffer", 8, 64, 64)
     keys = set()
     for took in (1e-3, 2e-3):
-        descriptor = tuned(tmp_path, [timing(product, tile, took), timing(product, wide, 1234.0)])
+        descriptor = tuned(tmp_path, [timing(workload, tile, took), timing(workload, wide, 1234.0)])
         assert digest(descriptor) and "1234" not in str(descriptor.to_dict())
         keys.add(_key(model, [Options(descriptor, "map", Limits())]))
     assert len(keys) == 2
@@ -129,16 +140,14 @@ def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
 )
 def test_a_bad_table_is_refused_in_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / f"bad{SUFFIX}").write_text(text)
-    with pytest.raises(
-        UserError, match=rf"bad\.tuned\.csv is not a table of tuned configs \(.*{reason}.*run flashmem tune"
-    ) as e:
-        choose(replace(POCL, tuned=str(tmp_path / "bad")), Product("matmul", "buffer", 8, 8, 8))
+    with pytest.raises(UserError, match=rf"bad\.tuned\.csv is not a tuning database \(.*{reason}.*run flashmem tune") as e:
+        choose(replace(POCL, tuned=str(tmp_path / "bad")), Workload("matmul", "buffer", 8, 8, 8))
     assert "\n" not in str(e.value)
 
 
 def test_a_missing_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.tuned\.csv cannot be read \(No such file"):
-        choose(replace(POCL, tuned=str(tmp_path / "none")), Product("matmul", "buffer", 8, 8, 8))
+        choose(replace(POCL, tuned=str(tmp_path / "none")), Workload("matmul", "buffer", 8, 8, 8))
 
 
 def test_a_descriptor_keeps_configs_parallelism_and_table(tmp_path: Path) -> None:
@@ -187,8 +196,8 @@ def pocl_table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 def test_every_config_is_measured_or_says_why_not(pocl_table: tuple[Path, Result]) -> None:
     folder, result = pocl_table
     assert (result.measured, result.left) == (2, 0)
-    read = read_table((folder / f"pocl{SUFFIX}").read_text(), "it")
-    found = {(t.product.family, t.config): t for t in read.timings}
+    read = parse_database((folder / f"pocl{SUFFIX}").read_text(), "it")
+    found = {(t.workload.family, t.config): t for t in read.timings}
     assert set(found) == {("matmul", v) for v in ("tile", "wide", "shared", "crowd", "greedy")} | {
         ("conv", v) for v in ("tile", "wide")
     }
@@ -203,10 +212,10 @@ def test_every_config_is_measured_or_says_why_not(pocl_table: tuple[Path, Result
 def test_tuning_again_measures_what_is_missing(pocl_table: tuple[Path, Result]) -> None:
     folder, result = pocl_table
     again, said = run(folder)
-    assert again.measured == 0 and not said and again.table.timings == read_table(result.path.read_text(), "it").timings
+    assert again.measured == 0 and not said and again.database.timings == parse_database(result.path.read_text(), "it").timings
     more, said = run(folder, (*CASES, Case(Matmul(3, 12, 20), "buffer")))
     assert more.measured == 1 and said == ["matmul 3x12x20, buffer"]
-    assert more.table.timings[: len(again.table.timings)] == again.table.timings
+    assert more.database.timings[: len(again.database.timings)] == again.database.timings
 
 
 def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
@@ -217,10 +226,10 @@ def test_a_table_of_another_device_is_not_mixed(pocl_table: tuple[Path, Result],
 
 
 def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, Result], tmp_path: Path) -> None:
-    product, (_, wide) = CASES[1].product, POCL.configs_of("conv")
-    (tmp_path / f".pocl{SUFFIX}.now").write_text(f"{product} {wide.code}")
+    workload, (_, wide) = CASES[1].workload, POCL.configs_of("conv")
+    (tmp_path / f".pocl{SUFFIX}.now").write_text(f"{workload} {wide.code}")
     result, _ = run(tmp_path, CASES[1:])
-    notes = {t.config: (t.seconds is None, t.note) for t in result.table.timings}
+    notes = {t.config: (t.seconds is None, t.note) for t in result.database.timings}
     assert notes == {"tile": (False, ""), "wide": (True, "the process ended while it was measured")}
 
 
@@ -252,15 +261,17 @@ def test_the_command_says_what_it_did(pocl_table: tuple[Path, Result], monkeypat
                                    Attention(2, 9, 8), Attention(3, 1, 4, 20)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("path", ["buffer", "texture"])
 def test_the_compiler_asks_for_the_product_that_is_measured(shape: Shape, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Product] = []
+    asked: list[Workload] = []
 
-    def config(self: Choices, product: Product, ending: object = (), widest: int | None = None, *given: bool) -> KernelConfig:
-        asked.append(product)
-        return POCL.configs_of(product.family)[0]
+    def config(
+        self: KernelSelector, workload: Workload, ending: object = (), widest: int | None = None, *given: bool
+    ) -> KernelConfig:
+        asked.append(workload)
+        return POCL.configs_of(workload.family)[0]
 
-    monkeypatch.setattr(Choices, "config", config)
+    monkeypatch.setattr(KernelSelector, "config", config)
     made = generated(shape.graph(), POCL.on_path(path))
-    assert asked == [shape.product(path)]  # type: ignore[arg-type]
+    assert asked == [shape.workload(path)]  # type: ignore[arg-type]
     assert sum(launch.macs for launch in made.program.launches) * 2 == shape.flops
 
 
@@ -290,16 +301,16 @@ def test_few_kernels_are_part_of_the_cost() -> None:
 
 def test_cold_and_steady_choose_otherwise(tmp_path: Path) -> None:
     tile, wide, *_ = POCL.configs_of("matmul")
-    one, two = Product("matmul", "buffer", 8, 64, 64), Product("matmul", "buffer", 512, 64, 64)
+    one, two = Workload("matmul", "buffer", 8, 64, 64), Workload("matmul", "buffer", 512, 64, 64)
     build = POCL.rates.kernel_seconds
     lines = [timing(one, tile, build), timing(one, wide, 1.1 * build), timing(two, tile, 9 * build), timing(two, wide, build)]
     descriptor = tuned(tmp_path, lines)
     for optimize, wanted in (("steady", [tile, wide]), ("cold", [wide, wide])):
-        choices = Choices(descriptor, optimize)  # type: ignore[arg-type]
-        assert [choices.config(one), choices.config(two)] == [tile, wide]
-        assert choices.settle() == (optimize == "cold") and not choices.settle()
-        assert [choices.config(one), choices.config(two)] == wanted
-    assert choices.config(replace(one, rows=9)) == wide  # asked later: the kernel that is there
+        selector = KernelSelector(descriptor, optimize)  # type: ignore[arg-type]
+        assert [selector.config(one), selector.config(two)] == [tile, wide]
+        assert selector.select() == (optimize == "cold") and not selector.select()
+        assert [selector.config(one), selector.config(two)] == wanted
+    assert selector.config(replace(one, rows=9)) == wide  # asked later: the kernel that is there
 
 
 def test_the_predictor_is_told_the_config_and_older_ones_do_without(tmp_path: Path) -> None:
@@ -318,9 +329,9 @@ def test_the_predictor_is_told_the_config_and_older_ones_do_without(tmp_path: Pa
 
 def test_the_last_panel_is_filled_up() -> None:
     staged = KernelConfig("s", ("matmul",), 1, 4, 4, (1, 32), k_block=8)
-    assert packed_bytes(Product("matmul", "buffer", 1, 10, 130), staged) == 10 * 256 * 4
-    assert packed_bytes(Product("matmul", "buffer", 1, 10, 3, storage="float16"), POCL.configs_of("matmul")[0]) == 10 * 4 * 2
-    assert packed_bytes(Product("matmul_dynamic", "buffer", 1, 10, 130), staged) == 0
+    assert packed_bytes(Workload("matmul", "buffer", 1, 10, 130), staged) == 10 * 256 * 4
+    assert packed_bytes(Workload("matmul", "buffer", 1, 10, 3, storage="float16"), POCL.configs_of("matmul")[0]) == 10 * 4 * 2
+    assert packed_bytes(Workload("matmul_dynamic", "buffer", 1, 10, 130), staged) == 0
 
 
 def test_both_give_the_same_answer(tmp_path: Path) -> None:

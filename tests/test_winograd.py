@@ -15,8 +15,8 @@ import flashmem
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.convolution import transformed_weights
 from flashmem.compiler.selection.configs import choose
-from flashmem.compiler.selection.selector import Choices, packed_bytes
-from flashmem.compiler.selection.tuning_database import SUFFIX, Product, Table, Timing
+from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
+from flashmem.compiler.selection.tuning_database import SUFFIX, Timing, TuningDatabase, Workload
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
 
@@ -42,11 +42,11 @@ def test_answers(config: KernelConfig, device: str, path: MemoryPath, tmp_path: 
     """Odd sizes, every padding, images smaller than a tile, channels that fill no vector, several images and panels."""
 
     def wherever_it_can_be(
-        self: Choices, product: Product, ending: object, widest: int | None, winograd: bool, forms: object
+        self: KernelSelector, workload: Workload, ending: object, widest: int | None, winograd: bool, forms: object
     ) -> KernelConfig:
         return config if winograd else PLAIN
 
-    monkeypatch.setattr(Choices, "config", wherever_it_can_be)
+    monkeypatch.setattr(KernelSelector, "config", wherever_it_can_be)
     nodes, random, exact = Nodes(), np.random.default_rng(8), []
 
     def numbers(*shape: int) -> Any:
@@ -95,19 +95,19 @@ def test_weights_are_transformed_once_and_rounded_once() -> None:
     np.testing.assert_array_equal(made, np.einsum("ai,kcij,bj->kcab", g, weight.astype(np.float64), g).astype(np.float32))
 
 
-PRODUCT = Product("conv", "buffer", 784, 9 * 128, 128, taps=9)
-LARGE = Product("conv", "buffer", 49, 9 * 512, 512, taps=9)
+WORKLOAD = Workload("conv", "buffer", 784, 9 * 128, 128, taps=9)
+LARGE = Workload("conv", "buffer", 49, 9 * 512, 512, taps=9)
 
 
 def tuned(folder: Path, config: KernelConfig) -> DeviceDescriptor:
     """A device on which Winograd's takes two thirds of the plain tile's time."""
     plain = load_descriptor("pocl").plain("conv")[0]
     lines = [
-        Timing(product, each.name, each.code, seconds, "")
-        for product, base in ((PRODUCT, 3e-4), (LARGE, 3e-4))
+        Timing(workload, each.name, each.code, seconds, "")
+        for workload, base in ((WORKLOAD, 3e-4), (LARGE, 3e-4))
         for each, seconds in ((plain, base), (config, base * 2 / 3))
     ]
-    (folder / f"mine{SUFFIX}").write_text(Table({"version": 2}, lines).text())
+    (folder / f"mine{SUFFIX}").write_text(TuningDatabase({"version": 2}, lines).text())
     return replace(load_descriptor("pocl"), configs=(config,), tuned=str(folder / "mine"))
 
 
@@ -116,30 +116,30 @@ def test_where_it_is_chosen(tmp_path: Path) -> None:
     device = tuned(tmp_path, listed)
     plain = device.plain("conv")[0]
     ask = {"ending": (), "widest": None, "winograd": True}
-    assert Choices(device).config(PRODUCT, **ask) == listed  # type: ignore[arg-type]
-    assert Choices(device).config(PRODUCT, (), 10 << 20, True) == listed
+    assert KernelSelector(device).config(WORKLOAD, **ask) == listed  # type: ignore[arg-type]
+    assert KernelSelector(device).config(WORKLOAD, (), 10 << 20, True) == listed
     # Its 16 numbers for 9 are read from memory in every run, which 49 pixels do not pay for.
     assert packed_bytes(LARGE, listed) == 16 / 9 * packed_bytes(LARGE, plain)
-    assert Choices(device).config(LARGE, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(device).config(LARGE, **ask) == plain  # type: ignore[arg-type]
     # Taps that do not lie side by side; limited memory; a first answer, where the list says so.
-    assert Choices(device).config(PRODUCT) == plain
-    assert Choices(device, limited=True).config(PRODUCT, **ask) == plain  # type: ignore[arg-type]
-    assert Choices(device, "cold").config(PRODUCT, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(device).config(WORKLOAD) == plain
+    assert KernelSelector(device, limited=True).config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(device, "cold").config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
     for other in ({"stride": 2}, {"batches": 2}, {"storage": "int8"}, {"storage": "float16"}, {"taps": 25}):
-        assert Choices(device).config(replace(PRODUCT, **other), **ask) == plain  # type: ignore[arg-type]
+        assert KernelSelector(device).config(replace(WORKLOAD, **other), **ask) == plain  # type: ignore[arg-type]
     # Elsewhere a first answer weighs its bytes against its time.
     anywhere = replace(listed, steady=False)
     there = replace(tuned(tmp_path, anywhere), rates=replace(device.rates, disk_bandwidth=1e10))
-    assert Choices(there, "cold").config(PRODUCT, **ask) == anywhere  # type: ignore[arg-type]
+    assert KernelSelector(there, "cold").config(WORKLOAD, **ask) == anywhere  # type: ignore[arg-type]
     slow = replace(there, rates=replace(device.rates, disk_bandwidth=1e9))
-    assert Choices(slow, "cold").config(PRODUCT, **ask) == plain  # type: ignore[arg-type]
+    assert KernelSelector(slow, "cold").config(WORKLOAD, **ask) == plain  # type: ignore[arg-type]
 
 
 def test_it_is_not_chosen_where_nothing_near_was_measured(tmp_path: Path) -> None:
     listed, *_ = [each for each in load_descriptor("pocl").configs if each.winograd]
     untuned = replace(load_descriptor("pocl"), tuned="")
-    assert choose(untuned, PRODUCT) == untuned.plain("conv")[0]
-    assert choose(tuned(tmp_path, listed), replace(PRODUCT, rows=1 << 20)) == untuned.plain("conv")[0]
+    assert choose(untuned, WORKLOAD) == untuned.plain("conv")[0]
+    assert choose(tuned(tmp_path, listed), replace(WORKLOAD, rows=1 << 20)) == untuned.plain("conv")[0]
 
 
 def test_what_it_costs_a_model(tmp_path: Path) -> None:

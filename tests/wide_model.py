@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from compared import Nodes
 
-from flashmem.compiler.selection.selector import Choices, Use
+from flashmem.compiler.selection.selector import KernelRequest, KernelSelector
 from flashmem.target.descriptor import KernelConfig
 
 Wide = tuple[Path, dict[str, Any], list[Any]]
@@ -35,10 +35,10 @@ def wide_model(folder: Path) -> Wide:
 def with_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on later runs have that kernel for the second product, where its panels are as wide."""
 
-    def sooner(choices: Choices, use: Use, first: KernelConfig) -> KernelConfig:
-        return PARTED if use.product.depth == 4096 else first
+    def sooner(selector: KernelSelector, request: KernelRequest, first: KernelConfig) -> KernelConfig:
+        return PARTED if request.product.depth == 4096 else first
 
-    monkeypatch.setattr(Choices, "_sooner", sooner)
+    monkeypatch.setattr(KernelSelector, "_sooner", sooner)
 
 
 def close_to(answers: list[Any], expected: list[Any]) -> None:

@@ -23,7 +23,7 @@ MOST_LOADER_THREADS = 64
 
 
 @dataclass(frozen=True)
-class Tile:
+class PlainTile:
     """Outputs one work-item computes: up to `rows` rows of `columns` channels, held in vectors of `vector` floats.
 
     `columns` is also the width of a packed panel; `local_size` the work-group (columns first), `lanes` the work-items that
@@ -202,7 +202,7 @@ class DeviceDescriptor:
     page_bytes: int = DEFAULT_PAGE  # of its system's memory, or a multiple: what weight files for it are laid out in
     parallelism: int = 8  # work-items that fill it; of a CPU few, since one is a thread's vector loop
     loader_threads: int = 2  # that read weights and copy them, where no limit is too small for their staging
-    tile: Tile = field(default_factory=Tile)
+    tile: PlainTile = field(default_factory=PlainTile)
     configs: tuple[KernelConfig, ...] = ()  # worth trying for contractions, beside `tile`
     only: str = ""  # the one config to use where it can be, by its name: for measurements
     tuned: str = ""  # the table of measured configs beside the descriptor, without .tuned.csv; "": none
@@ -257,7 +257,7 @@ class DeviceDescriptor:
         values = dict(data)
         if "name" not in values:
             raise UserError(f"{where}: the key 'name' is missing; add it")
-        values["tile"] = build(Tile, values.get("tile", {}))
+        values["tile"] = build(PlainTile, values.get("tile", {}))
         rates = dict(values.get("rates", {}))
         rates.setdefault("contention", {})  # a rate that nobody stated is not taken for a plain CPU's
         values["rates"] = build(Rates, rates)

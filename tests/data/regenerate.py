@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from flashmem.zoo.export import export
+
+from flashmem.tools.zoo.export import export
 
 HERE = Path(__file__).parent
 

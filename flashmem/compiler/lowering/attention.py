@@ -11,7 +11,7 @@ from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.attention_form import Rows, form_of
-from flashmem.compiler.selection.configs import Product
+from flashmem.compiler.selection.configs import Workload
 from flashmem.program.launches import Arg, KernelShape
 
 
@@ -27,8 +27,8 @@ def lower_attention(context: LoweringContext, layer: Layer) -> None:
     operands = [node.input(i) for i in range(3, len(node.inputs))]
     dropped = place(operands.pop(), scores.shape, len(scores.shape) - 1) if given["dropped"] else None
     seed, nodes = scores.nodes(operands)
-    product = Product("attention", "buffer", rows, query.channels, keys, batches)
-    config = context.choices.config(product, [node.op for node in nodes])
+    workload = Workload("attention", "buffer", rows, query.channels, keys, batches)
+    config = context.selector.config(workload, [node.op for node in nodes])
     form = form_of(config, rows, query.channels, value.channels, wide)
     down = form.form == "rows" and form.vector > 1
     tail = PointwiseBody(nodes, seed, scores.shape, len(scores.shape) - 1, form.vector, context.storage, down)

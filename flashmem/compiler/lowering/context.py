@@ -17,12 +17,12 @@ from flashmem.compiler.ir.limits import ELEMENTS
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import unreshaped
-from flashmem.compiler.memory.buffers import Place, Places
+from flashmem.compiler.memory.buffers import BufferAssignment, BufferRange
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.configs import Workload
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing import PackedSlice, Packing
 from flashmem.compiler.weights.packing_list import PackingList, Pieces
 from flashmem.compiler.weights.sharing import NOTHING_STORED, PackedWeight, Placements, StoredWeights
@@ -59,7 +59,7 @@ class Held:
 
     shape: tuple[int, ...]
     dtype: StoredType
-    place: Place
+    place: BufferRange
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +80,8 @@ class LoweringContext:
     half: bool
     slicing: Slicing
     kernels: KernelLibrary
-    choices: Choices
-    places: Places
+    selector: KernelSelector
+    buffers: BufferAssignment
     weights: PackingList
     earlier: StoredWeights = NOTHING_STORED
     placements: Placements = field(default_factory=Placements)
@@ -90,10 +90,10 @@ class LoweringContext:
     tensors: dict[str, Held] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
-    configs: dict[tuple[Value, Product, bool], KernelConfig] = field(default_factory=dict)
+    configs: dict[tuple[Value, Workload, bool], KernelConfig] = field(default_factory=dict)
     cuts: Cuts = field(default_factory=dict)
     status_value: Value | None = None
-    _names: dict[tuple[Place, int], str] = field(default_factory=dict)
+    _names: dict[tuple[BufferRange, int], str] = field(default_factory=dict)
     _slice_names: set[str] = field(default_factory=set)
     _asked: set[Value] = field(default_factory=set)
     _placed: dict[Value, Arg] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class LoweringContext:
 
     def storage(self, value: Value) -> StoredType:
         """What the elements of a tensor or constant are in memory."""
-        return self.places.storage(value)
+        return self.buffers.storage(value)
 
     def stored(self, value: Value) -> str:
         """OpenCL C's name of an element of `value` in memory."""
@@ -127,7 +127,7 @@ class LoweringContext:
         Raises:
             UserError: it has more elements than kernels count. Those of the model's own tensors are known to be fewer.
         """
-        key = self.places.of(value), self.nbytes(value)
+        key = self.buffers.of(value), self.nbytes(value)
         if key not in self._names:
             if value.size > ELEMENTS:
                 raise UserError(
@@ -138,16 +138,16 @@ class LoweringContext:
             name = source.name if source.name not in self.tensors else f"{source.name}#{len(self.tensors)}"
             self._names[key] = name
             self.tensors[name] = Held(source.shape, self.storage(value), key[0])
-        self._asked.add(self.places.ranges.base(value))
+        self._asked.add(self.buffers.ranges.base(value))
         return Arg("tensor", self._names[key])
 
     def known(self, value: Value) -> str | None:
         """The name of the tensor of `value` if any launch has asked for it, or for a range of it."""
-        return str(self.tensor(value).value) if self.places.ranges.base(value) in self._asked else None
+        return str(self.tensor(value).value) if self.buffers.ranges.base(value) in self._asked else None
 
     def operand(self, value: Value) -> Arg:
         """A tensor or constant, wherever it lives."""
-        base = self.places.ranges.base(value)
+        base = self.buffers.ranges.base(value)
         return self.tensor(value) if base.constant is None else self.constant(base)
 
     def constant(self, value: Value) -> Arg:
@@ -301,7 +301,7 @@ class LoweringContext:
             columns(layer.main) if columns else len(seed.shape),
             vector,
             self.storage,
-            overwritten=self.places.overwritten.get(layer.main),
+            overwritten=self.buffers.overwritten.get(layer.main),
         )
 
     def tail_values(self, body: PointwiseBody, seed: str = "v") -> dict[str, Any]:

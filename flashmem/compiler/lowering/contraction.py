@@ -16,10 +16,10 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
-from flashmem.compiler.lowering.tile import Tile
+from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product, cut
+from flashmem.compiler.selection.configs import Workload, cut
 from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig
@@ -31,47 +31,47 @@ DEPTH_BLOCK = 64
 def _tile(
     context: LoweringContext,
     layer: Layer,
-    product: Product,
+    workload: Workload,
     run: int,
     *,
     packed: bool = True,
     plain: bool = False,
     winograd: bool = False,
-) -> Tile:
-    """The config for `product`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
-    `winograd`: as in `compiler.selection.selector.Use`.
+) -> ContractionTile:
+    """The config for `workload`, or the plain one, cut to the matrix, and its types. `run`: steps of depth without a seek.
+    `winograd`: as in `compiler.selection.selector.KernelRequest`.
     """
-    node, weights = layer.main, product.storage
+    node, weights = layer.main, workload.storage
     scalar, activation = REGISTER[node.outputs[0].dtype], context.stored(node.input(0))
     floats = scalar == "float" and activation in ("float", "half") and weights in ("float32", "float16")
     if plain or not floats:
-        [config] = context.descriptor.plain(product.family)
+        [config] = context.descriptor.plain(workload.family)
     else:
-        config = choice(context, layer, product, packed=packed, winograd=winograd)
+        config = choice(context, layer, workload, packed=packed, winograd=winograd)
     if activation != "half" or weights != "float16":
         config = replace(config, half=0)
-    config = cut(config, product)
-    return Tile.of(
+    config = cut(config, workload)
+    return ContractionTile.of(
         config, texture=packed and context.memory_path == "texture", weights=weights, scalar=scalar, activation=activation,
-        stored=context.stored(layer.output), aligned=product.depth % 4 == 0, aligned_columns=product.columns % 4 == 0,
+        stored=context.stored(layer.output), aligned=workload.depth % 4 == 0, aligned_columns=workload.columns % 4 == 0,
         whole=bool(config.k_block) and run % config.k_block == 0,
         looped=context.descriptor.kind == "cpu" and not config.k_block and config.rows * config.columns > config.vector,
     )  # fmt: skip
 
 
 def choice(
-    context: LoweringContext, layer: Layer, product: Product, *, packed: bool = True, winograd: bool = False
+    context: LoweringContext, layer: Layer, workload: Workload, *, packed: bool = True, winograd: bool = False
 ) -> KernelConfig:
-    """The config for `product`, asked for once: a weight is packed once, however many rows a band of a layer has."""
-    key = (layer.main.input(1), replace(product, rows=0), winograd)
+    """The config for `workload`, asked for once: a weight is packed once, however many rows a band of a layer has."""
+    key = (layer.main.input(1), replace(workload, rows=0), winograd)
     if not packed or key not in context.configs:
-        widest = context.slicing.widest(product.depth * (2 if product.storage == "float16" else 4)) if packed else None
+        widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None
         forms = context.earlier.forms(layer.main) if packed else frozenset()
-        context.configs[key] = context.choices.config(product, [node.op for node in layer.tail], widest, winograd, forms)
+        context.configs[key] = context.selector.config(workload, [node.op for node in layer.tail], widest, winograd, forms)
     return context.configs[key]
 
 
-def _with(tile: Tile, binding: WeightBinding) -> Tile:
+def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
     """`tile` with the zero points and scales of its operands."""
     return replace(
         tile,
@@ -132,20 +132,20 @@ def lower_packed(
     """Pack the weights and launch `template` once for each slice.
 
     `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether configs that
-    share what they read can compute it. `winograd`: see `compiler.selection.selector.Use`; another config was chosen. `row`:
-    elements of a row of taps, where they lie side by side in the image and taps are short; 0 elsewhere. `values`: what else
-    it takes.
+    share what they read can compute it. `winograd`: see `compiler.selection.selector.KernelRequest`; another config was
+    chosen. `row`: elements of a row of taps, where they lie side by side in the image and taps are short; 0 elsewhere.
+    `values`: what else it takes.
     """
     node = layer.main
     depth, columns = weight_matrix(node)
     binding = read_weights(context, node)
-    product = Product(
+    workload = Workload(
         template, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
     only_plain = binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable
     tile = _with(
-        _tile(context, layer, product, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
+        _tile(context, layer, workload, run, packed=binding.codes is not None, plain=only_plain, winograd=winograd), binding
     )
     # Zero points and scales of a block are loaded between steps of the loop, none of which spans two blocks.
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
@@ -208,7 +208,7 @@ def lower_packed(
         )
 
 
-def _fold_unit(template: str, tile: Tile, run: int, step: int) -> int:
+def _fold_unit(template: str, tile: ContractionTile, run: int, step: int) -> int:
     """Rows of which a texture may be folded after any whole number, without a change of what the kernel computes.
 
     Where products of several steps are summed in half, their number is one of a sum that nothing splits.
@@ -273,7 +273,7 @@ def lower_depthwise(context: LoweringContext, layer: Layer) -> None:
     binding = read_weights(context, node, blocks=False)
     stored, accumulator = context.stored(layer.output), REGISTER[y.dtype]
     storage = "float32" if binding.storage == "float16" else binding.storage.replace("int4", "int8")
-    plain = Tile(
+    plain = ContractionTile(
         "depthwise", ("depthwise",), 1, vector, vector, weights=storage, scalar=accumulator, activation=context.stored(x),
         stored=stored,
     )  # fmt: skip
@@ -306,12 +306,12 @@ def _lower_dynamic(context: LoweringContext, layer: Layer) -> None:
     batches = math.prod(batch)
     transposed = bool(layer.main.attributes["transposed"])
     right, binding = read_both(context, layer.main)
-    product = Product("matmul_dynamic", "buffer", rows, depth, columns, batches, binding.storage)
+    workload = Workload("matmul_dynamic", "buffer", rows, depth, columns, batches, binding.storage)
     floats = (
         binding.storage in ("float32", "float16")
         and binding.zero is binding.scale is binding.weight_zero is binding.weight_scale is None
     )
-    tile = _with(_tile(context, layer, product, depth, packed=False, plain=not floats), binding)
+    tile = _with(_tile(context, layer, workload, depth, packed=False, plain=not floats), binding)
     tail = context.tail(layer, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = context.kernels.kernel(

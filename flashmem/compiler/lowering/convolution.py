@@ -13,9 +13,9 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import choice, lower_depthwise, lower_packed, placed
-from flashmem.compiler.lowering.tile import Tile
+from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product, cut, transformed
+from flashmem.compiler.selection.configs import Workload, cut, transformed
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig
@@ -50,10 +50,10 @@ def lower_convolution(context: LoweringContext, layer: Layer) -> None:
         return
     tiled = can_be_winograd(context, node)
     if tiled:
-        product = Product("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
-        config = choice(context, layer, product, winograd=True)
+        workload = Workload("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
+        config = choice(context, layer, workload, winograd=True)
         if config.winograd:
-            _lower_winograd(context, layer, cut(config, transformed(product, _tiles(y))))
+            _lower_winograd(context, layer, cut(config, transformed(workload, _tiles(y))))
             return
     dims = [
         rows, height, width, channels, channels // group, out_height, out_width, columns, columns // group,
@@ -104,7 +104,7 @@ def _lower_winograd(context: LoweringContext, layer: Layer, config: KernelConfig
     tiles, depth = _tiles(y), 16 * channels
     assert weight.constant is not None
     read = weight.constant.array
-    tile = Tile.of(
+    tile = ContractionTile.of(
         config, texture=context.memory_path == "texture", stored=context.stored(layer.output),
         whole=True, aligned_columns=columns % 4 == 0,
     )  # fmt: skip

@@ -18,7 +18,7 @@ def lower_elementwise(context: LoweringContext, layer: Layer) -> None:
     split = best_split(domain, values)
     rows, columns = matrix_of(domain, split)
     vector = context.vector_for(columns)
-    overwritten = context.places.overwritten.get(layer.main)
+    overwritten = context.buffers.overwritten.get(layer.main)
     body = PointwiseBody(layer.nodes, None, domain, split, vector, context.storage, overwritten=overwritten)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)

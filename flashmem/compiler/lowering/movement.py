@@ -180,7 +180,7 @@ def lower_concat(context: LoweringContext, layer: Layer) -> None:
     """Concat: one copy for each input that does not lie there already."""
     y, axis = layer.output, layer.main.attributes["axis"]
     target, start = _strides(y.shape), 0
-    there = {i for i, (x, at) in enumerate(parts_in_place(layer.main)) if context.places.holds(y, x, at)}
+    there = {i for i, (x, at) in enumerate(parts_in_place(layer.main)) if context.buffers.holds(y, x, at)}
     for i, x in enumerate(value for value in layer.main.inputs if value is not None):
         if i not in there:
             move(context, layer, x, y, x.shape, _strides(x.shape), target, target_start=start * target[axis], part=f"[{i}]")

@@ -17,11 +17,11 @@ from flashmem.compiler.lowering.outputs import read_early
 from flashmem.compiler.lowering.registry import lower
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import Ranges
-from flashmem.compiler.memory.arena import Use, place_blocks, shapes
-from flashmem.compiler.memory.buffers import find_places
+from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
+from flashmem.compiler.memory.buffers import assign_buffers
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.selector import Choices
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
@@ -86,13 +86,13 @@ def generate(
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
     slicing: Slicing = FINEST,
-    choices: Choices | None = None,
+    selector: KernelSelector | None = None,
     earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,
 ) -> Generated:
     """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.write` does that later.
 
-    `choices` says which config computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
+    `selector` says which config computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
     the file already, of programs for other shapes; those are read to be compared. `cuts`: the slices that its own weights have
     already; those that lie side by side become one.
     """
@@ -114,10 +114,10 @@ def generate(
         elif not ranges.moves_nothing(layer.main):
             launched.append(layer)
     early = [*(port.value for port in graph.inputs), *gathered]
-    places = find_places(launched, early, [port.value for port in results if port.value.size], ranges, storage)
+    buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], ranges, storage)
     weights = PackingList(descriptor.page_bytes, earlier.size)
     context = LoweringContext(
-        descriptor, path, half, slicing, KernelLibrary(), choices or Choices(descriptor), places, weights, earlier
+        descriptor, path, half, slicing, KernelLibrary(), selector or KernelSelector(descriptor), buffers, weights, earlier
     )
     context.cuts = cuts or {}
     for value in gathered:
@@ -208,7 +208,8 @@ def _arena(
     for name, tensor in held.items():
         blocks.setdefault(tensor.place.root, name)
     uses = [
-        Use(blocks[tensor.place.root], tensor.place.offset, tensor.nbytes, *lifetimes[name]) for name, tensor in held.items()
+        LiveBytes(blocks[tensor.place.root], tensor.place.offset, tensor.nbytes, *lifetimes[name])
+        for name, tensor in held.items()
     ]
     starts, total, bound = place_blocks(shapes(uses), last - 1)
     tensors = tuple(

@@ -12,7 +12,7 @@ from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
 from flashmem.compiler.passes.fusion import Layer
-from flashmem.compiler.selection.configs import Product
+from flashmem.compiler.selection.configs import Workload
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig
 
@@ -79,7 +79,7 @@ def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
 def _over(context: LoweringContext, layer: Layer, tail: PointwiseBody) -> dict[str, Any]:
     """The values of the tail; what is written over may be the input itself, `a`."""
     values = context.tail_values(tail)
-    return {**values, "over": "a"} if context.places.overwritten.get(layer.main) is layer.main.input(0) else values
+    return {**values, "over": "a"} if context.buffers.overwritten.get(layer.main) is layer.main.input(0) else values
 
 
 def lower_reduction(context: LoweringContext, layer: Layer) -> None:
@@ -97,7 +97,7 @@ def lower_reduction(context: LoweringContext, layer: Layer) -> None:
 
 def _variant(context: LoweringContext, layer: Layer, rows: int, depth: int) -> KernelConfig:
     """How work-items share a row, or a group."""
-    return context.choices.config(Product("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
+    return context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
 
 
 def _lower_rows(

@@ -17,7 +17,7 @@ _ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uc
 
 
 @dataclass(frozen=True)
-class Tile(KernelConfig):
+class ContractionTile(KernelConfig):
     """A config cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
     where zero points and scales are. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do.
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
@@ -44,7 +44,7 @@ class Tile(KernelConfig):
     looped: bool = False
 
     @classmethod
-    def of(cls, config: KernelConfig, **types: Any) -> Tile:
+    def of(cls, config: KernelConfig, **types: Any) -> ContractionTile:
         """`config`, and the fields that a tile has beside."""
         return cls(**{each.name: getattr(config, each.name) for each in fields(KernelConfig)}, **types)
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import Ranges
-from flashmem.compiler.memory.arena import Use, alive, shapes
+from flashmem.compiler.memory.arena import LiveBytes, alive, shapes
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.passes.fusion import Layer
 
@@ -30,16 +30,16 @@ Storage = Callable[[Value], StoredType]
 
 
 @dataclass(frozen=True)
-class Place:
-    """`offset` bytes behind the start of `root`, which has a tensor of its own."""
+class BufferRange:
+    """The memory of a value: it starts `offset` bytes behind the start of `root`, which has a tensor of its own."""
 
     root: Value
     offset: int
 
 
 @dataclass(frozen=True)
-class Places:
-    """The places of all activations of a graph.
+class BufferAssignment:
+    """Buffer assignment: the memory of each activation of a graph.
 
     Attributes:
         moved: of values that have no tensor of their own though layers compute them, where they lie.
@@ -48,14 +48,14 @@ class Places:
 
     ranges: Ranges
     storage: Storage
-    moved: Mapping[Value, Place] = field(default_factory=dict)
+    moved: Mapping[Value, BufferRange] = field(default_factory=dict)
     overwritten: Mapping[Node, Value] = field(default_factory=dict)
 
-    def of(self, value: Value) -> Place:
+    def of(self, value: Value) -> BufferRange:
         """Where `value` lies."""
         found = self.ranges.of(value)
-        place = self.moved.get(found.base, Place(found.base, 0))
-        return Place(place.root, place.offset + found.start * ITEMSIZE[self.storage(found.base)])
+        place = self.moved.get(found.base, BufferRange(found.base, 0))
+        return BufferRange(place.root, place.offset + found.start * ITEMSIZE[self.storage(found.base)])
 
     def holds(self, whole: Value, part: Value, start: int) -> bool:
         """Whether `part` lies in `whole` from element `start` on: then no copy is needed to put it there."""
@@ -64,10 +64,10 @@ class Places:
         return outer.root is inner.root and inner.offset == at and self.storage(whole) == self.storage(part)
 
 
-def find_places(
+def assign_buffers(
     layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
-) -> Places:
-    """The places of what `layers` read and write, in the order in which they run.
+) -> BufferAssignment:
+    """Assign memory to all that `layers` read and write, in the order in which they run.
 
     `early`: inputs, and what else the host writes before the first layer. `results`: what it reads after the last one.
     """
@@ -78,9 +78,12 @@ def find_places(
     everywhere.overwrite(layers, range(len(apart)))
     trees.overwrite(layers, where_needed(apart, max(everywhere.alive(), default=0)))
     moved = {
-        item.base: Place(root, item.at) for root, items in trees.members.items() for item in items if item.base is not root
+        item.base: BufferRange(root, item.at)
+        for root, items in trees.members.items()
+        for item in items
+        if item.base is not root
     }
-    return Places(ranges, storage, moved, trees.overwritten)
+    return BufferAssignment(ranges, storage, moved, trees.overwritten)
 
 
 def held_by(
@@ -88,8 +91,8 @@ def held_by(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
 
-    Arguments as in `find_places`. Layers count from 1; 0 stands for what is before them, one more than their number for what is
-    after. A piece is needed from the first of its layers to the last, in whatever order they run.
+    Arguments as in `assign_buffers`. Layers count from 1; 0 stands for what is before them, one more than their number for
+    what is after. A piece is needed from the first of its layers to the last, in whatever order they run.
     """
     trees = _Trees(layers, early, results, ranges, storage)
     trees.join_parts(layers)
@@ -185,7 +188,7 @@ class _Trees:
     def alive(self) -> list[int]:
         """The bytes that are needed at each layer, the first of them before the first layer."""
         uses = [
-            Use(str(number), item.at + low, high - low, item.first, layer)
+            LiveBytes(str(number), item.at + low, high - low, item.first, layer)
             for number, items in enumerate(self.members.values())
             for item in items
             for low, high, layer in [(0, item.nbytes, item.first), *item.reads]

@@ -33,7 +33,7 @@ from flashmem.base.paths import no_temporary_folder, temporary_parent
 from flashmem.bundle.version_directories import held
 from flashmem.program.program import Program
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.required import SMALL_GRID, Size, Use, Wanted, variant
+from flashmem.runtime.kernels.required import SMALL_GRID, KernelLaunch, Size, Wanted, variant
 from flashmem.runtime.opencl.compile_target import driver_variables
 from flashmem.runtime.opencl.devices import Device
 from flashmem.runtime.opencl.pocl import ROOM_BYTES
@@ -220,7 +220,7 @@ def _job(key: str, wanted: Wanted, program: Program, device: Device) -> dict[str
     """What a child needs to know of one kernel: its text, and a launch for each variant."""
     trials: list[dict[str, Any]] = []
     if device.compiles_at_launch:
-        first: dict[str, Use] = {}
+        first: dict[str, KernelLaunch] = {}
         for use in wanted.uses:
             first.setdefault(variant(use.size), use)
         trials = [{"size": _trial_size(use.size), "args": _arguments(use, program)} for use in first.values()]
@@ -239,7 +239,7 @@ def _trial_size(size: Size) -> Size:
     return tuple(least), group
 
 
-def _arguments(use: Use, program: Program) -> list[list[Any]]:
+def _arguments(use: KernelLaunch, program: Program) -> list[list[Any]]:
     """The arguments of a launch as kinds and sizes: memory of these sizes is all that the kernel reaches."""
     tensors = {tensor.name: tensor.nbytes for tensor in program.tensors}
     slices = program.readable()

@@ -1,4 +1,4 @@
-"""Which kernels a session needs, and what each is launched with: what is opened from the program cache, or compiled."""
+"""The kernels that a session needs, with the sizes and arguments of their launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Size = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
-class Use:
+class KernelLaunch:
     """One launch of a kernel: its sizes, and its arguments; `ride` is what its stream lane moves, if it has one."""
 
     size: Size
@@ -33,7 +33,7 @@ class Wanted:
 
     name: str
     text: str
-    uses: tuple[Use, ...]
+    uses: tuple[KernelLaunch, ...]
 
     @property
     def sizes(self) -> list[Size]:
@@ -57,20 +57,22 @@ def wanted_kernels(
     Raises:
         RunError: a kernel is missing.
     """
-    plain: dict[str, list[Use]] = {}
-    laned: dict[str, list[Use]] = {}
+    plain: dict[str, list[KernelLaunch]] = {}
+    laned: dict[str, list[KernelLaunch]] = {}
     for moves in (runs[0], *(other for other in runs[1:] if other is not runs[0])):
         for layer, launch in enumerate(program.launches, start=1):
             moving = moves.get(layer)
             riding = moving.riding if moving else None
             uses = plain if riding is None else laned
-            uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args, riding))
+            uses.setdefault(launch.kernel, []).append(
+                KernelLaunch((launch.global_size, launch.local_size), launch.args, riding)
+            )
             for ride in (*moving.leading, *moving.separate) if moving else ():
-                laned.setdefault(ride.copier, []).append(Use(((ride.copy_items,), (COPY_GROUP,)), (), ride))
+                laned.setdefault(ride.copier, []).append(KernelLaunch(((ride.copy_items,), (COPY_GROUP,)), (), ride))
     return _with_texts(plain, source.plain), _with_texts(laned, source.lane) if laned else ()
 
 
-def _with_texts(uses: Mapping[str, list[Use]], text: str) -> tuple[Wanted, ...]:
+def _with_texts(uses: Mapping[str, list[KernelLaunch]], text: str) -> tuple[Wanted, ...]:
     texts = kernel_texts(text)
     missing = next((name for name in uses if name not in texts), None)
     if missing is not None:

@@ -10,7 +10,7 @@ from flashmem.program.kernel_text import Source, kernel_texts
 from flashmem.program.launches import SteadyLaunch
 from flashmem.program.program import Program
 from flashmem.runtime.engine.executor import Executor, Kernels
-from flashmem.runtime.kernels.required import Use, Wanted, variant
+from flashmem.runtime.kernels.required import KernelLaunch, Wanted, variant
 from flashmem.runtime.opencl.context import Kernel
 from flashmem.runtime.streaming.interleaved import LayerMoves
 
@@ -62,10 +62,10 @@ def _read(each: SteadyLaunch) -> list[str]:
 
 def new_kernels(source: Source, steady: Sequence[SteadyLaunch], known: Sequence[Wanted]) -> tuple[Wanted, ...]:
     """The kernels of `steady` launches that are none of the `known` ones, or launched in a way that these are not."""
-    uses: dict[str, list[Use]] = {}
+    uses: dict[str, list[KernelLaunch]] = {}
     for each in steady:
         launch = each.launch
-        uses.setdefault(launch.kernel, []).append(Use((launch.global_size, launch.local_size), launch.args))
+        uses.setdefault(launch.kernel, []).append(KernelLaunch((launch.global_size, launch.local_size), launch.args))
     here = {each.name: {variant(size) for size in each.sizes} for each in known}
     texts = kernel_texts(source.plain)
     return tuple(
