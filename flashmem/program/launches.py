@@ -49,7 +49,7 @@ class Launch:
     """Layer ℓ: one kernel launch. `macs` and `bytes` (activations read and written) describe its cost to the planner.
 
     With transfer mode `interleave` the kernel named `kernel` in the *lane* source takes, after `args`, the stream lane's
-    arguments (see kernels/templates/lane.cl.j2).
+    arguments (see kernels/templates/common/lane.cl.j2).
     """
 
     name: str

@@ -37,7 +37,7 @@ def lower_attention(context: LoweringContext, layer: Layer) -> None:
     places = zip((query, key, value, answer), ("query", "key", "key", "query"), map(context.stored, tensors), strict=True)
     q, k, v, y = (_template_values(access, row, stored, strides) for access, row, stored in places)
     kernel = context.kernels.kernel(
-        "attention",
+        "attention/attention",
         f=form,
         q=q,
         k=k,

@@ -24,6 +24,13 @@ from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_colum
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig
 
+_TEMPLATES = {
+    "matmul": "contraction/matmul",
+    "conv": "convolution/conv",
+    "deform_conv": "contraction/deform_conv",
+}
+"""Templates of products with packed weights, by kernel family."""
+
 DEPTH_BLOCK = 64
 """Steps of depth between two of the stream lane, at most: those up to the end of a fold where a texture is folded."""
 
@@ -117,7 +124,7 @@ def lower_deform_convolution(context: LoweringContext, layer: Layer) -> None:
 def lower_packed(
     context: LoweringContext,
     layer: Layer,
-    template: str,
+    family: str,
     rows: int,
     groups: int,
     run: int,
@@ -129,7 +136,7 @@ def lower_packed(
     row: int = 0,
     **values: Any,
 ) -> None:
-    """Pack the weights and launch `template` once for each slice.
+    """Pack the weights and launch a kernel of `family` once for each slice.
 
     `run`: steps of depth read without a seek. `sampled`: pointers to what moves the taps. `stageable`: whether configs that
     share what they read can compute it. `winograd`: see `compiler.selection.selector.KernelRequest`; another config was
@@ -140,7 +147,7 @@ def lower_packed(
     depth, columns = weight_matrix(node)
     binding = read_weights(context, node)
     workload = Workload(
-        template, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
+        family, context.memory_path, rows, depth, columns // groups, groups, binding.storage,
         taps=depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
     only_plain = binding.codes is None or binding.zero is not None or binding.scale is not None or not stageable
@@ -151,7 +158,7 @@ def lower_packed(
     step = max(n for n in range(1, DEPTH_BLOCK + 1) if binding.block % n == 0) if binding.block else DEPTH_BLOCK
     packing = Packing(
         depth, columns // groups, groups, tile.panel, binding.storage, context.memory_path,
-        _fold_unit(template, tile, run, step), context.descriptor,
+        _fold_unit(family, tile, run, step), context.descriptor,
     )  # fmt: skip
     if binding.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * tile.panel)]
@@ -159,16 +166,16 @@ def lower_packed(
         parts = context.parts(node, packing, tile.launched(rows, 1)[0])
     texture, scattered = parts[0].width > 0, layer.moved is not None
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=scattered)
-    if template == "conv":
+    if family == "conv":
         direct = tile.scalar == tile.activation == "float" and not (
             tile.k_block or tile.integers or tile.folded or values["volume"]
         )
         values["gathered"] = row if direct and context.descriptor.kind == "cpu" and node.op == "Conv" else 0
-    if template != "matmul":
+    if family != "matmul":
         dims = [*dims[:9], packing.group_panels, *dims[9:]]
     tail = context.tail(layer, tile.vector)
     kernel = context.kernels.kernel(
-        template,
+        _TEMPLATES[family],
         t=tile,
         block=step,
         transposed=node.op == "ConvTranspose",
@@ -177,7 +184,7 @@ def lower_packed(
         **context.tail_values(tail),
     )
     x, y = context.operand(node.input(0)), context.tensor(layer.output)
-    zeros = [context.zeros(dims[3])] if template != "matmul" else []
+    zeros = [context.zeros(dims[3])] if family != "matmul" else []
     if binding.codes is None:
         sliced = [_packed_at_run_time(context, layer, groups, tile.panel)]
     else:
@@ -208,17 +215,17 @@ def lower_packed(
         )
 
 
-def _fold_unit(template: str, tile: ContractionTile, run: int, step: int) -> int:
+def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
     """Rows of which a texture may be folded after any whole number, without a change of what the kernel computes.
 
     Where products of several steps are summed in half, their number is one of a sum that nothing splits.
     """
-    if template == "deform_conv":
+    if family == "deform_conv":
         return run
     if tile.block_depth:
         return step
     if tile.half and not tile.k_block:
-        return tile.half if (step if template == "matmul" else run) % tile.half == 0 else run if template == "conv" else step
+        return tile.half if (step if family == "matmul" else run) % tile.half == 0 else run if family == "conv" else step
     return 1
 
 
@@ -281,7 +288,9 @@ def lower_depthwise(context: LoweringContext, layer: Layer) -> None:
     tail = context.tail(layer, vector)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
-    kernel = context.kernels.kernel("depthwise", t=tile, attributes=context.attributes(local), **context.tail_values(tail))
+    kernel = context.kernels.kernel(
+        "contraction/depthwise", t=tile, attributes=context.attributes(local), **context.tail_values(tail)
+    )
     read, dtype = binding.codes, np.dtype(storage)
     if read is None:
         packed = _packed_at_run_time(context, layer, 1, columns)
@@ -315,7 +324,7 @@ def _lower_dynamic(context: LoweringContext, layer: Layer) -> None:
     tail = context.tail(layer, tile.vector)
     levels = _batch_levels(batch, a.shape, b.shape)
     kernel = context.kernels.kernel(
-        "matmul_dynamic",
+        "contraction/matmul_dynamic",
         t=tile,
         attributes=context.attributes(tile.group),
         levels=len(levels),

@@ -114,7 +114,9 @@ def _lower_winograd(context: LoweringContext, layer: Layer, config: KernelConfig
     texture = parts[0].width > 0
     tile = replace(tile, texture=texture, folded=texture and parts[0].height < depth, scattered=layer.moved is not None)
     tail = context.tail(layer, tile.vector)
-    kernel = context.kernels.kernel("winograd", t=tile, attributes=context.attributes(tile.group), **context.tail_values(tail))
+    kernel = context.kernels.kernel(
+        "convolution/winograd", t=tile, attributes=context.attributes(tile.group), **context.tail_values(tail)
+    )
     dims = [images, height, width, channels, out_height, out_width, columns, *node.attributes["pads"][:2]]
     operands = context.operand_args(tail)
     for i, (name, part) in enumerate(zip(names, parts, strict=True)):

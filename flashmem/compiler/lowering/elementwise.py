@@ -23,7 +23,7 @@ def lower_elementwise(context: LoweringContext, layer: Layer) -> None:
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "elementwise",
+        "elementwise/elementwise",
         attributes=context.attributes(local),
         stored=context.stored(layer.output),
         vector=vector,

@@ -33,7 +33,7 @@ def lower_gather_at(context: LoweringContext, layer: Layer) -> None:
     parts = _parts(node)
     stored, made = context.copied(x, layer.output)
     kernel = context.kernels.kernel(
-        "gather_at",
+        "indexing/gather_at",
         attributes=context.attributes(local),
         stored=stored,
         made=made,
@@ -102,7 +102,7 @@ def lower_scatter(context: LoweringContext, layer: Layer) -> None:
     stored, made = context.copied(updates, y)
     values: dict[str, Any] = {name: given[name] for name in ("index_step", "update_step", "stride", "places")}
     kernel = context.kernels.kernel(
-        "scatter",
+        "indexing/scatter",
         attributes=context.attributes(local),
         stored=stored,
         made=made,

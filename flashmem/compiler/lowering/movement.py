@@ -76,7 +76,7 @@ def move(
     local = context.work_group(items)
     stored, made = context.copied(source, target) if source is not None else ("", context.stored(target))
     kernel = context.kernels.kernel(
-        "movement",
+        "movement/movement",
         attributes=context.attributes(local),
         stored=stored,
         made=made,
@@ -222,7 +222,7 @@ def lower_gather(context: LoweringContext, layer: Layer) -> None:
     local = context.work_group(items)
     stored, made = context.copied(data, layer.output)
     kernel = context.kernels.kernel(
-        "gather", attributes=context.attributes(local), stored=stored, made=made, index=STORED[indices.dtype]
+        "movement/gather", attributes=context.attributes(local), stored=stored, made=made, index=STORED[indices.dtype]
     )
     args = [context.operand(data), context.operand(indices), context.tensor(layer.output), context.status()]
     dims = [outer * count, count, data.shape[axis], inner, len(context.launches) + 1]

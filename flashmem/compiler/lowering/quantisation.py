@@ -1,4 +1,4 @@
-"""Zero points and scales of a contraction's operands: where its kernel finds them (kernels/templates/mac.cl.j2)."""
+"""Zero points and scales of a contraction's operands: where its kernel finds them (kernels/templates/contraction/mac.cl.j2)."""
 
 from __future__ import annotations
 

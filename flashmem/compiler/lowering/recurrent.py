@@ -62,7 +62,7 @@ def lower_recurrent(context: LoweringContext, layer: Layer) -> None:
     local = context.work_group((hidden, batch))
 
     def launch(step: int, phase: str, pointers: list[Arg]) -> None:
-        kernel = context.kernels.kernel("recurrent", phase=phase, attributes=context.attributes(local), **values)
+        kernel = context.kernels.kernel("recurrent/recurrent", phase=phase, attributes=context.attributes(local), **values)
         shape = KernelShape(rows=batch, columns=hidden, run=hidden)
         numbers = [batch, hidden, steps, step, int(a["reverse"]), by_step, by_batch]
         nbytes = 4 * batch * hidden * (2 * GATES[node.op] + 4)

@@ -108,7 +108,7 @@ def _lower_rows(
     tail = context.tail(layer, vector)
     local = (lanes, 1)
     kernel = context.kernels.kernel(
-        "reduce_rows",
+        "reduction/reduce_rows",
         attributes=context.attributes(local),
         lanes=lanes,
         subgroups=config.subgroups and values["kind"] == "float",
@@ -134,7 +134,7 @@ def _lower_columns(
     items = (-(-inner // vector), outer)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "reduce_columns",
+        "reduction/reduce_columns",
         attributes=context.attributes(local),
         **_typed(values, layer.main.input(0).dtype, vector),
         **_over(context, layer, tail),
@@ -153,7 +153,7 @@ def lower_group_normalization(context: LoweringContext, layer: Layer) -> None:
     vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), config.vector)
     tail, kinds = context.tail(layer, vector), Vector(vector)
     kernel = context.kernels.kernel(
-        "normalize_groups",
+        "reduction/normalize_groups",
         attributes=context.attributes((lanes, 1)),
         lanes=lanes,
         subgroups=config.subgroups,
@@ -188,7 +188,7 @@ def lower_lrn(context: LoweringContext, layer: Layer) -> None:
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "lrn",
+        "reduction/lrn",
         attributes=context.attributes(local),
         alpha=scalar_literal("float32", node.attributes["alpha"] / size),
         beta=scalar_literal("float32", node.attributes["beta"]),
@@ -209,7 +209,7 @@ def lower_determinant(context: LoweringContext, layer: Layer) -> None:
     size, count = x.shape[-1], y.size
     work = context.tensor(Value(f"{x.name}.eliminated", x.shape, x.dtype))
     local = context.work_group((count,))
-    kernel = context.kernels.kernel("determinant", attributes=context.attributes(local))
+    kernel = context.kernels.kernel("reduction/determinant", attributes=context.attributes(local))
     shape = KernelShape(rows=count, depth=size**3)
     args: list[Arg | int] = [context.operand(x), work, context.tensor(y), count, size]
     context.launch(layer, kernel, args, (count,), local, shape, macs=count * size**3 // 3)

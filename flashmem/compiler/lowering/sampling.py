@@ -21,7 +21,7 @@ def lower_grid_sample(context: LoweringContext, layer: Layer) -> None:
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "grid_sample",
+        "sampling/grid_sample",
         attributes=context.attributes(local),
         volume=volume,
         taps=taps,
@@ -48,7 +48,7 @@ def lower_roi_align(context: LoweringContext, layer: Layer) -> None:
     local = context.work_group(items)
     half, samples = node.attributes["half_pixel"], node.attributes["sampling_ratio"]
     kernel = context.kernels.kernel(
-        "roi_align",
+        "sampling/roi_align",
         attributes=context.attributes(local),
         index=STORED[batch.dtype],
         scale=scalar_literal("float32", node.attributes["spatial_scale"]),

@@ -34,7 +34,7 @@ def lower_extreme(context: LoweringContext, layer: Layer) -> None:
     lanes = context.descriptor.tile.lanes if columns < _BUSY[context.descriptor.kind] else 1
     local = (lanes, 1) if lanes > 1 else context.work_group((1, columns))
     kernel = context.kernels.kernel(
-        "extreme",
+        "selection/extreme",
         attributes=context.attributes(local),
         lanes=lanes,
         stored=context.stored(x),
@@ -68,7 +68,7 @@ def lower_top(context: LoweringContext, layer: Layer) -> None:
     items = (depth, columns)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "sort_runs", attributes=context.attributes(local), run=_RUN, index=STORED[target.dtype], **values
+        "selection/sort_runs", attributes=context.attributes(local), run=_RUN, index=STORED[target.dtype], **values
     )
     args: list[Arg | int] = [context.operand(x), context.tensor(target), columns, depth, inner, kept, stored]
     shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
@@ -82,7 +82,7 @@ def lower_top(context: LoweringContext, layer: Layer) -> None:
         items = (had, columns)
         local = context.work_group(items)
         kernel = context.kernels.kernel(
-            "sort_merge", attributes=context.attributes(local), index=STORED[target.dtype], **values
+            "selection/sort_merge", attributes=context.attributes(local), index=STORED[target.dtype], **values
         )
         pointers = [context.operand(x), context.tensor(source), context.tensor(target)]
         shape = KernelShape(rows=outer * had, columns=inner, depth=before.bit_length(), stride=inner)
@@ -109,7 +109,7 @@ def lower_scan(context: LoweringContext, layer: Layer) -> None:
     parts = context.tensor(Value(f"{layer.output.name}.chunks", (chunks, columns * vector), x.dtype)) if chunks > 1 else None
     for is_first in (True, False)[parts is None :]:
         kernel = context.kernels.kernel(
-            "scan",
+            "selection/scan",
             attributes=context.attributes(local),
             stored=context.stored(x),
             made=context.stored(layer.output),

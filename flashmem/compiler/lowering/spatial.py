@@ -39,7 +39,7 @@ def lower_pool(context: LoweringContext, layer: Layer) -> None:
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
     kernel = context.kernels.kernel(
-        "pool",
+        "spatial/pool",
         op=node.op,
         count_pads=bool(node.attributes.get("count_include_pad", 0)),
         column_major=bool(node.attributes.get("storage_order", 0)),
@@ -86,7 +86,7 @@ def lower_unpool(context: LoweringContext, layer: Layer) -> None:
     stored, made = context.copied(x, y)
     for phase in ("claim", "write") if claims is not None else ("",):
         kernel = context.kernels.kernel(
-            "unpool",
+            "spatial/unpool",
             attributes=context.attributes(local),
             stored=stored,
             made=made,
@@ -133,7 +133,7 @@ def lower_resize(context: LoweringContext, layer: Layer) -> None:
     local = context.work_group(items)
     taps = (down.at.shape[1], across.at.shape[1])
     kernel = context.kernels.kernel(
-        "resize",
+        "spatial/resize",
         taps=taps,
         copies=copies,
         crops=rule.coordinates == "tf_crop_and_resize",

@@ -1,7 +1,7 @@
-"""Kernels rendered from kernels/templates; equal text is one kernel. Each is preceded by what it uses of the prelude.
+"""Kernel rendering: OpenCL C from kernels/templates. Equal text is one kernel; each begins with what it uses of the prelude.
 
 Every kernel is rendered twice: plain, and with a stream lane for transfer mode `interleave`. Both have the same name, which is
-the template's name and a hash of the plain text, so that the twelve equal layers of a transformer share one kernel.
+the file name of the template and a hash of the plain text, so that the twelve equal layers of a transformer share one kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import PurePosixPath
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -80,7 +81,7 @@ def _typed(value: Any) -> tuple[object, ...]:
 def _rendered(template: str, lane: Lane | None, given: _TemplateValues) -> str:
     text: str = _environment().get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **given.values)
     if lane:
-        module: Any = _environment().get_template("lane.cl.j2").module
+        module: Any = _environment().get_template("common/lane.cl.j2").module
         text = module.definitions(lane) + text
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
 
@@ -93,10 +94,10 @@ class KernelLibrary:
         self._given: dict[str, tuple[str, _TemplateValues]] = {}
 
     def kernel(self, template: str, **values: Any) -> str:
-        """The name of the kernel that `template` gives for `values`."""
+        """Render the template `template` (a path in kernels/templates without .cl.j2) for `values`; the name of the kernel."""
         given = _TemplateValues(values)
         plain = _rendered(template, None, given)
-        name = f"{template}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
+        name = f"{PurePosixPath(template).name}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
         if name not in self._plain:
             self._plain[name] = plain.replace(_PLACEHOLDER, name)
             self._given[name] = (template, given)
@@ -112,7 +113,7 @@ class KernelLibrary:
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            text = _rendered("lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}))
+            text = _rendered("common/lane_copy", Lane(kind, _COPY_UNITS), _TemplateValues({}))
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
         return Source(
             plain=kernel_source({name: _prelude(text) + text for name, text in self._plain.items()}),
@@ -128,7 +129,7 @@ def _units(given: dict[str, Any]) -> int:
 
 def _prelude(text: str) -> str:
     """What `text` uses of the prelude, comments left out: a driver reads it once for each kernel."""
-    lines: list[str] = _environment().get_template("prelude.cl.j2").render(text=text).splitlines()
+    lines: list[str] = _environment().get_template("common/prelude.cl.j2").render(text=text).splitlines()
     defined = {match[1]: line for line in lines if (match := _DEFINES.match(line))}
     used, new = set[str](), set(_WORD.findall(text)) & defined.keys()
     while new:
