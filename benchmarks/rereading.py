@@ -20,13 +20,13 @@ from benchmarks.budgets import Precision
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError
 from flashmem.compile import read_graph
+from flashmem.compiler.adaptive.tiling import Bands
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling.choice import BandChoice
 from flashmem.compiler.tiling.patches import Chain, in_bands
-from flashmem.compiler.tiling.search import Bands
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
 from flashmem.planning.planner import plan_problem, planning_problem

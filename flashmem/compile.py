@@ -17,9 +17,13 @@ from flashmem.bundle.bundle import Bundle, ShapeVariant
 from flashmem.bundle.cache import find_or_make
 from flashmem.bundle.shape_variants import Shapes, checked_variants, shapes_text
 from flashmem.bundle.writer import BundleWriter
+from flashmem.compiler.adaptive.granularity import first_attempt
+from flashmem.compiler.adaptive.tiling import fitting_bands
+from flashmem.compiler.adaptive.unfusion import Cuts, Pipeline, may_refine, refine
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.frontend.mapped_file import load_mapped
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.context import Cuts as SlicesOfWeights
 from flashmem.compiler.lowering.program import Generated, generate, sharing_weights, stored_by, write_weights
@@ -28,13 +32,10 @@ from flashmem.compiler.memory.allocations import within_allocations
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.compiler.passes.unfusion import Cuts, Pipeline, may_refine, refine
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.selection.tuning_database import digest
-from flashmem.compiler.tiling.search import fitting_bands
-from flashmem.compiler.weights.granularity import first_attempt
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
 from flashmem.compiler.weights.slicing import FINEST, Slicing
 from flashmem.options import resolve
@@ -309,7 +310,7 @@ def _plan(
     selector = KernelSelector(descriptor, options.optimize, limited=limited)
     only_one = not limited and not may_refine(limits, mode)
 
-    def write(layers: Sequence[Layer], order: LaunchOrder | None, slicing: Slicing) -> Generated:
+    def write(layers: Sequence[FusionGroup], order: LaunchOrder | None, slicing: Slicing) -> Generated:
         slicing = replace(slicing, later=options.optimize == "steady")
 
         def generated(selector: KernelSelector, packed: SlicesOfWeights | None = None) -> Generated:

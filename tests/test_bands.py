@@ -26,11 +26,11 @@ from random_graphs.listed import listed
 
 import flashmem
 from flashmem.base.errors import BudgetError
+from flashmem.compiler.adaptive import tiling as banding
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import Span, outermost
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.compiler.tiling import search as banding
 from flashmem.compiler.tiling.patches import Chain, in_bands
 from flashmem.program.program import fixed_bytes
 from flashmem.target.descriptor import load_descriptor

@@ -25,11 +25,12 @@ from zoo_data import DATA, examples
 import flashmem
 from flashmem.base.types import TENSOR_ALIGNMENT
 from flashmem.compile import read_graph
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.precision import SMALL
 from flashmem.compiler.operators import is_elementwise
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.options import resolve
 from flashmem.planning.limits import read_limits
@@ -412,7 +413,7 @@ def test_cuts_leave_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = []
     for is_cut in (False, True):
 
-        def cut_fuse(graph: Graph, cuts: Collection[Node] = (), is_cut: bool = is_cut) -> list[Layer]:
+        def cut_fuse(graph: Graph, cuts: Collection[Node] = (), is_cut: bool = is_cut) -> list[FusionGroup]:
             chosen = [node for node in graph.nodes if is_elementwise(node) and is_cut and draw.random() < 0.4]
             return fuse(graph, {*cuts, *chosen})
 

@@ -21,13 +21,14 @@ import flashmem
 from flashmem.base.types import ITEMSIZE
 from flashmem.bundle.kernel_bounds import check_reach
 from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.memory import buffers as places
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.operators import why_unsupported
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.program.program import Program
 from flashmem.target.descriptor import load_descriptor
@@ -155,7 +156,7 @@ class _Elements:
 def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> Generated:
     """A program whose launches are played on a memory that knows whose element each byte is."""
     layers = fuse(graph)
-    begins: list[tuple[Layer, int]] = []
+    begins: list[tuple[FusionGroup, int]] = []
     names: dict[Value, str] = {}
     tensor = LoweringContext.tensor
 
@@ -164,7 +165,7 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
         names[value] = str(arg.value)
         return arg
 
-    def begun(context: LoweringContext, layer: Layer) -> None:
+    def begun(context: LoweringContext, layer: FusionGroup) -> None:
         begins.append((layer, len(context.launches)))
         lower(context, layer)
 
@@ -179,7 +180,7 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
     return made
 
 
-def _play(graph: Graph, program: Program, begins: Sequence[tuple[Layer, int]], names: Mapping[Value, str]) -> None:
+def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, int]], names: Mapping[Value, str]) -> None:
     tensors = {t.name: t for t in program.tensors}
     elements = _Elements(graph)
     memory = np.zeros(program.arena_bytes, np.int64)

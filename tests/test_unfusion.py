@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from planning_problems import layers_of
 
 import flashmem
+from flashmem.compiler.adaptive.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.lowering.program import generate
@@ -25,7 +26,6 @@ from flashmem.compiler.operators import is_elementwise, why_unsupported
 from flashmem.compiler.passes.decompose import normalize
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
-from flashmem.compiler.passes.unfusion import Attempt, Cuts, Pipeline, cut_point, splits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.context import list_devices

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import affine, place
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.views import Dimension
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.attention_form import Rows, form_of
 from flashmem.compiler.selection.configs import Workload
 from flashmem.program.launches import Arg, KernelShape
 
 
-def lower_attention(context: LoweringContext, layer: Layer) -> None:
+def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     """FusedAttention: one launch."""
     node, given = layer.main, layer.main.attributes
     query, key, value, answer = (given[name] for name in ("query", "key", "value", "answer"))

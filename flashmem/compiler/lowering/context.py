@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, MemoryPath, StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.limits import ELEMENTS
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.memory.buffers import BufferAssignment, BufferRange
+from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES, nbytes_of
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.configs import Workload
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing import PackedSlice, Packing
@@ -30,9 +31,6 @@ from flashmem.compiler.weights.slicing import MOST_BYTES, Slicing
 from flashmem.program.launches import Arg, KernelShape, Launch
 from flashmem.program.tensors import Slice
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
-
-RESIDENT_CONSTANT_BYTES = 1 << 20
-"""Constants up to this size (biases, tables of positions) stay resident; larger ones are streamed like weights."""
 
 WORK_GROUP = 64
 """Work-items of a work-group where a kernel has no tile of its own."""
@@ -240,7 +238,7 @@ class LoweringContext:
 
     def launch(
         self,
-        layer: Layer,
+        layer: FusionGroup,
         kernel: str,
         args: Sequence[Arg | int],
         items: Sequence[int],
@@ -291,7 +289,7 @@ class LoweringContext:
         """The widest vector that a row of `columns` fills at least once."""
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
-    def tail(self, layer: Layer, vector: int) -> PointwiseBody:
+    def tail(self, layer: FusionGroup, vector: int) -> PointwiseBody:
         """The elementwise end of `layer`, seeded by its main operator's output."""
         seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
         return PointwiseBody(
@@ -330,8 +328,3 @@ class LoweringContext:
         """The arguments of a pointwise body's operands and of its numbers, in order."""
         operands = [self.operand(operand.value) for operand in body.operands]
         return operands + [Arg("int", number) for number in body.numbers]
-
-
-def nbytes_of(value: Value) -> int:
-    """Bytes of the elements of `value`, each in its own type."""
-    return ITEMSIZE[value.dtype] * value.size

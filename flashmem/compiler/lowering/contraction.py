@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import broadcast_strides
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.configs import Workload, cut
 from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
@@ -37,7 +37,7 @@ DEPTH_BLOCK = 64
 
 def _tile(
     context: LoweringContext,
-    layer: Layer,
+    layer: FusionGroup,
     workload: Workload,
     run: int,
     *,
@@ -67,7 +67,7 @@ def _tile(
 
 
 def choice(
-    context: LoweringContext, layer: Layer, workload: Workload, *, packed: bool = True, winograd: bool = False
+    context: LoweringContext, layer: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
 ) -> KernelConfig:
     """The config for `workload`, asked for once: a weight is packed once, however many rows a band of a layer has."""
     key = (layer.main.input(1), replace(workload, rows=0), winograd)
@@ -90,7 +90,7 @@ def _with(tile: ContractionTile, binding: WeightBinding) -> ContractionTile:
     )
 
 
-def lower_matmul(context: LoweringContext, layer: Layer) -> None:
+def lower_matmul(context: LoweringContext, layer: FusionGroup) -> None:
     """MatMul: with constant weights packed in slices, otherwise as a product of two activations."""
     weight = layer.main.input(1)
     is_packed = weight.constant is not None and weight.dtype in ("float32", "int8", "uint8")
@@ -103,7 +103,7 @@ def lower_matmul(context: LoweringContext, layer: Layer) -> None:
     lower_packed(context, layer, "matmul", rows, 1, depth, [rows, depth, columns])
 
 
-def lower_deform_convolution(context: LoweringContext, layer: Layer) -> None:
+def lower_deform_convolution(context: LoweringContext, layer: FusionGroup) -> None:
     """DeformConv: an implicit product whose taps are sampled."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
@@ -123,7 +123,7 @@ def lower_deform_convolution(context: LoweringContext, layer: Layer) -> None:
 
 def lower_packed(
     context: LoweringContext,
-    layer: Layer,
+    layer: FusionGroup,
     family: str,
     rows: int,
     groups: int,
@@ -229,7 +229,7 @@ def _fold_unit(family: str, tile: ContractionTile, run: int, step: int) -> int:
     return 1
 
 
-def _packed_at_run_time(context: LoweringContext, layer: Layer, groups: int, panel: int) -> Arg:
+def _packed_at_run_time(context: LoweringContext, layer: FusionGroup, groups: int, panel: int) -> Arg:
     """Weights of a convolution that are computed at run time, moved into panels: [groups, panels, taps, channels, panel]."""
     node = layer.main
     weight = node.input(1)
@@ -269,7 +269,7 @@ def placed(
     return [name for name, _ in context.place_packed(node, packing, parts, pieces)]
 
 
-def lower_depthwise(context: LoweringContext, layer: Layer) -> None:
+def lower_depthwise(context: LoweringContext, layer: FusionGroup) -> None:
     """A convolution of each channel by itself."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
@@ -308,7 +308,7 @@ def lower_depthwise(context: LoweringContext, layer: Layer) -> None:
     context.launch(layer, kernel, args, items, local, shape, macs=rows * weight.size)
 
 
-def _lower_dynamic(context: LoweringContext, layer: Layer) -> None:
+def _lower_dynamic(context: LoweringContext, layer: FusionGroup) -> None:
     """Both operands are tensors (or a stack of constant matrices): attention's two products."""
     a, b, y = layer.main.input(0), layer.main.input(1), layer.main.outputs[0]
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]

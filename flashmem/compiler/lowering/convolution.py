@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import choice, lower_depthwise, lower_packed, placed
 from flashmem.compiler.lowering.tile import ContractionTile
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.configs import Workload, cut, transformed
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
@@ -27,7 +27,7 @@ _WEIGHTS = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 """G of F(2, 3): a filter of three taps as the four numbers that four inputs, transformed, are multiplied by."""
 
 
-def lower_convolution(context: LoweringContext, layer: Layer) -> None:
+def lower_convolution(context: LoweringContext, layer: FusionGroup) -> None:
     """Conv and ConvTranspose as implicit products, by Winograd's where that is chosen; a 1x1 convolution is a MatMul, a
     depthwise one has its own kernel.
     """
@@ -95,7 +95,7 @@ def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
     return made
 
 
-def _lower_winograd(context: LoweringContext, layer: Layer, config: KernelConfig) -> None:
+def _lower_winograd(context: LoweringContext, layer: FusionGroup, config: KernelConfig) -> None:
     """One launch for each slice of the transformed weights. `config` is cut to the tiles."""
     node = layer.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from flashmem.compiler.ir.broadcast import best_split, matrix_of
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
-def lower_elementwise(context: LoweringContext, layer: Layer) -> None:
+def lower_elementwise(context: LoweringContext, layer: FusionGroup) -> None:
     """One launch of the whole pointwise body."""
     domain = layer.output.shape or (1,)
     inside = {node.outputs[0] for node in layer.nodes}

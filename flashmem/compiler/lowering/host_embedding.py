@@ -13,26 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
-from flashmem.compiler.ir.graph import Graph, NibbleConstant, Node, Value, pack_nibbles
-from flashmem.compiler.lowering.context import RESIDENT_CONSTANT_BYTES, LoweringContext, nbytes_of
-from flashmem.compiler.memory.aliases import unreshaped
+from flashmem.compiler.ir.graph import NibbleConstant, Node, Value, pack_nibbles
+from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.program.tensors import RowGather
 
 ROWS_AT_ONCE = 4096
 """Rows copied at a time while the table is written, to bound the compiler's memory; whole pages, so that no gap is left."""
-
-
-def host_indices(node: Node, graph: Graph) -> str | None:
-    """The model input whose elements pick the rows, if `node` gathers rows of a large constant table by such an input."""
-    if node.op != "Gather" or node.attributes["axis"] != 0:
-        return None
-    table, indices = node.input(0), node.input(1)
-    if table.constant is None or len(table.shape) != 2 or table.dtype not in ("float32", "int8", "uint8"):
-        return None
-    if nbytes_of(table) <= RESIDENT_CONSTANT_BYTES:
-        return None
-    source = unreshaped(indices)
-    return next((port.name for port in graph.inputs if port.value is source), None)
 
 
 def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) -> RowGather:

@@ -8,11 +8,11 @@ from typing import Any
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.broadcast import affine
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import KernelShape
 
 _PARALLEL = {"cpu": 64, "gpu": 8192}
@@ -23,7 +23,7 @@ def _parts(node: Node) -> list[tuple[int, int]]:
     return list(zip(node.attributes["sizes"], node.attributes["strides"], strict=True))
 
 
-def lower_gather_at(context: LoweringContext, layer: Layer) -> None:
+def lower_gather_at(context: LoweringContext, layer: FusionGroup) -> None:
     """A run of elements for each position."""
     node = layer.main
     x, indices, positions, run = node.input(0), node.input(1), node.attributes["positions"], node.attributes["run"]
@@ -49,7 +49,7 @@ def lower_gather_at(context: LoweringContext, layer: Layer) -> None:
     context.launch(layer, kernel, [*args, count, run, len(context.launches) + 1], items, local, shape, nbytes=nbytes)
 
 
-def _copy(context: LoweringContext, layer: Layer) -> None:
+def _copy(context: LoweringContext, layer: FusionGroup) -> None:
     """The data as it is before anything is written into it; nothing where all of it will be."""
     if layer.main.attributes["covered"]:
         return
@@ -59,7 +59,7 @@ def _copy(context: LoweringContext, layer: Layer) -> None:
     move(context, layer, source, y, (y.size,), (1,), (1,), fill=number, part="[copy]")
 
 
-def lower_place(context: LoweringContext, layer: Layer) -> None:
+def lower_place(context: LoweringContext, layer: FusionGroup) -> None:
     """A copy of the data, and one of the updates into its region."""
     _copy(context, layer)
     given, updates = layer.main.attributes, layer.main.input(1)
@@ -84,7 +84,7 @@ def _joined(dtype: DType, reduction: str) -> str:
     return scalar.to_stored(dtype, scalar.wrap(dtype, text))
 
 
-def lower_scatter(context: LoweringContext, layer: Layer) -> None:
+def lower_scatter(context: LoweringContext, layer: FusionGroup) -> None:
     """A copy of the data, into which the updates are written: each by itself, or in order if two may reach the same element."""
     _copy(context, layer)
     node, y = layer.main, layer.output

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.broadcast import broadcast_strides
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.memory.buffers import parts_in_place
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
@@ -47,7 +47,7 @@ def _jump(region: Sequence[int], strides: Sequence[int]) -> int:
 
 def move(
     context: LoweringContext,
-    layer: Layer,
+    layer: FusionGroup,
     source: Value | None,
     target: Value,
     region: Sequence[int],
@@ -144,14 +144,14 @@ def _in_blocks(grid: list[Dimension], widest: int) -> tuple[list[Dimension], int
 _LEAST_BLOCK = 4
 
 
-def lower_transpose(context: LoweringContext, layer: Layer) -> None:
+def lower_transpose(context: LoweringContext, layer: FusionGroup) -> None:
     """Transpose: the source is read with permuted strides."""
     x, y, perm = layer.main.input(0), layer.output, layer.main.attributes["perm"]
     strides = _strides(x.shape)
     move(context, layer, x, y, y.shape, [strides[axis] for axis in perm], _strides(y.shape))
 
 
-def lower_slice(context: LoweringContext, layer: Layer) -> None:
+def lower_slice(context: LoweringContext, layer: FusionGroup) -> None:
     """Slice: a start and a step in each dimension, which may be negative."""
     x, y = layer.main.input(0), layer.output
     strides = _strides(x.shape)
@@ -160,13 +160,13 @@ def lower_slice(context: LoweringContext, layer: Layer) -> None:
     move(context, layer, x, y, y.shape, stepped, _strides(y.shape), source_start=start)
 
 
-def lower_expand(context: LoweringContext, layer: Layer) -> None:
+def lower_expand(context: LoweringContext, layer: FusionGroup) -> None:
     """Expand: broadcast dimensions have stride 0."""
     x, y = layer.main.input(0), layer.output
     move(context, layer, x, y, y.shape, broadcast_strides(x.shape, y.shape), _strides(y.shape))
 
 
-def lower_tile(context: LoweringContext, layer: Layer) -> None:
+def lower_tile(context: LoweringContext, layer: FusionGroup) -> None:
     """Each dimension becomes (repeats, size), the first of which the source does not move along."""
     x, y = layer.main.input(0), layer.output
     region, source = [], []
@@ -176,7 +176,7 @@ def lower_tile(context: LoweringContext, layer: Layer) -> None:
     move(context, layer, x, y, region, source, _strides(region))
 
 
-def lower_concat(context: LoweringContext, layer: Layer) -> None:
+def lower_concat(context: LoweringContext, layer: FusionGroup) -> None:
     """Concat: one copy for each input that does not lie there already."""
     y, axis = layer.output, layer.main.attributes["axis"]
     target, start = _strides(y.shape), 0
@@ -187,7 +187,7 @@ def lower_concat(context: LoweringContext, layer: Layer) -> None:
         start += x.shape[axis]
 
 
-def lower_pad(context: LoweringContext, layer: Layer) -> None:
+def lower_pad(context: LoweringContext, layer: FusionGroup) -> None:
     """Pad with a number: fill, then copy."""
     x, y, before = layer.main.input(0), layer.output, layer.main.attributes["before"]
     fill = scalar_literal(y.dtype, layer.main.attributes["value"])
@@ -205,7 +205,7 @@ def lower_pad(context: LoweringContext, layer: Layer) -> None:
     )  # fmt: skip
 
 
-def lower_frames(context: LoweringContext, layer: Layer) -> None:
+def lower_frames(context: LoweringContext, layer: FusionGroup) -> None:
     """Frames of a signal, which overlap: in the source, the next frame is `step` elements on."""
     x, y, step = layer.main.input(0), layer.output, layer.main.attributes["step"]
     _, length, components = x.shape
@@ -214,7 +214,7 @@ def lower_frames(context: LoweringContext, layer: Layer) -> None:
     move(context, layer, x, y, region, [length * components, step * components, 1], _strides(region))
 
 
-def lower_gather(context: LoweringContext, layer: Layer) -> None:
+def lower_gather(context: LoweringContext, layer: FusionGroup) -> None:
     """Gather. An index out of range leaves the layer's number in the status tensor, and nothing outside the table is read."""
     data, indices, axis = layer.main.input(0), layer.main.input(1), layer.main.attributes["axis"]
     outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size

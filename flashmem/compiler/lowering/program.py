@@ -10,17 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT, StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.lowering.context import Cuts, LoweringContext
-from flashmem.compiler.lowering.host_embedding import host_indices, place_rows
+from flashmem.compiler.lowering.host_embedding import place_rows
 from flashmem.compiler.lowering.outputs import read_early
 from flashmem.compiler.lowering.registry import lower
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
 from flashmem.compiler.memory.buffers import assign_buffers
+from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
@@ -81,7 +82,7 @@ def _constants_place(weights: PackingList, nbytes: int) -> tuple[int, int]:
 
 def generate(
     graph: Graph,
-    layers: Sequence[Layer],
+    layers: Sequence[FusionGroup],
     descriptor: DeviceDescriptor,
     *,
     precision: Literal["fp32", "fp16"] = "fp32",
@@ -163,7 +164,7 @@ def generate(
     return Generated(program, source, weights, constants, context.placements, made)
 
 
-def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]]:
+def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[FusionGroup]]:
     """The outputs, each with a tensor of its own: one that is an input or a constant as it stands is copied, by a layer."""
     results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
@@ -174,7 +175,7 @@ def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[Layer]
             continue
         if base in inputs or base.constant is not None or base in seen:
             value = Value(f"{port.name}.copy", port.value.shape, port.value.dtype)
-            copies.append(Layer(Node("Copy", f"{port.name}.copy", [port.value], [value])))
+            copies.append(FusionGroup(Node("Copy", f"{port.name}.copy", [port.value], [value])))
         results.append(GraphPort(port.name, port.dtype, value))
         seen.add(base)
     return results, copies

@@ -6,12 +6,12 @@ Every step runs the same kernels with other numbers. The weights of the recurren
 
 from __future__ import annotations
 
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import lower_matmul
 from flashmem.compiler.operators.recurrent import GATES
 from flashmem.compiler.operators.vector import scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 _ACTIVATIONS = {
@@ -35,7 +35,7 @@ def _activation(name: str, alpha: float, beta: float) -> str:
     return "".join(literals.get(letter, letter) for letter in _ACTIVATIONS[name])
 
 
-def lower_recurrent(context: LoweringContext, layer: Layer) -> None:
+def lower_recurrent(context: LoweringContext, layer: FusionGroup) -> None:
     """All steps of one direction, one after the other."""
     node = layer.main
     a = node.attributes
@@ -71,7 +71,7 @@ def lower_recurrent(context: LoweringContext, layer: Layer) -> None:
         )
 
     def multiply(step: int, rows: Value, weights: Value, output: Value) -> None:
-        lower_matmul(context, Layer(Node("MatMul", f"{node.name}[{step}]", [rows, weights], [output], {"transposed": 1})))
+        lower_matmul(context, FusionGroup(Node("MatMul", f"{node.name}[{step}]", [rows, weights], [output], {"transposed": 1})))
 
     for step in range(steps):
         before = first_h if step == 0 else state

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from flashmem.base.types import DType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.selection.configs import Workload
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig
@@ -36,7 +36,7 @@ _SUMMED: dict[DType, DType] = {"int32": "int64", "uint32": "uint64"}
 """The type in which a mean of integers sums, so that it does not overflow on the way."""
 
 
-def _template_values(context: LoweringContext, layer: Layer) -> dict[str, Any]:
+def _template_values(context: LoweringContext, layer: FusionGroup) -> dict[str, Any]:
     """The pieces of the template that depend on the reduction and on the element type."""
     op, dtype, epsilon = layer.main.op, layer.main.input(0).dtype, layer.main.attributes.get("epsilon", 0.0)
     computed = _SUMMED.get(dtype, dtype) if op == "ReduceMean" else dtype
@@ -76,13 +76,13 @@ def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
     }
 
 
-def _over(context: LoweringContext, layer: Layer, tail: PointwiseBody) -> dict[str, Any]:
+def _over(context: LoweringContext, layer: FusionGroup, tail: PointwiseBody) -> dict[str, Any]:
     """The values of the tail; what is written over may be the input itself, `a`."""
     values = context.tail_values(tail)
     return {**values, "over": "a"} if context.buffers.overwritten.get(layer.main) is layer.main.input(0) else values
 
 
-def lower_reduction(context: LoweringContext, layer: Layer) -> None:
+def lower_reduction(context: LoweringContext, layer: FusionGroup) -> None:
     """Rows if the reduced axes are the last ones, columns otherwise."""
     node = layer.main
     x, axes = node.input(0), node.attributes["axes"]
@@ -95,13 +95,13 @@ def lower_reduction(context: LoweringContext, layer: Layer) -> None:
         _lower_columns(context, layer, values, pointers, outer, depth, math.prod(x.shape[axes[-1] + 1 :]))
 
 
-def _variant(context: LoweringContext, layer: Layer, rows: int, depth: int) -> KernelConfig:
+def _variant(context: LoweringContext, layer: FusionGroup, rows: int, depth: int) -> KernelConfig:
     """How work-items share a row, or a group."""
     return context.selector.config(Workload("reduce_rows", "buffer", rows, depth, 1), [node.op for node in layer.nodes])
 
 
 def _lower_rows(
-    context: LoweringContext, layer: Layer, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
+    context: LoweringContext, layer: FusionGroup, values: dict[str, Any], pointers: list[Arg], outer: int, depth: int
 ) -> None:
     config = _variant(context, layer, outer, depth)
     lanes, vector = config.slice_k, min(config.vector, 1 << (depth.bit_length() - 1))
@@ -122,7 +122,7 @@ def _lower_rows(
 
 def _lower_columns(
     context: LoweringContext,
-    layer: Layer,
+    layer: FusionGroup,
     values: dict[str, Any],
     pointers: list[Arg],
     outer: int,
@@ -144,7 +144,7 @@ def _lower_columns(
     context.launch(layer, kernel, args, items, local, shape)
 
 
-def lower_group_normalization(context: LoweringContext, layer: Layer) -> None:
+def lower_group_normalization(context: LoweringContext, layer: FusionGroup) -> None:
     """NormalizeGroups: a group is a run of columns in each of `depth` rows."""
     x = layer.main.input(0)
     outer, depth, groups, columns = x.shape
@@ -179,7 +179,7 @@ _LEAST_EVEN = 4
 """The narrowest vector that is taken because it divides a run of columns, so that none is masked."""
 
 
-def lower_lrn(context: LoweringContext, layer: Layer) -> None:
+def lower_lrn(context: LoweringContext, layer: FusionGroup) -> None:
     """LRN over windows of channels, wherever those lie."""
     node = layer.main
     x, axis, size = node.input(0), node.attributes["axis"], node.attributes["size"]
@@ -203,7 +203,7 @@ def lower_lrn(context: LoweringContext, layer: Layer) -> None:
     context.launch(layer, kernel, args, items, local, shape)
 
 
-def lower_determinant(context: LoweringContext, layer: Layer) -> None:
+def lower_determinant(context: LoweringContext, layer: FusionGroup) -> None:
     """Det: each matrix is eliminated by one work-item, in a copy."""
     x, y = layer.main.input(0), layer.output
     size, count = x.shape[-1], y.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.attention import lower_attention
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import lower_deform_convolution, lower_matmul
@@ -26,9 +27,8 @@ from flashmem.compiler.lowering.sampling import lower_grid_sample, lower_roi_ali
 from flashmem.compiler.lowering.selection import lower_extreme, lower_scan, lower_top
 from flashmem.compiler.lowering.spatial import lower_pool, lower_resize, lower_unpool
 from flashmem.compiler.operators import REGISTRY
-from flashmem.compiler.passes.fusion import Layer
 
-LOWERINGS: dict[str, Callable[[LoweringContext, Layer], None]] = {
+LOWERINGS: dict[str, Callable[[LoweringContext, FusionGroup], None]] = {
     "attention": lower_attention,
     "concat": lower_concat,
     "convolution": lower_convolution,
@@ -61,7 +61,7 @@ LOWERINGS: dict[str, Callable[[LoweringContext, Layer], None]] = {
 """By the name that declarations use (`compiler.operators.registry.Operator.kernel`)."""
 
 
-def lower(context: LoweringContext, layer: Layer) -> None:
+def lower(context: LoweringContext, layer: FusionGroup) -> None:
     """Append the launches of `layer` to the program."""
     operator = REGISTRY[layer.main.op]
     (LOWERINGS[operator.kernel] if operator.kernel else lower_elementwise)(context, layer)

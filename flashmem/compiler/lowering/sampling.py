@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import STORED, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
-def lower_grid_sample(context: LoweringContext, layer: Layer) -> None:
+def lower_grid_sample(context: LoweringContext, layer: FusionGroup) -> None:
     """GridSample in two or three dimensions; images are volumes of depth 1."""
     node = layer.main
     x, grid, y = node.input(0), node.input(1), node.outputs[0]
@@ -37,7 +37,7 @@ def lower_grid_sample(context: LoweringContext, layer: Layer) -> None:
     context.launch(layer, kernel, args, items, local, shape)
 
 
-def lower_roi_align(context: LoweringContext, layer: Layer) -> None:
+def lower_roi_align(context: LoweringContext, layer: FusionGroup) -> None:
     """RoiAlign by mean or maximum. Where the number of samples depends on the rectangles, its cost is that of two by two."""
     node = layer.main
     x, rois, batch, y = node.input(0), node.input(1), node.input(2), node.outputs[0]

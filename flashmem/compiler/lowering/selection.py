@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 _RUN = 32
@@ -26,7 +26,7 @@ def _cut(node: Node) -> tuple[int, int, int]:
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
-def lower_extreme(context: LoweringContext, layer: Layer) -> None:
+def lower_extreme(context: LoweringContext, layer: FusionGroup) -> None:
     """One column for each output; several work-items share a column where there are few."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)
@@ -46,7 +46,7 @@ def lower_extreme(context: LoweringContext, layer: Layer) -> None:
     context.launch(layer, kernel, args, (lanes, columns), local, KernelShape(rows=columns, depth=depth, stride=inner))
 
 
-def lower_top(context: LoweringContext, layer: Layer) -> None:
+def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
     """A merge sort of places, of which each run keeps no more than are asked for: runs of a few elements, then merges."""
     node = layer.main
     x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
@@ -91,7 +91,7 @@ def lower_top(context: LoweringContext, layer: Layer) -> None:
         context.launch(layer, kernel, [*pointers, *numbers], items, local, shape, nbytes=nbytes, part=f"[merge {runs}]")
 
 
-def lower_scan(context: LoweringContext, layer: Layer) -> None:
+def lower_scan(context: LoweringContext, layer: FusionGroup) -> None:
     """A work-item for each column, or, of few long columns, for each chunk of one."""
     node = layer.main
     x, (outer, depth, inner) = node.input(0), _cut(node)

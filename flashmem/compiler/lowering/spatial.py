@@ -8,17 +8,17 @@ from functools import partial
 import numpy as np
 
 from flashmem.compiler.ir.broadcast import affine
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.operators.resize import height_taps
 from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.program.launches import Arg, KernelShape
 
 
-def lower_pool(context: LoweringContext, layer: Layer) -> None:
+def lower_pool(context: LoweringContext, layer: FusionGroup) -> None:
     """MaxPool with the places of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]
@@ -69,7 +69,7 @@ def lower_pool(context: LoweringContext, layer: Layer) -> None:
     context.launch(layer, kernel, args, items, local, shape)
 
 
-def lower_unpool(context: LoweringContext, layer: Layer) -> None:
+def lower_unpool(context: LoweringContext, layer: FusionGroup) -> None:
     """MaxUnpool: zeros, then each element where its index says; where several go, the last of them, as if they went in order.
 
     Indices count in the shape before any that was asked for.
@@ -116,7 +116,7 @@ def _meets_no_place_twice(indices: Value) -> bool:
     return all(stride > (size - 1) * dilation for size, stride, dilation in windows)
 
 
-def lower_resize(context: LoweringContext, layer: Layer) -> None:
+def lower_resize(context: LoweringContext, layer: FusionGroup) -> None:
     """Resize over height and width, from tables of taps made here."""
     node = layer.main
     x, y = node.input(0), node.outputs[0]

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.memory.arena import LiveBytes, alive, shapes
 from flashmem.compiler.operators import REGISTRY
-from flashmem.compiler.passes.fusion import Layer
 
 _WIDEST = 16
 """Elements of the widest vector."""
@@ -65,7 +65,7 @@ class BufferAssignment:
 
 
 def assign_buffers(
-    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
 ) -> BufferAssignment:
     """Assign memory to all that `layers` read and write, in the order in which they run.
 
@@ -87,7 +87,7 @@ def assign_buffers(
 
 
 def held_by(
-    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
 
@@ -100,7 +100,7 @@ def held_by(
 
 
 def least_alive(
-    layers: Sequence[Layer], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
 ) -> list[int]:
     """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
     trees = _Trees(layers, early, results, ranges, storage)
@@ -114,7 +114,7 @@ def where_needed(apart: Sequence[int], least: int) -> set[int]:
     return {at for at, nbytes in enumerate(apart) if nbytes > least}
 
 
-def read_by(layer: Layer) -> list[Value]:
+def read_by(layer: FusionGroup) -> list[Value]:
     """What a layer reads: the operands of its main operator, each as often as it is one, and those of its tail."""
     return [*(value for value in layer.main.inputs if value is not None), *layer.operands()]
 
@@ -142,7 +142,7 @@ class _Trees:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[FusionGroup],
         early: Collection[Value],
         results: Collection[Value],
         ranges: Ranges,
@@ -214,7 +214,7 @@ class _Trees:
 
     # -- parts of a Concat
 
-    def join_parts(self, layers: Sequence[Layer]) -> None:
+    def join_parts(self, layers: Sequence[FusionGroup]) -> None:
         """Let parts of Concats be written where they are needed."""
         for layer in layers:
             if layer.main.op == "Concat":
@@ -244,7 +244,7 @@ class _Trees:
 
     # -- outputs in the place of operands
 
-    def overwrite(self, layers: Sequence[Layer], where: Collection[int]) -> None:
+    def overwrite(self, layers: Sequence[FusionGroup], where: Collection[int]) -> None:
         """Let the layers that are numbered in `where` overwrite an operand, if they can."""
         for at, layer in enumerate(layers, start=1):
             if at in where:
@@ -253,7 +253,7 @@ class _Trees:
                         self.overwritten[layer.main] = operand
                         break
 
-    def _candidates(self, layer: Layer) -> Iterator[Value]:
+    def _candidates(self, layer: FusionGroup) -> Iterator[Value]:
         """The operands that the layer's kernel reads element by element, of the shape and the storage of what it writes."""
         operator, output = REGISTRY[layer.main.op], layer.output
         if layer.moved is not None:  # it writes elsewhere than it reads
@@ -286,7 +286,7 @@ class _Trees:
         shift = self._item_of[other].at - self._item_of[base].at
         return low + shift < end and start < high + shift
 
-    def _give(self, operand: Value, layer: Layer, at: int) -> bool:
+    def _give(self, operand: Value, layer: FusionGroup, at: int) -> bool:
         """Give the memory of `operand` to the output of layer `at`, if nobody needs it any more."""
         base, start, _ = self._span(operand)
         read, made = self._item_of[base], self._item_of[layer.output]
@@ -314,7 +314,7 @@ class _Trees:
         return True
 
 
-def _fills_vectors(layer: Layer, read: Iterable[Value]) -> bool:
+def _fills_vectors(layer: FusionGroup, read: Iterable[Value]) -> bool:
     """Whether the last vector of a row ends with the row: otherwise it has elements of the next one, which others write."""
     shape, columns = layer.output.shape, REGISTRY[layer.main.op].columns
     if columns is not None:

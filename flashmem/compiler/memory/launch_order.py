@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashmem.base.types import StoredType
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.lowering.host_embedding import host_indices
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.memory.buffers import held_by, read_by
+from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 from flashmem.program.launches import LaunchOrder
 
 
-def in_lowest_order(graph: Graph, layers: Sequence[Layer], *, half: bool = False) -> tuple[list[Layer], LaunchOrder]:
+def in_lowest_order(
+    graph: Graph, layers: Sequence[FusionGroup], *, half: bool = False
+) -> tuple[list[FusionGroup], LaunchOrder]:
     """`layers`, which are given in an order that works, in the one of the lowest peak that was found, and how good that is.
 
     `half`: activations are stored in half, where that can be (`compiler.memory.precision`). Rows that the host picks are
@@ -33,7 +35,9 @@ def in_lowest_order(graph: Graph, layers: Sequence[Layer], *, half: bool = False
     return [*picked, *(launched[at] for at in found.layers)], order
 
 
-def _problem(graph: Graph, launched: Sequence[Layer], picked: Sequence[Layer], ranges: Ranges, *, half: bool) -> OrderProblem:
+def _problem(
+    graph: Graph, launched: Sequence[FusionGroup], picked: Sequence[FusionGroup], ranges: Ranges, *, half: bool
+) -> OrderProblem:
     halves = stored_in_half(graph, ranges) if half else frozenset()
 
     def storage(value: Value) -> StoredType:

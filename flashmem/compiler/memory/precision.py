@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.registry import INTEGERS
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Elements of float32 that fit where a tensor starts, whatever they are stored in."""
@@ -38,7 +39,7 @@ def stored_in_half(graph: Graph, ranges: Ranges) -> frozenset[Value]:
     return frozenset(value for value in found - whole if value.dtype == "float32" and value.size > SMALL)
 
 
-def _whole(layer: Layer) -> Iterator[Value]:
+def _whole(layer: FusionGroup) -> Iterator[Value]:
     """The tensors of a layer that have to be stored in their own type."""
     for node in layer.nodes:
         yield from (value for value in REGISTRY[node.op].whole(node) if value is not None)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from flashmem.base.types import TENSOR_ALIGNMENT
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.operators.tiling_interface import Span, outermost
-from flashmem.compiler.passes.fusion import Layer
 from flashmem.compiler.tiling.patches import Band, Chain, alike, units
 
 WINDOW = 40
@@ -93,7 +93,7 @@ class _Known:
 class BandChoice:
     """The chains of one graph that may be in bands; for several limits, what was tried for one serves the others."""
 
-    def __init__(self, graph: Graph, layers: Sequence[Layer], ranges: Ranges, memory: Memory) -> None:
+    def __init__(self, graph: Graph, layers: Sequence[FusionGroup], ranges: Ranges, memory: Memory) -> None:
         """`ranges`: those of `graph`, whose layers are `layers`."""
         self.layers, self.memory, self.ranges = layers, memory, ranges
         self.nodes = units(graph, layers)[1:]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
-from flashmem.compiler.passes.unfusion import Attempt, Pipeline
+from flashmem.compiler.adaptive.unfusion import Attempt, Pipeline
 from flashmem.compiler.weights.slicing import FINEST, LEAST_BYTES, Slicing
 from flashmem.planning.limits import Limits
 from flashmem.program.program import Program

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.lowering.program import Generated
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
@@ -160,7 +161,7 @@ def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: f
     return found
 
 
-def cut_point(layer: Layer, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
+def cut_point(layer: FusionGroup, consumers: Mapping[Value, Sequence[Node]], outputs: Collection[Value]) -> Node | None:
     """Where a fused layer is cut: after its first elementwise operator (a bias), or before its only one; None if it cannot be.
 
     What comes before the cut must leave a single value, as every layer does. A layer that stores what it moves stays whole:

@@ -15,14 +15,15 @@ from typing import Literal
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import ITEMSIZE, StoredType
 from flashmem.base.units import format_size
+from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.lowering.host_embedding import host_indices
 from flashmem.compiler.memory.aliases import Ranges
 from flashmem.compiler.memory.buffers import least_alive
+from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.fusion import Layer, fuse
+from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling.choice import BandChoice, Memory
 from flashmem.compiler.tiling.patches import Chain, in_bands
 from flashmem.compiler.weights.slicing import LEAST_BYTES
@@ -136,7 +137,7 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
     )
 
 
-def _memory(graph: Graph, layers: Sequence[Layer], ranges: Ranges, half: bool, least: int) -> Memory:
+def _memory(graph: Graph, layers: Sequence[FusionGroup], ranges: Ranges, half: bool, least: int) -> Memory:
     halves = stored_in_half(graph, ranges) if half else frozenset()
 
     def storage(value: Value) -> StoredType:
