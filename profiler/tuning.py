@@ -22,7 +22,8 @@ from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.selection.configs import candidates, estimate
-from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, Workload, parse_database
+from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
+from flashmem.compiler.selection.workload import Workload
 from flashmem.runtime.opencl.context import Program
 from flashmem.runtime.opencl.devices import Device, descriptor_for
 from flashmem.runtime.options import device_here

@@ -19,8 +19,9 @@ from inputs import floats
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize
-from flashmem.compiler.selection.configs import Workload, candidates, choose, seconds
+from flashmem.compiler.selection.configs import candidates, choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import Storage
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.runtime.opencl.context import list_devices

@@ -13,8 +13,9 @@ from compared import PLACES, Nodes
 
 import flashmem
 from flashmem.base.types import MemoryPath
-from flashmem.compiler.selection.configs import Workload, choose
+from flashmem.compiler.selection.configs import choose
 from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.selection.workload import Workload
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.profiler.shapes import Rows
 from flashmem.profiler.tuning import Case, Request, tune

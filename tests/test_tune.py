@@ -17,16 +17,8 @@ from flashmem.compile import _key
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.configs import choose, seconds
 from flashmem.compiler.selection.selector import KernelSelector, fewest, packed_bytes
-from flashmem.compiler.selection.tuning_database import (
-    COLUMNS,
-    NEAR,
-    SUFFIX,
-    Timing,
-    TuningDatabase,
-    Workload,
-    digest,
-    parse_database,
-)
+from flashmem.compiler.selection.tuning_database import COLUMNS, NEAR, SUFFIX, Timing, TuningDatabase, digest, parse_database
+from flashmem.compiler.selection.workload import Workload
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
 from flashmem.planning.limits import Limits

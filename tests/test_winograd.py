@@ -16,7 +16,8 @@ from flashmem.base.types import MemoryPath
 from flashmem.compiler.lowering.convolution import transformed_weights
 from flashmem.compiler.selection.configs import choose
 from flashmem.compiler.selection.selector import KernelSelector, packed_bytes
-from flashmem.compiler.selection.tuning_database import SUFFIX, Timing, TuningDatabase, Workload
+from flashmem.compiler.selection.tuning_database import SUFFIX, Timing, TuningDatabase
+from flashmem.compiler.selection.workload import Workload
 from flashmem.profiler.descriptor import write_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
 

@@ -176,7 +176,7 @@ class Rates:
         return self.contention[mode]
 
     def flops_of(self, family: str) -> float:
-        """FLOP per second of launches of a kernel family (`program.LaunchShape`)."""
+        """FLOP per second of launches of a kernel family (`program.launches.KernelShape`)."""
         return self.conv_flops or self.gemm_flops if family in ("conv", "depthwise") else self.gemm_flops
 
     def transfer_bandwidth(self, mode: TransferMode) -> float:

@@ -11,7 +11,7 @@ from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.compiler.selection.attention_form import Rows, form_of
-from flashmem.compiler.selection.configs import Workload
+from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
 
 

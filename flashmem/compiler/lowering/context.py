@@ -22,8 +22,8 @@ from flashmem.compiler.memory.buffers import BufferAssignment, BufferRange
 from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES, nbytes_of
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.vector import STORED, Vector
-from flashmem.compiler.selection.configs import Workload
 from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import PackedSlice, Packing
 from flashmem.compiler.weights.packing_list import PackingList, Pieces
 from flashmem.compiler.weights.sharing import NOTHING_STORED, PackedWeight, Placements, StoredWeights

@@ -19,7 +19,8 @@ from flashmem.compiler.lowering.movement import move
 from flashmem.compiler.lowering.quantisation import WeightBinding, read_both, read_weights
 from flashmem.compiler.lowering.tile import ContractionTile
 from flashmem.compiler.operators.vector import REGISTER, scalar_literal
-from flashmem.compiler.selection.configs import Workload, cut
+from flashmem.compiler.selection.configs import cut
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import PackedSlice, Packing, weight_columns, weight_matrix
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig

@@ -15,7 +15,8 @@ from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.contraction import choice, lower_depthwise, lower_packed, placed
 from flashmem.compiler.lowering.tile import ContractionTile
-from flashmem.compiler.selection.configs import Workload, cut, transformed
+from flashmem.compiler.selection.configs import cut, transformed
+from flashmem.compiler.selection.workload import Workload
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig

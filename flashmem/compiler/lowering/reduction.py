@@ -12,7 +12,7 @@ from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, Vector, scalar_literal
-from flashmem.compiler.selection.configs import Workload
+from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
 from flashmem.target.descriptor import KernelConfig
 

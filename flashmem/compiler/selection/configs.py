@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from flashmem.compiler.selection.attention_form import LEAST_BLOCK
-from flashmem.compiler.selection.tuning_database import Workload as Workload
 from flashmem.compiler.selection.tuning_database import load_database
+from flashmem.compiler.selection.workload import Workload
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 

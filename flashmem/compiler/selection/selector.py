@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.base.types import Optimize
-from flashmem.compiler.selection.configs import Workload, cut, panel, seconds, transformed
+from flashmem.compiler.selection.configs import cut, panel, seconds, transformed
+from flashmem.compiler.selection.workload import Workload
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig
 
 BUILD_SECONDS = 0.1
