@@ -70,7 +70,7 @@ def programs(model: Path, options: Options) -> list[Program]:
     least = bands.choose(0)[1]
     for memory in (bands.memory, replace(bands.memory, weight_bytes=lambda value: 0)):
         for limit in (int(least * step) for step in LIMITS):
-            found[tuple(BandChoice(graph, bands.layers, bands.ranges, memory).chains(limit)[0])] = None
+            found[tuple(BandChoice(graph, bands.layers, bands.aliases, memory).chains(limit)[0])] = None
     made = []
     for chains in found:
         banded = in_bands(graph, chains) if chains else graph

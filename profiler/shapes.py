@@ -186,7 +186,7 @@ class Attention(Shape):
 
 
 @dataclass(frozen=True)
-class Rows(Shape):
+class RowSoftmax(Shape):
     """Softmax of each of `rows` rows, for all that is computed of a row as a whole."""
 
     _FLOPS = 5  # of a maximum, a difference, an exponential, a sum and a quotient

@@ -30,7 +30,7 @@ from flashmem.runtime.options import device_here
 from flashmem.target.descriptor import DeviceDescriptor, KernelConfig, load_descriptor
 
 from .descriptor import name_table
-from .shapes import Attention, Batched, Convolution, Matmul, Rows, Shape
+from .shapes import Attention, Batched, Convolution, Matmul, RowSoftmax, Shape
 from .timing import Stand, generated
 
 Progress = Callable[[str, float], None]
@@ -105,8 +105,8 @@ def shapes() -> tuple[Shape, ...]:
         Convolution(512, 14, 14, 512, (3, 3), (2, 2)), Convolution(960, 64, 64, 320, (3, 3)),
         Convolution(80, 1, 3000, 1024, (1, 3)), Convolution(1024, 1, 3000, 1024, (1, 3), (1, 2)),
         Convolution(3, 224, 224, 768, (16, 16), (16, 16)), Attention(12, 1, 64, 128), Attention(16, 1, 128, 1024),
-        Attention(8, 256, 160), Rows(128, 768), Rows(197, 768), Rows(1500, 1024), Rows(4096, 320), Rows(1, 2048),
-        Rows(32, 40960),
+        Attention(8, 256, 160), RowSoftmax(128, 768), RowSoftmax(197, 768), RowSoftmax(1500, 1024), RowSoftmax(4096, 320),
+        RowSoftmax(1, 2048), RowSoftmax(32, 40960),
     )  # fmt: skip
 
 

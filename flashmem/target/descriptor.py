@@ -1,4 +1,4 @@
-"""Device descriptor: what the compiler and the planner must know of a device, as data (devices/*.toml).
+"""Device descriptors: the limits, kernel configs and rates of a device, as data (devices/*.toml).
 
 A descriptor says which memory path and transfer modes a device can do, the tiles its kernels want, its limits, and its
 rates. `measured` says whether the rates were measured or taken from published figures, `measured_on` on which processor;
@@ -84,7 +84,7 @@ class KernelConfig:
 
     @property
     def code(self) -> str:
-        """Its numbers as one word: what a measurement holds for, whatever the config is called."""
+        """Its numbers as one word, which identifies it in the tuning database whatever its name is."""
         numbers = "-".join(_word(getattr(self, name)) for name in _CODED)
         more = (f"-{self.half}" if self.half else "") + (f"-w{self.winograd}" if self.winograd else "")
         return numbers + more + ("-subgroups" if self.subgroups else "")
@@ -229,7 +229,7 @@ class DeviceDescriptor:
 
     @property
     def portable(self) -> DeviceDescriptor:
-        """The same without folders of this machine: what lies beside a descriptor in a file is called by its name alone."""
+        """The same without folders of this machine: files beside the descriptor are given by name only."""
         return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
 
     def with_cores(self, cores: int) -> DeviceDescriptor:

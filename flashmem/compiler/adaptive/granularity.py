@@ -1,4 +1,4 @@
-"""How large slices may grow under a limit: tried from coarse to fine.
+"""Slice granularity under a memory limit: sizes of slices are tried from coarse to fine.
 
 Where nothing limits memory, slices are as large as the device likes (`compiler/weights/slicing.py`). Under a limit, a slice
 is in flight as a whole: large ones leave no room to load ahead of them, and the largest decide the smallest budget that
@@ -24,11 +24,11 @@ UNPROVEN = 0.02
 """The gap above which larger slices are tried in W."""
 
 WORTH = 0.01
-"""By what part smaller slices must make the objective better to be taken."""
+"""The least relative improvement of the objective for which smaller slices are used."""
 
 
 def first_attempt(pipeline_for: Callable[[Slicing], Pipeline], limits: Limits) -> tuple[Pipeline, Attempt]:
-    """The pipeline with the slices that are best under `limits`, and what it makes of a graph that nothing was split in.
+    """The pipeline with the best sizes of slices under `limits`, and its attempt with no group split.
 
     Raises:
         BudgetError: even the smallest slices do not fit; it names the smallest budget of all that were tried.

@@ -1,4 +1,4 @@
-"""Plans for budgets that are too small for a graph: chains of operators are computed in bands (`compiler.tiling.patches`).
+"""Adaptive tiling: under a budget that is too small for a graph, chains of operators run in bands (`compiler.tiling.patches`).
 
 How little the activations may take follows from what is missing. Bands for exactly that are tried, then those for a few fixed
 limits below it, the last of which is the least there can be. Of the lowest of these (`NEAR`) all are tried before a budget is
@@ -18,7 +18,7 @@ from flashmem.base.units import format_size
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.buffers import least_alive
 from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
@@ -48,9 +48,9 @@ class Bands:
     """What chains a graph may have in bands, on a device and in a precision."""
 
     def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Literal["fp32", "fp16"]) -> None:
-        self.graph, self.layers, self.ranges = graph, fuse(graph), Ranges(graph, half=precision == "fp16")
-        self.memory = _memory(graph, self.layers, self.ranges, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
-        self._choice = BandChoice(graph, self.layers, self.ranges, self.memory)
+        self.graph, self.layers, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
+        self.memory = _memory(graph, self.layers, self.aliases, precision == "fp16", LEAST_BAND_BYTES[descriptor.kind])
+        self._choice = BandChoice(graph, self.layers, self.aliases, self.memory)
 
     @property
     def alive(self) -> int:
@@ -58,7 +58,7 @@ class Bands:
         return max(self.memory.alive, default=0)
 
     def choose(self, limit: int) -> tuple[tuple[Chain, ...], int]:
-        """Chains with which activations take `limit` bytes, or as few as can be, and how many they are estimated to take."""
+        """Chains with which activations need at most `limit` bytes, or as few as possible, and the estimated bytes."""
         chains, alive = self._choice.chains(limit)
         return tuple(chains), alive
 
@@ -137,11 +137,11 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
     )
 
 
-def _memory(graph: Graph, layers: Sequence[FusionGroup], ranges: Ranges, half: bool, least: int) -> Memory:
-    halves = stored_in_half(graph, ranges) if half else frozenset()
+def _memory(graph: Graph, layers: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, least: int) -> Memory:
+    halves = stored_in_half(graph, aliases) if half else frozenset()
 
     def storage(value: Value) -> StoredType:
-        return "float16" if ranges.base(value) in halves else value.dtype
+        return "float16" if aliases.base(value) in halves else value.dtype
 
     def nbytes(value: Value) -> int:
         return ITEMSIZE[storage(value)] * value.size
@@ -152,9 +152,9 @@ def _memory(graph: Graph, layers: Sequence[FusionGroup], ranges: Ranges, half: b
         return (2 if half else 4) * value.size
 
     gathered = [layer.main.outputs[0] for layer in layers if host_indices(layer.main, graph) is not None]
-    launched = [layer for layer in layers if layer.main.outputs[0] not in gathered and not ranges.moves_nothing(layer.main)]
+    launched = [layer for layer in layers if layer.main.outputs[0] not in gathered and not aliases.moves_nothing(layer.main)]
     early = [*(port.value for port in graph.inputs), *gathered]
-    needed = iter(least_alive(launched, early, [port.value for port in graph.outputs if port.value.size], ranges, storage))
+    needed = iter(least_alive(launched, early, [port.value for port in graph.outputs if port.value.size], aliases, storage))
     known = {layer: next(needed) for layer in launched}
     alive: list[int] = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Adaptive unfusion: fused layers are split where that gives the plan the load capacity it lacks (FlashMem section 4.3).
+"""Adaptive unfusion: fusion groups are split where the plan lacks load capacity (FlashMem section 4.3).
 
 Planning shows what found no room. Fused layers are ranked by their penalty (`planning.penalty`); those whose parts stream more
 than the whole, C_v1 + C_v2 >= (1 + alpha) C_v, are split, worst first, and the program is generated and planned again. A split

@@ -10,7 +10,7 @@ from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.operators.attention import Access, Scores
 from flashmem.compiler.operators.vector import scalar_literal
-from flashmem.compiler.selection.attention_form import Rows, form_of
+from flashmem.compiler.selection.attention_form import QueryRows, form_of
 from flashmem.compiler.selection.workload import Workload
 from flashmem.program.launches import Arg, KernelShape
 
@@ -57,7 +57,7 @@ def lower_attention(context: LoweringContext, layer: FusionGroup) -> None:
     if dropped:
         pointers.append(context.operand(dropped.value))
     blocks = -(-rows // form.rows)
-    items = (form.lanes * blocks, batches) if isinstance(form, Rows) else (form.across, form.down * blocks, batches)
+    items = (form.lanes * blocks, batches) if isinstance(form, QueryRows) else (form.across, form.down * blocks, batches)
     sizes = [ITEMSIZE[context.storage(each)] for each in tensors]
     counts = [rows * query.channels, keys * query.channels, keys * value.channels, rows * value.channels]
     nbytes = batches * sum(size * count for size, count in zip(sizes, counts, strict=True))

@@ -41,8 +41,8 @@ Cuts = Mapping[tuple[Value, Packing], Sequence[PackedSlice]]
 
 
 def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list[PackedSlice]:
-    """Slices as a launch for all of them reads them: one where they lie in the file without a gap, as plain buffers, and are
-    no larger together than a slice may be.
+    """Slices for a single launch: joined into one if the file has them without gaps, as plain buffers, and their sum is no
+    larger than a slice may be.
     """
     total, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
     gaps = any(part.nbytes % descriptor.page_bytes for part in parts[:-1])
@@ -52,8 +52,8 @@ def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor: its shape, what it is stored in, and where it lies."""
+class StoredTensor:
+    """A tensor: its shape, the type of its elements in memory, and its place in a buffer."""
 
     shape: tuple[int, ...]
     dtype: StoredType
@@ -67,10 +67,10 @@ class Held:
 
 @dataclass
 class LoweringContext:
-    """Collects a program. Values become tensors by where they lie: those of one place and size share one.
+    """A program under construction, which lowerings add to. Values with the same place and size in memory share a tensor.
 
-    `half`: float weights are packed in half. `earlier`: what programs for other shapes have placed in the file. `cuts`: slices
-    that weights have already, where they are read once more.
+    `half`: float weights are packed in half. `earlier`: weights that programs for other shapes have placed in the file. `cuts`:
+    the slices of weights that the file has already.
     """
 
     descriptor: DeviceDescriptor
@@ -85,7 +85,7 @@ class LoweringContext:
     placements: Placements = field(default_factory=Placements)
     launches: list[Launch] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
-    tensors: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     constants: bytearray = field(default_factory=bytearray)
     packed: dict[tuple[Value, Packing], list[tuple[str, PackedSlice]]] = field(default_factory=dict)
     configs: dict[tuple[Value, Workload, bool], KernelConfig] = field(default_factory=dict)
@@ -103,15 +103,15 @@ class LoweringContext:
     # -- memory
 
     def storage(self, value: Value) -> StoredType:
-        """What the elements of a tensor or constant are in memory."""
+        """The type of the elements of a tensor or constant in memory."""
         return self.buffers.storage(value)
 
     def stored(self, value: Value) -> str:
-        """OpenCL C's name of an element of `value` in memory."""
+        """The type in OpenCL C of an element of `value` in memory."""
         return STORED[self.storage(value)]
 
     def copied(self, source: Value, target: Value) -> tuple[str, str]:
-        """Names of the elements of both sides of a copy: where both are half, their bits are moved as they are."""
+        """The types in OpenCL C of both sides of a copy: ushort where both are half, so that bits are copied unchanged."""
         both = self.stored(source), self.stored(target)
         return ("ushort", "ushort") if both == ("half", "half") else both
 
@@ -135,21 +135,21 @@ class LoweringContext:
             source = unreshaped(value)
             name = source.name if source.name not in self.tensors else f"{source.name}#{len(self.tensors)}"
             self._names[key] = name
-            self.tensors[name] = Held(source.shape, self.storage(value), key[0])
-        self._asked.add(self.buffers.ranges.base(value))
+            self.tensors[name] = StoredTensor(source.shape, self.storage(value), key[0])
+        self._asked.add(self.buffers.aliases.base(value))
         return Arg("tensor", self._names[key])
 
     def known(self, value: Value) -> str | None:
         """The name of the tensor of `value` if any launch has asked for it, or for a range of it."""
-        return str(self.tensor(value).value) if self.buffers.ranges.base(value) in self._asked else None
+        return str(self.tensor(value).value) if self.buffers.aliases.base(value) in self._asked else None
 
     def operand(self, value: Value) -> Arg:
-        """A tensor or constant, wherever it lives."""
-        base = self.buffers.ranges.base(value)
+        """The argument for a tensor or a constant."""
+        base = self.buffers.aliases.base(value)
         return self.tensor(value) if base.constant is None else self.constant(base)
 
     def constant(self, value: Value) -> Arg:
-        """A constant in its plain order: resident if it is small, else a slice of its own."""
+        """A constant in row-major order: resident if it is small, else a slice of its own."""
         if value not in self._placed:
             assert value.constant is not None
             read, dtype = value.constant.array, np.dtype(value.dtype)
@@ -158,7 +158,7 @@ class LoweringContext:
         return self._placed[value]
 
     def data(self, name: str, nbytes: int, make: Callable[[], NDArray[Any]]) -> Arg:
-        """The array of `nbytes` bytes that `make` gives, as it is; small ones resident, and stored once if equal."""
+        """The unpacked array of `nbytes` bytes that `make` returns. Small arrays are resident, and equal ones stored once."""
         if nbytes <= RESIDENT_CONSTANT_BYTES:
             content, small = make().tobytes(), self.placements.small
             if content not in small:
@@ -177,7 +177,7 @@ class LoweringContext:
         return Arg("slice", part.name)
 
     def _read_slices(self, slices: Sequence[Slice]) -> None:
-        """The program reads these; some it may have read before under another name of the weight."""
+        """Add slices to the program, except those that it has already under another name of the weight."""
         self.slices += [part for part in slices if part.name not in self._slice_names]
         self._slice_names |= {part.name for part in slices}
 
@@ -189,8 +189,8 @@ class LoweringContext:
         return free
 
     def parts(self, node: Node, packing: Packing, row_items: int) -> list[PackedSlice]:
-        """The slices of the packed weights of `node` as they are there, or as their first launch wants them, which has
-        `row_items` work-items for each panel.
+        """The slices of the packed weights of `node`: those in the file, or the best for a first launch with `row_items`
+        work-items for each panel.
         """
         weight = node.input(1)
         if (weight, packing) in self.packed:
@@ -203,7 +203,7 @@ class LoweringContext:
     def place_packed(
         self, node: Node, packing: Packing, parts: Sequence[PackedSlice], pieces: Pieces
     ) -> list[tuple[str, PackedSlice]]:
-        """Weights of `node`, or what goes with them, in the file once: the names of their slices. `pieces` makes them."""
+        """The named slices of the packed weights of `node`, or of their scales, stored once. `pieces` makes them."""
         weight = node.input(1)
         key = (weight, packing)
         if key not in self.packed:
@@ -229,7 +229,7 @@ class LoweringContext:
         return self.data("zeros", 4 * count, lambda: np.zeros(count, np.float32))
 
     def status(self) -> Arg:
-        """The tensor in which a kernel leaves the number of its layer when it has read an index that is out of range."""
+        """The tensor to which a kernel writes the number of its layer when it reads an index that is out of range."""
         if self.status_value is None:
             self.status_value = Value("status", (1,), "int32")
         return self.tensor(self.status_value)
@@ -290,7 +290,7 @@ class LoweringContext:
         return min(self.descriptor.tile.vector, 1 << (columns.bit_length() - 1))
 
     def tail(self, layer: FusionGroup, vector: int) -> PointwiseBody:
-        """The elementwise end of `layer`, seeded by its main operator's output."""
+        """The pointwise body of the tail of `layer`; its seed is the main operator's output."""
         seed, columns = layer.main.outputs[0], REGISTRY[layer.main.op].columns
         return PointwiseBody(
             tuple(layer.tail),

@@ -1,6 +1,6 @@
-"""Embedding tables: rows that the host picks, so that a table of any size costs only the rows asked for.
+"""Host embedding lookup: the host copies rows of a table, so that a table of any size costs only the rows that are read.
 
-A table that also feeds a matmul (a tied head) is read from that matmul's panels, and stands in the bundle once.
+A table that is also the weight of a matmul (a tied head) is in the bundle once: rows are read from the matmul's panels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading and writing elements where indices say (see `compiler.operators.indexing` for the attributes)."""
+"""Gather and scatter by index tensors (see `compiler.operators.indexing` for the attributes)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lower_gather_at(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _copy(context: LoweringContext, layer: FusionGroup) -> None:
-    """The data as it is before anything is written into it; nothing where all of it will be."""
+    """Copy the data to the output before updates are written into it; nothing if updates cover all of it."""
     if layer.main.attributes["covered"]:
         return
     x, y, fill = layer.main.input(0), layer.output, layer.main.attributes["fill"]
@@ -71,7 +71,7 @@ def lower_place(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def _joined(dtype: DType, reduction: str) -> str:
-    """What the element `a` becomes with the update `b`, as it is stored."""
+    """The C expression for element `a` after the update `b`, in the type in which it is stored."""
     if reduction == "none":
         return ""
     if dtype == "bool":

@@ -1,4 +1,4 @@
-"""Data movement: every one is a region with an affine source and an affine target."""
+"""Data movement (Transpose, Slice, Pad, Concat, ...): a region with an affine source and an affine target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _dot(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _inner_run(region: Sequence[int], strides: Sequence[int]) -> int:
-    """Length of the run of elements, innermost, that lie side by side."""
+    """The number of innermost elements that are contiguous."""
     run = 1
     for size, stride in zip(reversed(region), reversed(strides), strict=True):
         if size != 1:

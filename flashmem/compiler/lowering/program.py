@@ -1,4 +1,4 @@
-"""From fused layers to a program: kernels, packed weights, launches, and the arena of activations."""
+"""Program generation: fusion groups are lowered to kernels, packed weights and launches, and activations get an arena."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashmem.compiler.lowering.host_embedding import place_rows
 from flashmem.compiler.lowering.outputs import read_early
 from flashmem.compiler.lowering.registry import lower
 from flashmem.compiler.lowering.templates import KernelLibrary
-from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
 from flashmem.compiler.memory.buffers import assign_buffers
 from flashmem.compiler.memory.constants import host_indices
@@ -64,13 +64,13 @@ def write_weights(programs: Sequence[Generated], sink: WeightSink, on_piece: OnP
 
 
 def sharing_weights(programs: Sequence[Generated]) -> list[Generated]:
-    """Those programs as they find the weight file when it is written: the constants lie behind the weights of all."""
+    """The programs with the final offsets in the weight file: constants are stored after the weights of all programs."""
     offset, end = _constants_place(programs[-1].weights, programs[-1].constants.nbytes)
     return [replace(made, program=replace(made.program, constants_offset=offset, weights_bytes=end)) for made in programs]
 
 
 def stored_by(made: Generated, before: StoredWeights) -> StoredWeights:
-    """What there is for the next program: `before`, and what `made` has placed."""
+    """The stored weights that the next program can read: `before`, and those that `made` has placed."""
     return before.followed_by(made.placements, made.weights.size, made.constants.tobytes())
 
 
@@ -91,31 +91,31 @@ def generate(
     earlier: StoredWeights = NOTHING_STORED,
     cuts: Cuts | None = None,
 ) -> Generated:
-    """What runs `layers` on `descriptor`'s default memory path. No weight is read: `Generated.write` does that later.
+    """Generate the program of `layers` for the default memory path of `descriptor`. No weight is read: `Generated.write` does.
 
-    `selector` says which config computes a contraction; without it the one that does so soonest. `earlier`: weights that are in
+    `selector` selects the config of each contraction; without it the fastest config is taken. `earlier`: weights that are in
     the file already, of programs for other shapes; those are read to be compared. `cuts`: the slices that its own weights have
     already; those that lie side by side become one.
     """
     path = descriptor.memory_paths[0]
     half = precision == "fp16"
-    ranges = Ranges(graph, half=half)
-    halves = stored_in_half(graph, ranges) if half else frozenset()
+    aliases = AliasAnalysis(graph, half=half)
+    halves = stored_in_half(graph, aliases) if half else frozenset()
 
     def storage(value: Value) -> StoredType:
-        return "float16" if ranges.base(value) in halves else value.dtype
+        return "float16" if aliases.base(value) in halves else value.dtype
 
-    results, copies = _results(graph, ranges)
+    results, copies = _results(graph, aliases)
     gathered: dict[Value, tuple[Node, str]] = {}
     launched = []
     for layer in (*layers, *copies):
         indices = host_indices(layer.main, graph)
         if indices is not None:
             gathered[layer.main.outputs[0]] = (layer.main, indices)
-        elif not ranges.moves_nothing(layer.main):
+        elif not aliases.moves_nothing(layer.main):
             launched.append(layer)
     early = [*(port.value for port in graph.inputs), *gathered]
-    buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], ranges, storage)
+    buffers = assign_buffers(launched, early, [port.value for port in results if port.value.size], aliases, storage)
     weights = PackingList(descriptor.page_bytes, earlier.size)
     context = LoweringContext(
         descriptor, path, half, slicing, KernelLibrary(), selector or KernelSelector(descriptor), buffers, weights, earlier
@@ -164,12 +164,12 @@ def generate(
     return Generated(program, source, weights, constants, context.placements, made)
 
 
-def _results(graph: Graph, ranges: Ranges) -> tuple[list[GraphPort], list[FusionGroup]]:
+def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], list[FusionGroup]]:
     """The outputs, each with a tensor of its own: one that is an input or a constant as it stands is copied, by a layer."""
     results, copies, seen = [], [], set()
     inputs = {port.value for port in graph.inputs}
     for port in graph.outputs:
-        base, value = ranges.base(port.value), port.value
+        base, value = aliases.base(port.value), port.value
         if value.size == 0:
             results.append(port)
             continue

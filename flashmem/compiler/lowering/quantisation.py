@@ -1,4 +1,4 @@
-"""Zero points and scales of a contraction's operands: where its kernel finds them (kernels/templates/contraction/mac.cl.j2)."""
+"""Quantisation of a contraction's operands: where its kernel reads zero points and scales (contraction/mac.cl.j2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAST_BLOCK = 2
 
 @dataclass(frozen=True)
 class QuantisationParameters:
-    """Zero points or scales as the templates see them: elements of `type`, that of (row, col) of the output at `index`.
+    """Zero points or scales as the templates read them: of `type`; the one for (row, col) of the output is at `index`.
 
     `spread`: one of them holds for all columns of a vector. Those of blocks have no index: they are packed like the weights, or
     in the order of depth if they hold for all columns.
@@ -210,7 +210,7 @@ def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]
 
 
 _nothing = np.zeros(0)
-"""What is packed of an operand that is read as it lies."""
+"""The packed data of an operand that is not packed: nothing."""
 
 
 def _axes(node: Node) -> tuple[int, int, list[int]]:

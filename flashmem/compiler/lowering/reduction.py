@@ -176,11 +176,11 @@ def lower_group_normalization(context: LoweringContext, layer: FusionGroup) -> N
 
 
 _LEAST_EVEN = 4
-"""The narrowest vector that is taken because it divides a run of columns, so that none is masked."""
+"""The narrowest vector that is preferred for dividing a run of columns, so that no vector is masked."""
 
 
 def lower_lrn(context: LoweringContext, layer: FusionGroup) -> None:
-    """LRN over windows of channels, wherever those lie."""
+    """LRN over windows of channels, for any position of the channel axis."""
     node = layer.main
     x, axis, size = node.input(0), node.attributes["axis"], node.attributes["size"]
     rows, channels, columns = math.prod(x.shape[: axis + 1]), x.shape[axis], math.prod(x.shape[axis + 1 :])

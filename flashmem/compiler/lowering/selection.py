@@ -1,4 +1,4 @@
-"""Searching, sorting and running sums along an axis: every tensor is seen as x[outer, depth, inner]."""
+"""ArgMax, TopK and cumulative sums along an axis: every tensor is treated as x[outer, depth, inner]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUSY = {"cpu": 16, "gpu": 4096}
 """Columns from which a device is busy with one work-item for each."""
 
 _CHUNK, _CHUNKS = 256, 256
-"""The least elements of a chunk of a running sum, and the most chunks of a column, which each adds up what is before it."""
+"""The fewest elements of a chunk of a cumulative sum, and the most chunks of a column; each chunk sums those before it."""
 
 
 def _cut(node: Node) -> tuple[int, int, int]:
@@ -47,7 +47,7 @@ def lower_extreme(context: LoweringContext, layer: FusionGroup) -> None:
 
 
 def lower_top(context: LoweringContext, layer: FusionGroup) -> None:
-    """A merge sort of places, of which each run keeps no more than are asked for: runs of a few elements, then merges."""
+    """Merge sort of positions: short sorted runs, then merges, which keep no more than `k` positions of a run."""
     node = layer.main
     x, (outer, depth, inner), k = node.input(0), _cut(node), node.attributes["k"]
     columns = outer * inner

@@ -43,7 +43,7 @@ def _environment() -> Environment:
 
 @dataclass(frozen=True)
 class Lane:
-    """The stream lane of a kernel, as kernels/templates/lane.cl.j2 takes it: a work-item carries `units` units at a time."""
+    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units at a time."""
 
     kind: LaneKind
     units: int
@@ -55,7 +55,7 @@ class Lane:
 
 
 class _TemplateValues:
-    """What a template is given. Equal ones, whose values have the same types too, give equal text."""
+    """Variables of a template. Equal ones, with values of the same types, render to equal text."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values

@@ -1,4 +1,4 @@
-"""A contraction's tile: what the templates `mac`, `matmul`, `conv` and `staged` know of it as `t`."""
+"""Contraction tiles: the variable `t` of the templates `mac`, `matmul`, `conv`, `winograd` and `staged`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ContractionTile(KernelConfig):
     """A config cut to one contraction, as the templates see it (`t`), and the types of what it reads, sums up and writes, and
     where zero points and scales are. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do.
     `aligned`: rows of the left operand start at a multiple of 16 bytes; `aligned_columns`: so do those of the right one.
-    `looped`: one copy of the fused tail finishes all sums, for compilers that take long and processors whose stack is near.
+    `looped`: one copy of the fused tail finishes all sums, for compilers that are slow and processors whose stack is in cache.
     `whole`: a stage never passes the end of the depth, nor of the channels of a tap. `folded`: the weights' texture is folded.
-    `scattered`: what is written has columns first.
+    `scattered`: the result is stored with columns first.
     """
 
     texture: bool = False
@@ -111,7 +111,7 @@ class ContractionTile(KernelConfig):
         return (-(-rows // self.block_rows) * self.items if self.k_block else -(-rows // self.rows), panels)
 
     def described(self, shape: KernelShape) -> KernelShape:
-        """`shape`, with what it says of the config."""
+        """`shape` with the numbers of this config."""
         return replace(
             shape,
             vector=self.vector,

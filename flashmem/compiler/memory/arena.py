@@ -1,4 +1,4 @@
-"""The arena: tensors laid out by when each of their bytes is needed.
+"""Arena layout: offsets for all activations, so that bytes with disjoint lifetimes share memory.
 
 Tensors that share memory (`compiler.memory.buffers`) form one block, in which each has its fixed place. Of a block only some
 bytes may be needed at a time: a part of a Concat before the others are written, a Slice after the rest has been read. What is

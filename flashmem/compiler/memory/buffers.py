@@ -1,4 +1,4 @@
-"""Where each activation lies: in a tensor of its own, or in another's. Lifetimes are those of layers.
+"""Buffer assignment: each activation gets memory of its own, or a range of another's. Lifetimes are counted in layers.
 
 - What is a contiguous range of another value lies inside it (`compiler.memory.aliases`).
 - Parts of a Concat that are contiguous ranges of its result are written there by the layers that compute them; only what lies
@@ -19,7 +19,7 @@ from itertools import pairwise
 from flashmem.base.types import ITEMSIZE, SLACK, TENSOR_ALIGNMENT, StoredType
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.memory.aliases import Ranges
+from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.arena import LiveBytes, alive, shapes
 from flashmem.compiler.operators import REGISTRY
 
@@ -46,32 +46,36 @@ class BufferAssignment:
         overwritten: by a layer's main operator, the operand whose memory its output takes.
     """
 
-    ranges: Ranges
+    aliases: AliasAnalysis
     storage: Storage
     moved: Mapping[Value, BufferRange] = field(default_factory=dict)
     overwritten: Mapping[Node, Value] = field(default_factory=dict)
 
     def of(self, value: Value) -> BufferRange:
-        """Where `value` lies."""
-        found = self.ranges.of(value)
+        """The memory of `value`."""
+        found = self.aliases.of(value)
         place = self.moved.get(found.base, BufferRange(found.base, 0))
         return BufferRange(place.root, place.offset + found.start * ITEMSIZE[self.storage(found.base)])
 
     def holds(self, whole: Value, part: Value, start: int) -> bool:
-        """Whether `part` lies in `whole` from element `start` on: then no copy is needed to put it there."""
+        """Whether `part` is stored in `whole` from element `start` on, so that no copy is needed."""
         outer, inner = self.of(whole), self.of(part)
         at = outer.offset + start * ITEMSIZE[self.storage(whole)]
         return outer.root is inner.root and inner.offset == at and self.storage(whole) == self.storage(part)
 
 
 def assign_buffers(
-    layers: Sequence[FusionGroup], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup],
+    early: Collection[Value],
+    results: Collection[Value],
+    aliases: AliasAnalysis,
+    storage: Storage,
 ) -> BufferAssignment:
     """Assign memory to all that `layers` read and write, in the order in which they run.
 
     `early`: inputs, and what else the host writes before the first layer. `results`: what it reads after the last one.
     """
-    trees = _Trees(layers, early, results, ranges, storage)
+    trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
     apart = trees.alive()
     everywhere = trees.copy()
@@ -83,27 +87,35 @@ def assign_buffers(
         for item in items
         if item.base is not root
     }
-    return BufferAssignment(ranges, storage, moved, trees.overwritten)
+    return BufferAssignment(aliases, storage, moved, trees.overwritten)
 
 
 def held_by(
-    layers: Sequence[FusionGroup], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup],
+    early: Collection[Value],
+    results: Collection[Value],
+    aliases: AliasAnalysis,
+    storage: Storage,
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The pieces of memory that layers share, where nothing is overwritten: the bytes of each, and the layers that touch it.
 
     Arguments as in `assign_buffers`. Layers count from 1; 0 stands for what is before them, one more than their number for
     what is after. A piece is needed from the first of its layers to the last, in whatever order they run.
     """
-    trees = _Trees(layers, early, results, ranges, storage)
+    trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
     return list(trees.pieces())
 
 
 def least_alive(
-    layers: Sequence[FusionGroup], early: Collection[Value], results: Collection[Value], ranges: Ranges, storage: Storage
+    layers: Sequence[FusionGroup],
+    early: Collection[Value],
+    results: Collection[Value],
+    aliases: AliasAnalysis,
+    storage: Storage,
 ) -> list[int]:
     """The bytes that are needed at each of `layers`, where every operand is overwritten that can be."""
-    trees = _Trees(layers, early, results, ranges, storage)
+    trees = _Trees(layers, early, results, aliases, storage)
     trees.join_parts(layers)
     trees.overwrite(layers, range(len(layers) + 2))
     return trees.alive()[1:-1]
@@ -115,7 +127,7 @@ def where_needed(apart: Sequence[int], least: int) -> set[int]:
 
 
 def read_by(layer: FusionGroup) -> list[Value]:
-    """What a layer reads: the operands of its main operator, each as often as it is one, and those of its tail."""
+    """The operands of a layer: those of its main operator, repeated ones too, and those of its tail."""
     return [*(value for value in layer.main.inputs if value is not None), *layer.operands()]
 
 
@@ -145,12 +157,12 @@ class _Trees:
         layers: Sequence[FusionGroup],
         early: Collection[Value],
         results: Collection[Value],
-        ranges: Ranges,
+        aliases: AliasAnalysis,
         storage: Storage,
     ) -> None:
-        self._ranges, self._storage, self._layers = ranges, storage, len(layers)
+        self._aliases, self._storage, self._layers = aliases, storage, len(layers)
         self.overwritten: dict[Node, Value] = {}
-        self._early, self._results = set(early), {ranges.base(value) for value in results}
+        self._early, self._results = set(early), {aliases.base(value) for value in results}
         items = {value: self._item(value, 0) for value in early}
         for at, layer in enumerate(layers, start=1):
             items[layer.output] = self._item(layer.output, at)
@@ -176,7 +188,7 @@ class _Trees:
 
     def _span(self, value: Value) -> tuple[Value, int, int]:
         """The value that `value` is a range of, and its bytes there."""
-        found = self._ranges.of(value)
+        found = self._aliases.of(value)
         itemsize = ITEMSIZE[self._storage(found.base)]
         return found.base, found.start * itemsize, (found.start + value.size) * itemsize
 
@@ -220,9 +232,9 @@ class _Trees:
             if layer.main.op == "Concat":
                 parts = list(parts_in_place(layer.main))
                 for i, (part, start) in enumerate(parts):
-                    others = {self._ranges.base(other) for other, _ in parts[:i] + parts[i + 1 :]}
+                    others = {self._aliases.base(other) for other, _ in parts[:i] + parts[i + 1 :]}
                     # A part that is copied must not be read from where the copy is written.
-                    if not any(self._root_of.get(other) is self._ranges.base(part) for other in others):
+                    if not any(self._root_of.get(other) is self._aliases.base(part) for other in others):
                         self._join_part(layer.output, part, start)
 
     def _join_part(self, whole: Value, part: Value, start: int) -> None:
@@ -236,7 +248,7 @@ class _Trees:
             self._merge(base, self._root_of[whole], self._item_of[whole].at + at)
 
     def _merge(self, root: Value, into: Value, at: int) -> None:
-        """The tree of `root` lies `at` bytes behind the start of `into`, which is another's."""
+        """Store the tree of `root` in the tree of `into`, `at` bytes from its start."""
         for item in self.members.pop(root):
             item.at += at
             self._root_of[item.base] = into
@@ -270,7 +282,7 @@ class _Trees:
         if not _fills_vectors(layer, read):
             return
         for value in possible:
-            base = self._ranges.base(value)
+            base = self._aliases.base(value)
             if value.shape != output.shape or value.dtype != output.dtype or base not in self._item_of:
                 continue
             _, start, end = self._span(value)

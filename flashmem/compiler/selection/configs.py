@@ -24,8 +24,10 @@ def candidates(descriptor: DeviceDescriptor, workload: Workload) -> tuple[Kernel
 
 
 def _fits(config: KernelConfig, workload: Workload) -> bool:
-    """Sums in half are of operands that are stored so; who shares the keys of few queries has no others; Winograd's are of 3x3
-    taps one apart (how the 9 taps lie is known to who asks, see `selector.KernelRequest`), of floats and of one group. Of a
+    """Whether `config` can compute `workload`.
+
+    Sums in half need operands that are stored in half. A config that shares the keys of few queries has no room for more.
+    Winograd needs floats, 3x3 taps, stride 1 and one group; the caller knows the dilation (`selector.KernelRequest`). Of a
     grouped convolution a panel that work-items share holds the columns of one group: a wider one would be zeros, in every
     group.
     """
@@ -86,7 +88,7 @@ def seconds(descriptor: DeviceDescriptor, workload: Workload) -> dict[KernelConf
 
 
 def estimate(descriptor: DeviceDescriptor, workload: Workload, config: KernelConfig) -> float:
-    """What `config` costs where nothing was measured, in multiplications of a full device."""
+    """The estimated cost of `config` where nothing was measured, in multiplications of a full device."""
     if workload.family == "reduce_rows":
         return _rows(descriptor, workload, config)
     return (_attention if workload.family == "attention" else _contraction)(descriptor, workload, config)
