@@ -15,9 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.base.errors import BudgetError
 from flashmem.compile import plan_graph, read_graph
+from flashmem.compiler.adaptive import tiling as banding
+from flashmem.compiler.adaptive.unfusion import Pipeline
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.unfusion import Pipeline
-from flashmem.compiler.tiling import search as banding
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds

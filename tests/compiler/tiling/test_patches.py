@@ -20,11 +20,11 @@ from onnxruntime.quantization import quantize_dynamic
 
 import flashmem
 from flashmem.base.errors import BudgetError
+from flashmem.compiler.adaptive import tiling as banding
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.compiler.tiling import search as banding
 from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.program.program import fixed_bytes
 from flashmem.target.descriptor import load_descriptor
