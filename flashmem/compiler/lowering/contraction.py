@@ -70,7 +70,7 @@ def _tile(
 def choice(
     context: LoweringContext, layer: FusionGroup, workload: Workload, *, packed: bool = True, winograd: bool = False
 ) -> KernelConfig:
-    """The config for `workload`, selected once for each weight, which all bands of a layer read in one packing."""
+    """The config for `workload`, selected once for each weight, which all patches read in one packing."""
     key = (layer.main.input(1), replace(workload, rows=0), winograd)
     if not packed or key not in context.configs:
         widest = context.slicing.widest(workload.depth * (2 if workload.storage == "float16" else 4)) if packed else None

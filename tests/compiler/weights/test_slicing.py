@@ -242,7 +242,7 @@ def compiled(
 
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, nbytes: int = 48 * KIB) -> None:
-    """Bands, and pieces in staging, of `nbytes`."""
+    """Segments, and pieces in staging, of `nbytes`."""
     monkeypatch.setattr("flashmem.schedule.plan.PASSING_BYTES", nbytes)
 
 
